@@ -34,6 +34,7 @@ PRELOADED = [
     "weft.host.reward",
     "weft.observe.report",
     "tests.engine.layouts",
+    "tests.frozen",
 ]
 
 

@@ -72,6 +72,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
     """Each function begins with a process group of its own: every group has threads that look for messages, and those of a
     hundred functions would leave no time for the next."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: to look through it each time would take half a second
     for number in itertools.count():
         function, arguments = pipe.recv()
         if dist.is_initialized():

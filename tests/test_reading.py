@@ -140,3 +140,44 @@ def test_the_home_of_nobody() -> None:
         Path("~nobody-of-this-name/x").expanduser()
     assert "no home here" in str(reading.place_problem(caught.value))
     assert reading.place_problem(RuntimeError("a bug")) is None
+
+
+def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    reading.check_folder(tmp_path, "MODEL")
+    (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, and no file; remove it"):
+        reading.check_folder(tmp_path, "MODEL")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("gs://bucket/runs", "mount the storage, or copy the files to this machine"),
+        ("S3://bucket/a.jsonl", "mount the storage"),
+        (Path("https://host/model"), "mount the storage"),  # whose two slashes are one
+        ("abfs+ssl://x@y/z", "mount the storage"),
+        ("file:///data/model", "write /data/model"),
+        ("hf://datasets/owner/name", "write owner/name, its name on the hub"),
+        ("hf://owner/name", "write owner/name, its name on the hub"),
+    ],
+)
+def test_a_url_is_no_path(path: str | Path, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem = reading.url_problem(path)
+    assert problem is not None
+    assert problem.startswith("is a URL, and weft reads and writes paths of this machine; ") and told in problem
+    with pytest.raises(ConfigError, match="is a URL"):
+        reading.make_folder(Path(path), "--out", ConfigError)
+    with pytest.raises(ConfigError, match="is a URL"):
+        reading.check_file(path, "--file", ConfigError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", ["runs", "./a:b", "/a:/b", "a/b:/c", "C:/data", "owner/name", "owner/name:folder", "runs/e/t@step4", "~/x"]
+)
+def test_paths_and_names_of_the_hub_are_no_urls(path: str) -> None:
+    assert reading.url_problem(path) is None

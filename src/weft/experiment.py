@@ -99,6 +99,7 @@ class Experiment:
     init_from: Mapping[str, str] = field(default_factory=dict)  # role -> role it starts as a copy of
     saved_roles: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)  # the resolved options, written to config.yaml
+    left_at_default: frozenset[str] = frozenset()  # options that the user's configuration leaves as they are
     chosen: Sequence[str] = ()  # those of them that nobody has set, and that weft has given a value
     steps_follow: str = ""
     updates_per_firing: Mapping[str, int] = field(default_factory=dict)  # trained node -> optimizer steps of one firing

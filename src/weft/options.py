@@ -290,7 +290,7 @@ def validate(config: Any, path: str = "") -> None:
 
 
 def _wrong(name: str, value: Any, rule: str) -> ConfigError:
-    return ConfigError(f"{name}={shortened(repr(value), LONGEST_VALUE)}: {rule}")
+    return ConfigError(f"{name}={shortened(repr(plain(value)), LONGEST_VALUE)}: {rule}")
 
 
 _HINTS: dict[type[Any], Mapping[str, Any]] = {}  # of each class that was asked for: evaluating the texts is slow

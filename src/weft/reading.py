@@ -34,10 +34,32 @@ MOST_DEPTH = 100
 MOST_ENTRIES = 200_000  # of a folder that is searched, those of the folders in it counted
 ROOT = "holds the whole file system; name the folder that is meant"
 SHOWN = 300  # characters of a library's message
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
 # Errors of the system that speak of the place a user named, whatever weft wanted to do there.
 NO_HOME = ("Could not determine home directory.",)  # what pathlib says of ~NAME
 PLACES = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def url_problem(path: str | Path) -> str | None:
+    """Return what is wrong with a URL in place of a path, and what to write; None for a path or the name of a hub's model."""
+    found = URL.match(str(path))  # `Path` makes one slash of two
+    if found is None:
+        return None
+    kind, rest = found[1].lower(), str(path)[found.end() :]
+    fix = "mount the storage, or copy the files to this machine"
+    if kind == "file":
+        fix = f"write /{rest}"
+    elif kind == "hf":
+        fix = f"write {rest.removeprefix('datasets/').removeprefix('models/')}, its name on the hub"
+    return f"is a URL, and weft reads and writes paths of this machine; {fix}"
+
+
+def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
+    """Raises `kind` for a URL in place of a path; a folder named after it would be made or looked for otherwise."""
+    problem = url_problem(path)
+    if problem is not None:
+        raise kind(f"{what}: {problem}")
 
 
 @contextmanager
@@ -98,7 +120,7 @@ def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, m
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        raise kind(f"{what}: there is no such file") from None
+        raise kind(f"{what}: {url_problem(path) or 'there is no such file'}") from None
     except (OSError, ValueError) as error:
         raise kind(f"{what}: {reason(error)}") from error
     if not stat.S_ISREG(found.st_mode):
@@ -106,6 +128,18 @@ def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, m
         raise kind(f"{what}: is {named}, and no file")
     if most is not None and found.st_size > most:
         raise kind(f"{what}: has {found.st_size:,} bytes, and at most {most:,} are read")
+
+
+def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
+    """Raises `kind` where a folder whose files a library opens holds a pipe or a device, which it would wait for."""
+    with reading(what, kind):
+        for entry in os.scandir(folder):
+            try:
+                mode = entry.stat().st_mode
+            except FileNotFoundError:  # a link to nothing
+                continue
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise kind(f"{what}: {entry.path} is a pipe or a device, and no file; remove it")
 
 
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
@@ -130,6 +164,7 @@ def is_root(folder: Path) -> bool:
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
     """Make a folder that a user named, and those above it, where they are not there. Raises `kind` where the system refuses."""
+    refuse_url(path, what, kind)
     with reading(f"{what}: the folder cannot be made", kind, "name another"):
         path.mkdir(parents=True, exist_ok=True)
 

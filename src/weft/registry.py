@@ -14,6 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,10 @@ class Registry:
 
 
 def _same_definition(one: Any, other: Any) -> bool:
-    """A module imported twice (by file and by name) defines its things twice; that is no clash."""
+    """Return whether both come from one line of code: a module imported twice, by file and by name, has its things twice."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        same_arguments = (one.args, one.keywords) == (other.args, other.keywords)
+        return same_arguments and _same_definition(one.func, other.func)
     try:
         return (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
     except AttributeError:

@@ -89,17 +89,17 @@ def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "said", "more"),
     [
-        ("generate", "mixed lengths"),
-        ("limit", "of the fastest product"),
-        ("scale", "time against sequence length"),
-        ("realloc", "% of plain"),
-        ("runtime", "ms a call"),
-        ("layouts", "% of it"),
+        ("generate", "mixed lengths", []),
+        ("limit", "of the fastest product", []),
+        ("scale", "time against sequence length", ["--repeats", "1"]),
+        ("realloc", "% of plain", []),
+        ("runtime", "ms a call", ["--repeats", "2"]),
+        ("layouts", "% of it", []),
     ],
 )
-def test_weft_alone_and_against_transformers(name: str, said: str, data_dir: Path, repo: Path) -> None:
-    done = run(name, data_dir, repo, "--quick")
+def test_weft_alone_and_against_transformers(name: str, said: str, more: list[str], data_dir: Path, repo: Path) -> None:
+    done = run(name, data_dir, repo, "--quick", *more)
     assert done.returncode == 0, done.stderr[-3000:]
     assert said in done.stdout

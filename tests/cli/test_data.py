@@ -12,7 +12,7 @@ import pytest
 from weft.cli.data import main
 from weft.data.scan import answers, scan
 from weft.data.sources import Unreadable
-from weft.errors import ConfigError, UserError
+from weft.errors import ConfigError, DataError, NoTemplate, UserError
 from weft.testing.datasets import small_tokenizer
 
 ROWS = [
@@ -41,6 +41,48 @@ def test_inspect_shows_what_is_trained(words: list[str], capsys: pytest.CaptureF
     main(["inspect", *words, "-n", "1", "--skip", "1", "--lines", "--color", "always"])
     coloured = capsys.readouterr().out
     assert "\x1b[1;32m     0       65 trained 'b'" in coloured and "id x" not in coloured
+
+
+def test_inspect_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every byte is a token, messages are written as chatml does, and the note says so."""
+    turns = [("user", "Hi"), ("assistant", "\u00e9!")]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+    assert main(["inspect", str(tmp_path / "chat.jsonl")]) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>|u|s|e|r|\u23ce\n|H|i|<|im_end|>" in shown
+    assert "completion 1, 4 tokens, 4 trained\n\u27e6<127>|\u00e9|!|<|im_end|>\u27e7" in shown
+    assert "note: no tokenizer was named, so every byte is a token and messages are written in the form chatml" in shown
+    assert main(["inspect", str(tmp_path / "chat.jsonl"), "tokenizer.chat_template=llama3"]) == 0
+    shown = capsys.readouterr().out
+    assert "<|start_header_id|>|u|s|e|r|<|end_header_id|>" in shown and "in the form llama3" in shown
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_inspect_reads_the_rows_that_it_shows(
+    words: list[str], tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = '{"prompt": 3, "answer": "x"}'
+    rows = [*map(json.dumps, ROWS), bad]
+    text = "\n".join(rows) if form == "jsonl" else f"[{','.join(rows)}"  # the list is not even closed
+    (tmp_path / f"some.{form}").write_text(text)
+    command = ["inspect", str(tmp_path / f"some.{form}"), *words[1:]]
+    assert main([*command, "-n", "1", "--skip", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "id 2  source some" in shown and "id x" not in shown and not (tmp_path / "cache").exists()
+    with pytest.raises(DataError, match=rf"some\.{form}:\d: 'prompt' must be text or a list of messages"):
+        main([*command, "-n", "4"])
+
+
+def test_inspect_recognizes_trees(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    oasst = data_dir / "oasst"
+    for mode, wanted in (("sft", "trained"), ("rm", "rank 1"), ("rl", "prompt_messages: ")):
+        assert main(["inspect", str(oasst / "en_100_tree.jsonl"), "--mode", mode, "-n", "2"]) == 0
+        shown = capsys.readouterr().out
+        assert wanted in shown and "protect my eyes" in shown.replace("|", "")
+    with pytest.raises(
+        ConfigError, match=r"en_100_message\.jsonl:1: this row is one message .* --datasets oasst_export"
+    ):
+        main(["inspect", str(oasst / "en_100_message.jsonl")])
 
 
 def test_inspect_masks_and_partial_characters(
@@ -127,9 +169,10 @@ def test_lengths_without_a_chat_template(
     assert main(["lengths", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1], *own]) == 0
     said = capsys.readouterr()
     assert said.out == told["chat", 0].out and "note: " not in said.err
-    assert main(["inspect", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1]]) == 0
-    shown = capsys.readouterr().out
-    assert "<|im_start|>|user|" in shown and "no chat template; messages are read in the form chatml" in shown
+    with pytest.raises(
+        NoTemplate, match=r"no chat template, .* write tokenizer\.chat_template=zephyr"
+    ):  # as a run says
+        main(["inspect", str(tmp_path / "chat.jsonl"), "--tokenizer", gpt2, words[-1]])
 
 
 def test_scan(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +220,8 @@ def test_phrases_are_sought_in_answers_alone() -> None:
     ("argv", "wrong"),
     [
         (["inspect"], "there are no data to look at"),
-        (["inspect", "nowhere.jsonl"], "--tokenizer is missing"),
+        (["inspect", "nowhere.jsonl"], "no such file"),
+        (["lengths", "nowhere.jsonl", "--type", "chat"], "--tokenizer is missing"),
         (["inspect", "nowhere.jsonl", "--tokenizer", "nowhere/at/all"], "no such file or directory"),
         (["counts", "nowhere.jsonl"], "no such file"),
         (["counts", "a.jsonl", "dataset.max_seqln=3"], "max_seqln.*did you mean.*max_seqlen"),

@@ -129,7 +129,7 @@ def test_lengths_scan_and_inspect(here: Path, capsys: pytest.CaptureFixture[str]
     above = int(lines[0].rstrip(")").split()[-1])
     assert above == min(10, max(0, longest - 30)) and lines[1].startswith("gsm8k (valid): ")
     assert main(["scan", f"dataset.cache_dir={here}", "--datasets", "vicuna"]) == 0
-    assert "vicuna: 1 rows" in (said := capsys.readouterr().out) and "    vicuna:1: As an AI model, well" in said
+    assert "vicuna: 1 rows" in (said := capsys.readouterr().out) and "split.json:1: As an AI model, well" in said
     assert said.count("train.jsonl") == 1  # the file of its rows, in the first line
     assert main(["inspect", *words, "-n", "1"]) == 0 and "\u27e6a" in capsys.readouterr().out
     assert main(["inspect", *words, "-n", "1", "--mode", "rl"]) == 0 and "answer: 'a'" in capsys.readouterr().out

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from weft.cli import overrides
+from weft.cli.quickstart import configure
 from weft.errors import ConfigError
+from weft.experiments import SFTConfig
 from weft.experiments.common import MFCOptions
 from weft.options import plain, read, to_mapping
 
@@ -139,3 +141,9 @@ def test_an_option_set_to_several_values_is_told() -> None:
     assert told("a=1", "a=2", "a=3") == ["a=1, a=2 and a=3 are all set; the last counts"]
     assert told("a=1", "a=1", "b={x: 1}", "b={y: 2}") == []
     assert overrides.repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == [], "a file, and one over it"
+
+
+def test_an_error_shows_values_as_they_were_written() -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(SFTConfig(), overrides.parse(["model.path={a: 1, b: [x, 2.5]}"]))
+    assert "model.path={'a': 1, 'b': ['x', 2.5]}" in str(caught.value) and "Scalar" not in str(caught.value)

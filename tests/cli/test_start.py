@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ import pytest
 
 from weft import registry
 from weft.cli.main import main
+from weft.cli.start import find_config
 from weft.errors import ConfigError
+from weft.launch import registered
+from weft.models.families.common import TINY_LLAMA
 
 SWEEP = """
 from weft import register_experiment
@@ -181,3 +185,29 @@ def test_stop_takes_what_show_takes(
     assert [path.resolve() for path in stopped] == [run.resolve()] * 4
     assert main(["stop", "a/bb"]) == 2
     assert "did you mean runs/a/b?" in capsys.readouterr().err
+
+
+def test_what_reals_command_line_sets_of_an_experiment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SWEEP.replace("return config.build()", "return config").replace("return one(1)", "return one(1).build()")
+    (folder / "sweep.py").write_text(text)
+    words = ["--import", "sweep.py", "--trial_name", "t", "--mode", "slurm", "--print-script", "--experiment_name"]
+    (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama", **TINY_LLAMA}))
+    more = ("--partition", "dev", "--wandb_mode", "disabled", "--allocation_mode", "pipe_model")
+    assert main(["start", *words, "test-dpo-s2", *more]) == 0
+    assert "#SBATCH --partition=dev" in capsys.readouterr().out
+    experiment = registered("test-dpo-s2", "t", allocation_mode="d2")
+    assert experiment.config["allocation_mode"] == "d2" and str(experiment.placement["ref_inf"]).startswith("d2")
+    with pytest.raises(ConfigError, match="the layouts of 'test-class' are settled in its code"):
+        registered("test-class", "t", allocation_mode="d2")
+    assert main(["start", *words, "test-class", "--allocation_mode", "pipe_mode"]) == 2
+    assert "--allocation_mode pipe_mode: must be manual" in capsys.readouterr().err
+
+
+def test_experiments_are_found_by_a_pattern(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "sweep.py").write_text(SWEEP)
+    assert find_config(["--regex", "test-dpo-s[12]", "--import", "sweep.py"]) == 0
+    assert capsys.readouterr().out == "test-dpo-s1\ntest-dpo-s2\n"
+    assert find_config(["-r", "nothing"]) == 0
+    assert capsys.readouterr().out == "no registered experiment has such a name\n"
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        find_config(["-r", "["])

@@ -98,3 +98,23 @@ LATE_CALLS = (
     "{{ eos_token }}{% elif m.role == 'tool' %}{{ '[RESULT] ' + m.content + ' [/RESULT]' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
+
+# Cuts off what precedes the end of thoughts in a content, in the last turn too; writes the arguments of calls that are texts
+# already (as DeepSeek R1 distill's).
+CUTS_THOUGHTS = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_end|>' + content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}"
+)
+
+# Thoughts inside a content stay in the last turn alone, and those of a field of their own too (as Qwen 3's).
+LAST_THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% set content = m.content %}{% set thoughts = '' %}"
+    "{% if m.reasoning_content is string %}{% set thoughts = m.reasoning_content %}{% elif '</think>' in content %}"
+    "{% set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' }}{% endif %}"
+    "{{ content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)

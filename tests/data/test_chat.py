@@ -258,14 +258,6 @@ def test_what_a_template_does_not_render_is_no_turn_to_learn(
         tokenizer.encode_context([*TALK[:2], reply, TALK[3]])
 
 
-def test_reasoning_that_a_template_leaves_out_beside_an_answer_is_told(with_template: Make) -> None:
-    talk = [TALK[1], {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
-    assert with_template(templates.CHATML).mask_chat(talk).unused == {"messages[].reasoning_content"}
-    assert with_template(templates.THINKING).mask_chat(talk).unused == frozenset()
-    earlier = [*talk, TALK[3], TALK[4]]  # left out of earlier turns on purpose
-    assert with_template(templates.THINKING).mask_chat(earlier).unused == frozenset()
-
-
 def test_marked_turns_can_be_left_out_too(with_template: Make) -> None:
     talk = [TALK[1], {**TALK[2], "weight": 0}, TALK[3], {**TALK[4], "weight": 1}]
     check(with_template(templates.MARKED), talk, ["🤗 ok <b>\n\nbye<|im_end|>"])
@@ -357,7 +349,7 @@ def test_calls_and_their_results_in_a_context(with_template: Make) -> None:
         ids, told = tokenizer.encode_context(talk, tools)
         assert ids == tokenizer.encode_chat(talk, tools, add_generation_prompt=True) and told == unused
         found = tokenizer.mask_chat([*talk, TALK[2]], tools)
-        assert found.unused == unused
+        assert found.unused == frozenset() and [cut.part for cut in found.cut] == ["content"]
         call = '{"name": "look_up", "arguments": {"q": "x"}}'
         assert trained(tokenizer, found.ids, found.mask) == [f"{call}<|im_end|>", "Hello there!<|im_end|>"]
     assert tokenizer.encode_context(TALK[:2])[1] == {"messages[] of the system"}

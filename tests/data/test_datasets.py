@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import templates
 import torch
 
 from weft.data.datasets.base import DatasetUtility, MapDataset
+from weft.data.loader import load_data
 from weft.data.progress import silent
 from weft.data.sample import SequenceSample
+from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError, UserError
 from weft.registry import datasets
@@ -492,3 +495,32 @@ def test_unknown_arguments_are_named(opened: Open) -> None:
         opened("prompt_answer", [{"prompt": "a", "answer": "b"}], answer_kye="x")
     with pytest.raises(ConfigError, match="overlong='cut'"):
         opened("prompt_answer", [{"prompt": "a", "answer": "b"}], overlong="cut")
+
+
+@pytest.mark.parametrize(
+    ("usual", "type", "count"),
+    [("prompt_answer", "chat", 2), ("paired_comparison", "ranking", 1), ("prompt", "prompt", 2)],
+)
+def test_trees_are_recognized(tmp_path: Path, with_template: Make, usual: str, type: str, count: int) -> None:
+    def node(id: str, role: str, *replies: Any, **more: Any) -> dict[str, Any]:
+        return {"message_id": id, "role": role, "text": f"text of {id}", "replies": list(replies), **more}
+
+    best = node("b", "assistant", node("d", "prompter", node("e", "assistant")), rank=0)
+    tree = {"message_tree_id": "a", "prompt": node("a", "prompter", best, node("c", "assistant", rank=1))}
+    (tmp_path / "trees.jsonl").write_text(json.dumps(tree))
+    spec = DatasetSpec(path=str(tmp_path / "trees.jsonl"), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
+    tokenizer = with_template(templates.CHATML)
+    data = load_data(spec, usual, tokenizer, seed=1, progress=False)
+    (counts,) = data.counts
+    assert (counts.type, counts.train) == (type, count)
+    if type == "prompt":
+        table = data.parts[0].dataset.table  # type: ignore[attr-defined]
+        assert sorted(table.sample.ids) == ["0/a", "0/d"]
+        said = [[m["content"][-1] for m in talk] for talk in table.sample.metadata["prompt_messages"]]
+        assert sorted(said) == [["a"], ["a", "b", "d"]]
+    loose = tmp_path / "messages.jsonl"
+    loose.write_text(json.dumps({"message_id": "a", "parent_id": None, "role": "prompter", "text": "hi"}))
+    with pytest.raises(
+        DataError, match=r"messages\.jsonl:1: is one message of an Open-Assistant export; dataset\.named="
+    ):
+        load_data(replace(spec, path=str(loose)), usual, tokenizer, seed=1, progress=False)

@@ -176,7 +176,7 @@ def test_a_tensor_of_another_length_is_an_error_that_names_the_key() -> None:
     with pytest.raises(DataError, match="more than once"):
         SequenceSample.from_default(["a", "a"], [1, 1], {"x": torch.ones(2)})
     with pytest.raises(DataError, match="ids are texts"):
-        SequenceSample.from_default([1], [1], {"x": torch.ones(1)})  # type: ignore[list-item]
+        SequenceSample.from_default([1.5], [1], {"x": torch.ones(1)})  # type: ignore[list-item]
     with pytest.raises(DataError, match="metadata 'answer' has 1 values for 2 ids"):
         SequenceSample.from_default(["a", "b"], [1, 1], {"x": torch.ones(2)}, {"answer": ["one"]})
 

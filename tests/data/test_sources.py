@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -125,3 +126,16 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
     assert content_hash([one]) == content_hash([two])
     two.write_text("ac")
     assert content_hash([one]) != content_hash([two])
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "sub/b.parquet", "b.json.gz"])
+def test_a_pipe_or_a_device_among_the_files_is_refused_before_it_is_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}: is a pipe or a device, and no file"):
+        find_files(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        find_files(str(tmp_path))

@@ -81,7 +81,7 @@ def test_sgd_has_no_momentum_unless_it_is_written() -> None:
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam': weft has AdamW, SGD and Lion"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode=False"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad=True: unknown"),
-        ({"optimizer": {"type": "Adam", "params": {"lr": "1e-5"}}}, "optimizer.params.lr='1e-5': must be a number"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "small"}}}, "optimizer.params.lr='small': must be a number"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 1}}}, "optimizer.params.betas=1: must be two numbers"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type='OneCycle': weft has WarmupLR"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "log"}}}, "scheduler.params.warmup_type='log'"),
@@ -119,3 +119,24 @@ def test_every_key_that_is_off_is_no_trouble() -> None:
 
 def test_no_key_has_two_meanings() -> None:
     assert not set(RULES) & (TUNING | set(REFUSED)) and not TUNING & set(REFUSED)
+
+
+def test_numbers_and_truths_that_are_written_as_text() -> None:
+    config = {
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "2e-5", "betas": ["0.9", "0.95"], "eps": "1e-8", "weight_decay": "0"},
+        },
+        "fp16": {"enabled": "true"},
+        "zero_optimization": {"stage": "2", "allgather_bucket_size": "2e8"},
+        "gradient_accumulation_steps": "8",
+        "train_micro_batch_size_per_gpu": " 4",
+        "gradient_clipping": "auto",
+        "steps_per_print": "inf",
+    }
+    done = map_config(config, ["actor"], 128)
+    assert done.refused == []
+    assert done.options["actor.optimizer.lr"] == 2e-5 and done.options["actor.optimizer.beta2"] == 0.95
+    assert done.options["actor.dtype"] == "float16" and done.options["actor.zero_stage"] == 2
+    assert done.batch == {"gradient_accumulation_steps": 8, "train_micro_batch_size_per_gpu": 4}
+    assert map_config({"gradient_accumulation_steps": "8x"}, ["actor"]).refused

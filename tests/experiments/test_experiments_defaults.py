@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.experiments.test_common_build import build, files
+from weft import registry
 from weft.errors import ConfigError
+from weft.experiment import Control
+from weft.experiments import SFTConfig
+from weft.graph.mfc import HostFunction, Node
+from weft.options import leaves
 
 __all__ = ["files"]  # the folder that `build` finds its models in
 
@@ -83,3 +90,43 @@ def test_a_mask_of_the_sampling_call_reaches_advantages_and_losses(name: str) ->
     for reader in ("advantages", *trained):
         node = experiment.node(reader)
         assert "loss_mask" in (*node.input_keys, *node.optional_inputs), reader
+
+
+# Parameters that share the name of an option, and stand for something else where no configuration is.
+OF_THEIR_OWN = {
+    "kl_coef": "without a node that scores with a reference there is no KL to weigh",
+    "kl_estimator": "the option is settled by whether the KL is in the reward or in the loss",
+    "samples_per_prompt": "the algorithm compares completions of a prompt, generation alone does not",
+    "top_k": "of distillation it is how many of the teacher's tokens are kept, of inference alone no tokens are asked for",
+}
+
+
+def own_defaults(node: Node) -> dict[str, Any]:
+    """Return parameter -> default of what a node runs: its host function, or its interface and its loss."""
+    if isinstance(node, HostFunction):
+        things = [registry.functions.get(node.function)]
+    else:
+        things = [registry.interfaces.get(node.interface)]
+        things += [registry.losses.get(node.args["loss"])] if "loss" in node.args else []
+    parameters = [each for thing in things for each in inspect.signature(thing).parameters.values()]
+    return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+
+
+@pytest.mark.parametrize("name", ["dpo", "distill", "grpo", "online_dpo", "ppo", "rw", "sft"])
+def test_an_option_has_one_default_wherever_it_is_set(name: str) -> None:
+    """What a node is built with where an option is left out is what it has by itself, without a configuration."""
+    group = f"{registry.quickstarts.get(name).algorithm}."
+    options = {leaf.name.removeprefix(group): leaf.default for leaf in leaves(registry.quickstarts.get(name)())
+               if leaf.name.startswith(group)}  # fmt: skip
+    for node in build(name).graph.nodes:
+        own = own_defaults(node)
+        shared = own.keys() & options.keys() - OF_THEIR_OWN.keys()
+        assert {key: own[key] for key in shared} == {key: options[key] for key in shared}, node.name
+
+
+def test_the_run_options_have_the_defaults_of_what_the_runtime_reads() -> None:
+    options = {leaf.name: leaf.default for leaf in leaves(SFTConfig())}
+    own = {spec.name: spec.default for spec in fields(Control) if spec.default is not MISSING}
+    shared = own.keys() & options.keys() - {"imports"}  # none of either: a tuple there, a list here
+    assert len(shared) > 20
+    assert {name: own[name] for name in shared} == {name: options[name] for name in shared}

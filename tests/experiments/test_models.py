@@ -170,3 +170,16 @@ def test_an_experiment_of_a_users_code_names_runs_too(runs: Path) -> None:
         "hf",
         True,
     )
+
+
+def test_a_reward_model_that_is_no_decoder_is_refused_with_what_to_set(runs: Path) -> None:
+    checkpoint(runs / "e" / "bert", "rew/step1", model_type="bert", architectures=["BertForSequenceClassification"])
+    config = PPOConfig(experiment_name="e", trial_name="t")
+    config.actor.path, config.dataset.path = str(runs / "e" / "sft"), "rows.jsonl"
+    config.rew.path = str(runs / "e" / "bert" / "checkpoints" / "rew" / "step1")
+    with pytest.raises(
+        ConfigError, match=r"a model of type bert is no decoder.*set rew.backend=null and score with an"
+    ):
+        config.build()
+    config.rew.backend, config.rew_inf.interface = "null", "infer"
+    assert config.build().node("rew_inf").interface == "infer"  # type: ignore[union-attr]

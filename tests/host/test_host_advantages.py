@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,7 @@ def call(function: Any, batch: SequenceSample) -> tuple[Mapping[str, list[float]
 
 
 PLAIN = {"adv_norm": False, "value_norm": False}
+by_hand = partial(GAEAdvantages, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")  # sums that a reader can follow
 
 
 def test_ppo_by_hand() -> None:
@@ -56,7 +58,7 @@ def test_ppo_by_hand() -> None:
         values=[0.2, 0.3, 7.0, 0.1, 0.4],
         finished=[1.0, 0.0],
     )
-    made, metrics = call(GAEAdvantages(kl_ctl=0.1, discount=0.9, gae_lambda=0.5, **PLAIN), batch)
+    made, metrics = call(by_hand(kl_ctl=0.1, discount=0.9, gae_lambda=0.5, **PLAIN), batch)
     # KL 0.5, 0, -1; rewards -0.05, 1 and 0.1. deltas: -.05+.27-.2=.02, 1-.3=.7; .1+.36-.1=.36
     assert made["advantages"] == pytest.approx([0.02 + 0.45 * 0.7, 0.7, 0.36])
     assert made["returns"] == pytest.approx([0.535, 1.0, 0.46])
@@ -69,17 +71,15 @@ def test_ppo_by_hand() -> None:
 
 def test_a_cut_completion_may_keep_its_reward() -> None:
     batch = sample([[1, 1]], rewards=[1.0, 3.0], values=[0.0, 5.0, 0.0, 5.0], finished=[1.0, 0.0])
-    kept, _ = call(GAEAdvantages(kl_ctl=0.0, truncated="score", **PLAIN), batch)
+    kept, _ = call(by_hand(kl_ctl=0.0, truncated="score", **PLAIN), batch)
     assert kept["advantages"] == [1.0, 3.0]
-    bootstrapped, _ = call(GAEAdvantages(kl_ctl=0.0, missing_eos_penalty=0.5, **PLAIN), batch)
+    bootstrapped, _ = call(by_hand(kl_ctl=0.0, missing_eos_penalty=0.5, **PLAIN), batch)
     assert bootstrapped["advantages"] == [1.0, 4.5]
 
 
 def test_reward_shaping() -> None:
     batch = sample([[1], [1]], rewards=[3.0, -100.0], values=[0.0] * 4, finished=[1.0, 1.0])
-    function = GAEAdvantages(
-        kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN
-    )
+    function = by_hand(kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN)
     assert call(function, batch)[0]["advantages"] == [1.0, -5.0]
 
 
@@ -95,7 +95,7 @@ def test_masked_tokens_take_no_time() -> None:
         loss_mask=[1.0, 0.0, 0.0, 1.0],
         **keys,
     )
-    function = GAEAdvantages(discount=0.9, gae_lambda=0.8, **PLAIN)
+    function = by_hand(discount=0.9, gae_lambda=0.8, **PLAIN)
     one, other = call(function, whole)[0], call(function, gapped)[0]
     for key in ("advantages", "returns"):
         assert [other[key][0], other[key][3]] == pytest.approx(one[key])
@@ -104,17 +104,17 @@ def test_masked_tokens_take_no_time() -> None:
 
 def test_the_reward_goes_to_the_last_trained_token() -> None:
     batch = sample([[3]], rewards=[1.0], finished=[1.0], values=[0.0] * 4, loss_mask=[1.0, 1.0, 0.0])
-    assert call(GAEAdvantages(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
+    assert call(by_hand(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
 
 
 def test_a_token_that_nothing_precedes_is_not_trained() -> None:
     batch = sample([[2], [2]], prompts=[0, 1], rewards=[1.0, 1.0], finished=[1.0, 1.0], values=[0.0] * 6)
-    assert call(GAEAdvantages(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [0.0, 1.0, 1.0, 1.0]
+    assert call(by_hand(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [0.0, 1.0, 1.0, 1.0]
 
 
 def test_whitening_is_over_the_whole_batch() -> None:
     batch = sample([[1], [1]], rewards=[1.0, 3.0], values=[0.0] * 4, finished=[1.0, 1.0])
-    made, metrics = call(GAEAdvantages(kl_ctl=0.0, value_norm=False), batch)
+    made, metrics = call(by_hand(kl_ctl=0.0, value_norm=False), batch)
     assert made["advantages"] == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)], abs=1e-4)
     assert metrics["advantage_std"] == pytest.approx(1.0)
 
@@ -122,8 +122,8 @@ def test_whitening_is_over_the_whole_batch() -> None:
 def test_values_are_normalised_and_back() -> None:
     """The critic speaks in units of past returns; the second batch is brought to rewards' units by the first's statistics."""
     rng = np.random.default_rng(0)
-    function = GAEAdvantages(kl_ctl=0.0, adv_norm=False, value_norm_type="ma")
-    plain = GAEAdvantages(kl_ctl=0.0, **PLAIN)
+    function = by_hand(kl_ctl=0.0, adv_norm=False, value_norm_type="ma")
+    plain = by_hand(kl_ctl=0.0, **PLAIN)
     rewards = rng.normal(5.0, 2.0, 8).tolist()
     first = sample([[1]] * 8, rewards=rewards, values=[0.0] * 16, finished=[1.0] * 8)
     made, _ = call(function, first)
@@ -153,7 +153,7 @@ def random_batch(seed: int) -> SequenceSample:
 
 
 def test_state_survives_a_restart() -> None:
-    args = {"use_adaptive_kl_ctl": True, "adaptive_kl_target": 1.0, "adaptive_kl_horizon": 20.0}
+    args = {"kl_ctl": 0.1, "use_adaptive_kl_ctl": True, "adaptive_kl_target": 1.0, "adaptive_kl_horizon": 20.0}
     whole = make_host_function("gae_advantages", args)
     for step in range(3):
         call(whole, random_batch(step))
@@ -168,7 +168,7 @@ def test_state_survives_a_restart() -> None:
 def test_equals_gae_on_its_parts() -> None:
     """The node's advantages are those of the pure function on the rewards it shapes."""
     batch = random_batch(7)
-    made, _ = call(GAEAdvantages(kl_ctl=0.3, kl_estimator="k3", gae_lambda=0.9, **PLAIN), batch)
+    made, _ = call(by_hand(kl_ctl=0.3, kl_estimator="k3", gae_lambda=0.9, **PLAIN), batch)
     data = {key: value.double().numpy() for key, value in batch.data.items()}
     lengths = batch.lengths["completion"].astype(np.int64)
     last = np.cumsum(lengths + 1) - 1
@@ -284,10 +284,10 @@ def test_groups_of_one_are_refused() -> None:
 def test_missing_and_misshapen_keys_are_named() -> None:
     batch = sample([[2]], rewards=[1.0], values=[0.0] * 3, finished=[1.0])
     with pytest.raises(DataError, match="ref_logprobs"):
-        call(GAEAdvantages(), batch)
+        call(by_hand(), batch)
     short = batch.update(SequenceSample.from_groups(["p0"], {"values": [[2]]}, {"values": torch.zeros(2)}))
     with pytest.raises(DataError, match="'values'"):
-        call(GAEAdvantages(kl_ctl=0.0), short)
+        call(by_hand(kl_ctl=0.0), short)
 
 
 def test_plain_functions_become_host_functions() -> None:
@@ -324,7 +324,7 @@ def test_no_clip_unless_asked_and_what_is_clipped_is_told() -> None:
     made, metrics = call(GroupAdvantages(scale="none", max_reward_clip=20.0), batch)
     assert made["advantages"] == pytest.approx([10.0, -10.0, 5.0, -5.0]) and metrics["reward_clipped_fraction"] == 0.5
     values = sample([[1, 1]], rewards=[100.0, 1.0], values=[0.0] * 4, finished=[1.0, 1.0])
-    _, metrics = call(GAEAdvantages(kl_ctl=0.0, **PLAIN), values)
+    _, metrics = call(by_hand(kl_ctl=0.0, **PLAIN), values)
     assert metrics["reward_clipped_fraction"] == 0.5
 
 
@@ -373,7 +373,7 @@ def test_rewards_of_steps_have_advantages_of_their_own() -> None:
     # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed to the end.
     assert made["advantages"] == pytest.approx([1 + 1 / 3 - 2 / 3, 1 - 2 / 3, -1 + 1 / 3, -1 + 1 / 3])
     values = batch.update(SequenceSample.from_groups(batch.ids, {"values": [[3, 3]]}, {"values": torch.zeros(6)}))
-    made, _ = call(GAEAdvantages(kl_ctl=0.0, gae_lambda=1.0, **PLAIN), values)
+    made, _ = call(by_hand(kl_ctl=0.0, gae_lambda=1.0, **PLAIN), values)
     assert made["returns"] == pytest.approx([3.0, 2.0, 1.0, 1.0]), (
         "1, then 0 and the outcome 2; 0, then 1 and the outcome 0"
     )
@@ -381,5 +381,5 @@ def test_rewards_of_steps_have_advantages_of_their_own() -> None:
 
 def test_a_loss_mask_reaches_ppos_advantages() -> None:
     batch = sample([[3]], rewards=[1.0], values=[0.0] * 4, finished=[1.0], loss_mask=[1.0, 0.0, 1.0])
-    made, _ = call(GAEAdvantages(kl_ctl=0.0, discount=0.5, **PLAIN), batch)
+    made, _ = call(by_hand(kl_ctl=0.0, discount=0.5, **PLAIN), batch)
     assert made["advantages"] == pytest.approx([0.5, 0.0, 1.0]), "what is not trained takes no time and gets no reward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from weft.errors import CheckpointError, ConfigError, GraphError, UserError
 from weft.experiment import Scheduling
 from weft.experiments import SFTConfig
 from weft.interfaces.base import MFCResult
-from weft.launch import RunResult, registered, run, start, stop
+from weft.launch import RunResult, registered, run, scheduling, start, stop
 
 
 @pytest.fixture(scope="module")
@@ -307,3 +309,29 @@ def test_evaluation_gives_every_source_a_name(root):
     config.max_steps = 2
     last = run(config).metrics[-1]
     assert {"eval/sft/loss", "eval/loss"} <= last.keys() and last["eval/sft/loss"] == last["eval/loss"]
+
+
+class Sweep:
+    """An experiment of which each seed is registered by a `functools.partial`, as ReaL's users do."""
+
+    def __init__(self, folder: Path, seed: int = 1) -> None:
+        self.folder, self.seed = folder, seed
+
+    def initial_setup(self) -> Any:
+        config = small(self.folder, "sweep")
+        config.seed = self.seed
+        return config.build()
+
+    def scheduling_setup(self) -> Scheduling:
+        return Scheduling(n_nodes=1, n_gpus_per_node=self.seed)
+
+
+def test_a_partial_of_a_class_or_a_function_is_registered(root):
+    for _ in range(2):  # by a module that is imported twice
+        register_experiment("run-partial", functools.partial(Sweep, root, seed=7))
+    assert registered("run-partial", "t").control.seed == 7
+    assert scheduling("run-partial").n_gpus_per_node == 7
+    register_experiment("run-partial-function", functools.partial(small, root, "sweep", seed=8))
+    assert registered("run-partial-function", "t").control.seed == 8
+    with pytest.raises(ConfigError, match="registered twice"):
+        register_experiment("run-partial", functools.partial(Sweep, root, seed=9))

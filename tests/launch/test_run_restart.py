@@ -54,4 +54,4 @@ def test_a_run_that_is_killed_ends_the_same(root, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["dpo", "grpo", "distill"])
 def test_a_run_that_is_killed_many_times_ends_the_same(root, case):
-    kill_again_and_again(root, case, kills=25)
+    kill_again_and_again(root, case, kills=12)

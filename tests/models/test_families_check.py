@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weft.errors import CheckpointError
+from weft.models.families import common
 from weft.models.families.base import ConfigReader, Family
 from weft.models.families.keymap import Key
 from weft.models.network.config import TransformerConfig
@@ -68,3 +71,18 @@ def test_an_unregistered_family_is_told_so() -> None:
     other: Any = replace(LLAMA, score="other.weight")
     with pytest.raises(AssertionError, match="not registered"):
         check_family(other)
+
+
+def test_the_page_on_families_lists_every_field_and_helper(repo: Path) -> None:
+    page = (repo / "docs" / "new-family.md").read_text()
+    listed = set(re.findall(r"`(\w+)[`(]", page))
+    helpers = {name for name, thing in vars(common).items() if getattr(thing, "__module__", "") == common.__name__}
+    wanted = {spec.name for cls in (Family, TransformerConfig) for spec in fields(cls)}
+    assert wanted | {name for name in helpers if not name.startswith("_")} <= listed
+
+
+def test_a_good_family_says_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    check_family(LLAMA)
+    said = capsys.readouterr().out
+    assert said.startswith("check_family(llama), a random model of ") and "the gradient of every parameter" in said
+    assert said.endswith("scores of a classifier that either saved\n")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
 
-from weft.observe.chart_groups import grouped, without_repeats
+import pytest
+
+from weft.observe import chart_groups
+from weft.observe.chart_groups import Curves, Grouped, grouped, moves, node_of, same, without_repeats
 from weft.observe.metrics import rank
 
 
@@ -65,3 +70,63 @@ def test_evaluation_pairs_and_largest_values_join_what_they_belong_to() -> None:
         "eval/rewards/chosen",
     ]
     assert found["length of g"] == ["g/length", "g/length_max"]
+
+
+def walk(number: int, length: int = 30) -> list[float]:
+    """A series that belongs to one number alone, from the same value to the same value."""
+    return [0.0, *(math.sin(number + 1 + step * (number + 2)) for step in range(length - 2)), 0.0]
+
+
+def test_repeats_among_many_curves_are_the_ones_that_comparing_all_pairs_finds() -> None:
+    steps = [float(step) for step in range(30)]
+    series = {f"node{number % 3}/m{number}": walk(number) for number in range(120)}
+    for number in range(0, 120, 5):  # the same within 1e-6, of the same node, and of another
+        jittered = [value * (1 + 0.9e-6 * (-1) ** place) for place, value in enumerate(walk(number))]
+        series[f"node{number % 3}/same{number}"] = jittered
+        series[f"other/own{number}"] = jittered
+        series[f"node{number % 3}/near{number}"] = [value * (1 + 3e-6) for value in walk(number)]
+        series[f"node{number % 3}/shorter{number}"] = walk(number)[:-1]
+    series |= {f"node0/constant{number}": [1.0] * 30 for number in range(4)}
+    curves = {name: (steps[: len(values)], values) for name, values in series.items()}
+
+    kept: list[str] = []  # the rule as it is written down
+    for name in sorted(series, key=_rank):
+        alike = (other for other in kept if node_of(other) == node_of(name) and same(curves[name], curves[other]))
+        if not (moves(series[name]) and any(alike)):
+            kept.append(name)
+    groups = [Grouped(name, [node_of(name)], [name]) for name in series]
+    found = [name for group in without_repeats(groups, curves.__getitem__, _rank) for name in group.names]
+    assert found == kept and len(series) - len(kept) == 24
+
+
+def _rank(name: str) -> tuple[int, int]:
+    return (1, 0) if "/m" in name else (2, 0)
+
+
+def test_numbers_that_count_as_the_same_are_found_at_the_edges_of_bins() -> None:
+    x = [0.0, 1.0, 2.0]
+    generator = random.Random(5)
+    for _ in range(300):
+        value = generator.choice([1, -1]) * 10.0 ** generator.uniform(-99, 99)
+        other = value * (1 + generator.uniform(-1, 1) * 1e-6)
+        curves = Curves[str]()
+        curves.add("a", (x, [value, value, 0.0]), 7)
+        wanted = [7] if same((x, [value, value, 0.0]), (x, [other, value, 0.0])) else []
+        assert curves.like("a", (x, [other, value, 0.0])) == wanted
+        assert curves.like("b", (x, [value, value, 0.0])) == [] and curves.like("a", (x, [value, -value, 0.0])) == []
+
+
+def test_a_thousand_curves_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def counted(*both: chart_groups.Values) -> bool:
+        nonlocal compared
+        compared += 1
+        return same(*both)
+
+    monkeypatch.setattr(chart_groups, "same", counted)
+    names = [f"node{number % 5}/m{number}" for number in range(1000)]
+    names += [f"eval/x{number}/y{number}" for number in range(300)]
+    curves = {name: ([float(step) for step in range(30)], walk(number)) for number, name in enumerate(names)}
+    assert len(without_repeats(grouped(names), curves.__getitem__, rank)) == 1300
+    assert compared < 100, "curves with other values in the middle are not even looked at"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from weft.errors import ConfigError, RunError
-from weft.observe.jsonl import read_rows
+from weft.observe.jsonl import listed, read_rows
 from weft.observe.observer import Observer
 from weft.observe.progress import PlainView
 from weft.observe.sinks import RunInfo, check_sinks, make_sinks
@@ -167,3 +167,45 @@ def test_rows_of_the_data_are_kept_but_not_shown_as_answers(tmp_path: Path) -> N
     observer = Observer(tmp_path, [sink], quiet())
     observer.samples(1, [{"completion": "c", "loss": 1.0}, {"completion": "d", "rank": 0}])
     assert sink.heard == [] and len(list(read_rows(tmp_path / "samples.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda rows: rows, None),
+        (lambda rows: [*rows[:3], '{"step": 4, "lo\n', *rows[4:]], "step 4 (1 of 9 steps)"),
+        (lambda rows: [*rows[:2], "\0" * 40 + "\n", *rows[5:7], "[1]\n", *rows[8:]], "step 3-5, 8 (4 of 9 steps)"),
+        (lambda rows: [*rows[:8], rows[8].rstrip("\n")], "step 9 (1 of 9 steps)"),
+        (lambda rows: rows[:4], "step 5-9 (5 of 9 steps)"),
+        (lambda rows: [row.replace('"step": 1,', '"step": NaN,') for row in rows], "step 1 (1 of 9 steps)"),
+        (lambda rows: [], "step 1-9 (9 of 9 steps)"),
+        (lambda rows: rows[::2], "step 2, 4, 6, 8 (4 of 9 steps)"),
+    ],
+)
+def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[list[str]], list[str]], told: str | None
+) -> None:
+    rows = [json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, 12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(damage(rows[:9]) + (rows[9:] if damage(rows) == rows else [])))
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": 1.0, "step": 0}, {"time": 2.0, "step": 9}]}))
+    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=9), {}, progress=False).close("stopped")
+    said = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl" in line]
+    if told is None:
+        assert said == [] and len(list(read_rows(tmp_path / "metrics.jsonl"))) == 9
+    else:
+        assert len(said) == 1 and f"no line can be read of {told}" in said[0]
+        assert told in (tmp_path / "log.txt").read_text()
+
+
+def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (41, 42, 44)))
+    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": 1.0, "step": 40}, {"time": 2.0, "step": 44}]}))
+    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close("stopped")
+    assert "no line can be read of step 43 (1 of 4 steps)" in capsys.readouterr().out
+
+
+def test_numbers_are_listed_as_ranges() -> None:
+    assert listed([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert listed(range(1, 40, 2), most=3) == "1, 3, 5 and 17 more ranges"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -339,3 +341,16 @@ def test_a_long_run_makes_a_page_that_opens_fast() -> None:
     lines = [{"step": s, **{f"n/m{i}": (s * i) % 97 for i in range(20)}} for s in range(1, 5001)]
     text = report_page(run_of(*lines)).html()
     assert len(text) < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "metrics"), [(50_000, 8), (100, 1_000), (20, 3_000)])
+def test_long_runs_and_many_metrics_take_seconds_of_processor_time(tmp_path: Path, steps: int, metrics: int) -> None:
+    names = [f"node{number % 7}/metric_{number}" for number in range(metrics)]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            values = {name: math.sin(step * (number + 1)) for number, name in enumerate(names)}
+            file.write(json.dumps({"step": step, "train/loss": 1 / step, "step_seconds": 1.0, **values}) + "\n")
+    began = time.process_time()
+    build_report(tmp_path)
+    assert time.process_time() - began < 3.0

@@ -74,6 +74,16 @@ def test_differences_survive_the_way_through_yaml(control):
     assert differences({"a": {"b": True}}, {"a": None}) == ["a: set there, null here"]
 
 
+def test_an_option_that_an_older_weft_did_not_have_is_at_its_default(control):
+    directory = begun(control)
+    newer = CONFIG | {"model": {**CONFIG["model"], "fp8": False}, "search": {"gpu": None, "memory": {"share": 0.9}}}
+    assert admit(directory, control, newer, {"model.fp8", "search.gpu", "search.memory.share"}) is True
+    with pytest.raises(ConfigError, match=r"model\.fp8: null there, false here"):
+        admit(directory, control, newer, {"search.gpu", "search.memory.share"})
+    with pytest.raises(ConfigError, match=r"model\.optimizer\.lr: 1e-05 there, 0\.1 here"):
+        admit(directory, control, CONFIG | {"model": {"path": "m", "optimizer": {"lr": 0.1}}}, {"model.optimizer.lr"})
+
+
 def test_a_second_process_is_kept_out_and_a_dead_one_is_not_waited_for(tmp_path):
     run = tmp_path / "e" / "t"
     lock = RunLock(run)

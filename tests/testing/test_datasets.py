@@ -12,6 +12,7 @@ import torch
 
 from weft.data.datasets.base import DatasetUtility
 from weft.data.sample import SequenceSample
+from weft.errors import DataError
 from weft.registry import datasets
 from weft.testing import check_dataset
 
@@ -61,6 +62,45 @@ def test_good_ones_pass() -> None:
     check_dataset(Good)
     check_dataset(Good, count=200)
     check_dataset(Stream)
+
+
+class TorchStream(torch.utils.data.IterableDataset[SequenceSample]):
+    """It inherits a `__getitem__` that raises, and knows how many batches it has."""
+
+    def __init__(self, util: DatasetUtility) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[SequenceSample]:
+        for number in range(3):
+            yield sample(str(number), prompt=[number])
+
+
+class TorchMap(Good, torch.utils.data.Dataset[SequenceSample]):
+    pass
+
+
+class NumberedIds(Good):
+    def __getitem__(self, index: int) -> SequenceSample:
+        return SequenceSample.from_default([index], [1], {"prompt": torch.tensor([index])})  # type: ignore[list-item]
+
+
+def test_datasets_of_torch_are_read_as_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    check_dataset(TorchStream)
+    assert (
+        "check_dataset(TorchStream): 3 batches of an iterable dataset, with the keys prompt:" in capsys.readouterr().out
+    )
+    check_dataset(TorchMap, count=80)
+    assert "check_dataset(TorchMap): 64 of 80 samples by index" in capsys.readouterr().out
+
+
+def test_whole_numbers_are_ids() -> None:
+    check_dataset(NumberedIds)
+    assert NumberedIds(None)[3].ids == ("3",)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="ids are unique"):
+        SequenceSample.from_default(["1", 1], [1, 1], {"prompt": [1, 2]})  # type: ignore[list-item]
 
 
 class Once(Stream):

@@ -34,6 +34,7 @@ from weft.models.families.keymap import Key, Piece, pieces
 from weft.models.network.config import TransformerConfig
 from weft.models.network.parameters import values as canonical_values
 from weft.models.network.transformer import Head, Pooling, Transformer
+from weft.reading import check_folder, refuse_url
 from weft.registry import families
 from weft.topology import Slice, whole
 
@@ -50,7 +51,9 @@ def resolve(path: str | Path) -> Path:
     """The directory of a model: `path` itself, or the hub's snapshot of it. Raises `CheckpointError` where neither is there."""
     directory = Path(path).expanduser()
     if directory.is_dir():
+        check_folder(directory, str(path), CheckpointError)
         return directory
+    refuse_url(path, str(path), CheckpointError)
     if directory.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
         raise CheckpointError(f"{path} is no directory with a model in it")
     from huggingface_hub import snapshot_download

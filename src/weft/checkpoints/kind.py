@@ -17,6 +17,13 @@ MEAN_POOLED = (
     "WeftMeanPooledRewardModel"  # weft's own architecture: a program that goes by a name of transformers' refuses it
 )
 SCORED = ("ForSequenceClassification", MEAN_POOLED)  # architectures of reward models
+# Types of models that read a text from both sides, or in two halves: no decoders, so that no backend of weft runs them.
+NO_DECODERS = frozenset((
+    "albert", "bart", "bert", "bigbird", "camembert", "canine", "convbert", "deberta", "deberta-v2", "distilbert", "electra",
+    "ernie", "eurobert", "funnel", "ibert", "layoutlm", "longformer", "luke", "mbart", "megatron-bert", "mobilebert",
+    "modernbert", "mpnet", "mt5", "nezha", "nystromformer", "roberta", "roberta-prelayernorm", "roformer", "squeezebert", "t5",
+    "umt5", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod", "yoso",
+))  # fmt: skip
 
 
 def values_of(path: str) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from weft.errors import CheckpointError, nearest
 from weft.observe.run_list import newest_first
 from weft.observe.short_names import CHECKPOINTS, POLICIES, STEP
+from weft.reading import refuse_url
 
 SCORERS = ("rew", "model")  # as a reward model
 CRITICS = ("critic", "rew", "model", "actor")  # as a critic
@@ -65,6 +66,7 @@ class Wanted:
 def locate(given: str, wanted: Wanted | None = None) -> Named:
     """What `given` stands for. A hub name is not looked up. Raises `CheckpointError`: the option, the rule, the fix."""
     wanted = wanted or Wanted()
+    refuse_url(given, wanted.said(given), CheckpointError)
     folder = Path(given).expanduser()
     if folder.is_file() or is_model(folder):
         return Named(given)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft import writing
 from weft.checkpoints import hf_io, kind
 from weft.checkpoints.unheard import unheard
 from weft.errors import CheckpointError, ConfigError
@@ -69,7 +70,7 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None, padding
     traced.save(str(folder / "1" / "model.pt"))
     made = {"rewards": "[ 1 ]"} if mode == "rm" else {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
     lines = [f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}' for key, dims in made.items()]
-    (folder / "config.pbtxt").write_text(CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)))
+    writing.write(folder / "config.pbtxt", CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)))
     return folder
 
 

@@ -20,9 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft import writing
 from weft.errors import CheckpointError, RunError
 from weft.reading import check_file, read_object, reading, reason
 from weft.topology import Slice, whole
+from weft.writing import replacing
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -176,7 +178,8 @@ def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str
 def _header(file: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes.
 
-    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to lie in, or two share any.
+    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to lie in, where two share any,
+    and where bytes belong to none: the file was damaged, or another one was appended.
     """
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
@@ -191,7 +194,9 @@ def _header(file: Path) -> dict[str, Stored]:
         header = json.loads(raw, object_pairs_hook=_once)
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} is no safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise CheckpointError(f"{file}: __metadata__ is no mapping of texts; the header is damaged")
     ends = [end for entry in header.values() if (end := _end(entry)) is not None]
     if ends and 8 + length + max(ends) > size:
         raise CheckpointError(
@@ -199,9 +204,19 @@ def _header(file: Path) -> dict[str, Stored]:
         )
     found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
     by_place = sorted((stored.start, stored.end, name) for name, stored in found.items() if stored.end > stored.start)
-    for (_, end, one), (start, _, other) in itertools.pairwise(by_place):
-        if start < end:
-            raise CheckpointError(f"{file}: {one} and {other} lie in the same bytes; the file is damaged")
+    before, at = "the header", 8 + length
+    for start, end, name in by_place:
+        if start < at:
+            raise CheckpointError(f"{file}: {before} and {name} lie in the same bytes; the file is damaged")
+        if start > at:
+            raise CheckpointError(
+                f"{file}: {start - at:,} bytes between {before} and {name} belong to no tensor; the file is damaged"
+            )
+        before, at = name, end
+    if at != size:
+        raise CheckpointError(
+            f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is damaged, copy it again"
+        )
     return found
 
 
@@ -254,7 +269,8 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=True)
+            mapped = _is_zip(directory / file)  # torch maps no file of the form before version 1.6
+            found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=mapped)
         except FileNotFoundError:
             raise CheckpointError(f"{directory / file} is missing, though the index names it") from None
         except (RuntimeError, ValueError, EOFError, OSError) as broken:
@@ -270,6 +286,12 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
                 raise CheckpointError(f"{directory / file}: {name} is no plain tensor")
         tensors |= found
     return tensors
+
+
+def _is_zip(file: Path) -> bool:
+    """Return whether a `.bin` file has torch's present form, an archive; older files are a sequence of pickles."""
+    with file.open("rb") as handle:
+        return handle.read(4) == b"PK\x03\x04"
 
 
 # -- writing
@@ -318,31 +340,16 @@ def shard_name(index: int, count: int) -> str:
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file, under another name until it is complete. Raises `RunError` where the disk refuses."""
-    partial = file.with_name(f".{file.name}.tmp")
     try:
-        partial.touch()
-        mode = partial.stat().st_mode  # what the user's umask gives; safetensors writes files that only the owner reads
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
-        partial.chmod(mode)
-        finish(partial, file)
+        with replacing(file) as partial:
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
     except (OSError, SafetensorError) as failed:
-        partial.unlink(missing_ok=True)
         raise RunError(f"{file} could not be written: {failed}") from failed
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file under another name and rename it when it is complete. Raises `RunError` where the disk refuses."""
-    partial = file.with_name(f".{file.name}.tmp")
+    """Write a small file, under another name until it is complete. Raises `RunError` where the disk refuses."""
     try:
-        partial.write_text(text)
-        finish(partial, file)
+        writing.write(file, text)
     except OSError as failed:
-        partial.unlink(missing_ok=True)
         raise RunError(f"{file} could not be written: {failed}") from failed
-
-
-def finish(partial: Path, file: Path) -> None:
-    """Bring a complete file to disk and give it its name."""
-    with partial.open("rb") as handle:
-        os.fsync(handle.fileno())
-    partial.replace(file)

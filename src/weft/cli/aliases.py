@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from weft.cli import real
 from weft.cli.overrides import Override, flatten
 from weft.errors import ConfigError
 from weft.experiments._allocation import HEURISTIC
@@ -138,7 +139,9 @@ def translation(
 ) -> Translation:
     """As `translate`, with how each option was spelled. `ranks` says how late each spelling was set."""
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)), ranks=ranks or {})
-    spread = [part for override in overrides for part in _parts(override, done.known)]
+    spread, done.notes = real.rename(
+        [part for override in overrides for part in _parts(override, done.known)], config, done.known
+    )
     given = {override.name: plain(override.value) for override in spread}
     for override in spread:
         _check_node(override.name, config)

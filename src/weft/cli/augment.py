@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.cli import _models
+from weft.cli.parsing import check_paths
 from weft.data.bad_replies import KINDS
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import GenerationSpec
@@ -35,6 +36,7 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft data augment ...`. Raises `UserError` for files and options that cannot be used."""
     given = _parser().parse_args(list(argv))
+    check_paths(given)
     from weft.evaluation import augment
 
     if given.model is None and not given.worse:

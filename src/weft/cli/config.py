@@ -19,6 +19,7 @@ from weft.experiments._checks import check_dataset
 from weft.experiments.common import RunConfig
 from weft.options import validate as check
 from weft.reading import make_folder, reading
+from weft.writing import write
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
 SHOWN = 6  # keys of a section that the list names
@@ -130,7 +131,7 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
         raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
     make_folder(given.file.parent, f"weft config cp: {given.file.parent}", ConfigError)
     with reading(f"weft config cp: {given.file}", ConfigError, "name another file"):
-        given.file.write_text(_text(section), encoding="utf-8")
+        write(given.file, _text(section))
     yield f"{section.name}: copied from {section.place()} to {given.file}"
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weft.engine.spec import GenerationSpec
 from weft.errors import ConfigError, RunError, UserError, nearest, unknown_name
 from weft.options import read, validate
+from weft.writing import opened
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -188,7 +189,7 @@ class Chat:
             raise ConfigError("nothing was said yet")
         pairs = [self.messages[i : i + 2] for i in range(0, len(self.messages), 2)]
         rows = pairs if self.plain else [self._conversation()]
-        with Path(name).expanduser().open("a", encoding="utf-8") as file:
+        with opened(Path(name).expanduser(), "a", encoding="utf-8") as file:
             for row in rows:
                 told = {"model": self.name} if self.name else {}
                 file.write(json.dumps({"messages": row, **told}, ensure_ascii=False) + "\n")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import TOKENIZERS, Wanted, find
 from weft.cli.data_options import DataConfig, configure, named_options, stack_options
+from weft.cli.parsing import check_paths
 from weft.data.sources import check_at_hand
 from weft.data.spec import DatasetSpec, TokenizerSpec, sources_of
 from weft.errors import ConfigError, DataError, NoTemplate
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
         return code
     parser = _parser()
     arguments, rest = parser.parse_known_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -132,7 +134,7 @@ def _count(text: str) -> int:
 
 def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
     """The dataset type: the one asked for, or what the first row looks like. Raises `ConfigError` where it tells nothing."""
-    from weft.data.rows import looks_like
+    from weft.data.rows import LOOSE, is_tree, is_tree_message, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
     if spec.type is not None:
@@ -146,6 +148,12 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
             return str(sources[0]["type"])
         raise ConfigError("the dataset type is not known: set --type")
     place, row = next(read_rows(find_files(first)[0]))
+    if not isinstance(row, Unreadable) and is_tree(row):
+        return USED_AS[mode]
+    if not isinstance(row, Unreadable) and is_tree_message(row):
+        raise ConfigError(
+            f"{place}: this row is {LOOSE}, and so does weft data inspect --datasets oasst_export data_path=FILE"
+        )
     found = None if isinstance(row, Unreadable) else looks_like(row)
     if found is None:
         has = "it is no JSON object" if isinstance(row, Unreadable) else f"it has {', '.join(row) or 'no keys'}"
@@ -191,13 +199,26 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 
 
 def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print rows in the order of their files."""
+    """Print rows in the order of their files; no more of these is read than is shown."""
     from weft.cli.data_rows import shown_row
+    from weft.data.byte_tokenizer import byte_tokenizer
+    from weft.data.loader import load_data
 
-    tokenizer, spec = _tokenizer(config), _spec(config, paths)
-    data, tokenizer, notes = _load(config, spec, _type(spec, paths, arguments.mode), tokenizer)
+    spec, notes = _spec(config, paths), []
+    kind = _type(spec, paths, arguments.mode)
+    if config.tokenizer.path is None:
+        tokenizer = byte_tokenizer(config.tokenizer)
+        form = config.tokenizer.chat_template or FORM
+        notes.append(
+            f"no tokenizer was named, so every byte is a token and messages are written in the form {form}; --tokenizer MODEL "
+            "shows the rows as a run of that model reads them"
+        )
+    else:
+        tokenizer = _tokenizer(config)
+    wanted = arguments.skip + arguments.n
+    data = load_data(spec, kind, tokenizer, seed=config.seed, most=None if _draws(spec) else max(wanted, 1))
     console = _console(arguments)
-    for number in range(arguments.skip + arguments.n):
+    for number in range(wanted):
         batch = data.train.next_batch()
         if number >= arguments.skip:
             for sample in batch.unpack():
@@ -206,6 +227,13 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
             break
     for note in [*data.notes, *notes]:
         console.print(f"note: {note}", style="yellow", markup=False)
+
+
+def _draws(spec: DatasetSpec) -> bool:
+    """Return whether it takes all rows to tell which are trained on."""
+    sources = sources_of(spec)
+    mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
+    return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
 
 
 # -- counts
@@ -294,7 +322,7 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     named |= {path: path for path in (spec.train_path or spec.path, spec.valid_path) if path}
     for path, title in ({path: path for path in paths} or named).items():
         read = [each for file in find_files(path) for each in read_rows(file)]
-        rows = [(str(place if title == path else replace(place, file=title)), row) for place, row in read]
+        rows = [(str(place), row) for place, row in read]
         found = look(rows, phrases)
         where = "" if title == path else f" of {path}"
         console.print(f"{title}: {found.rows:,} rows{where}", style="bold", markup=False)

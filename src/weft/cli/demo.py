@@ -13,6 +13,7 @@ from rich.console import Console
 
 from weft.cli import demo_task as task
 from weft.cli.demo_view import StageView
+from weft.cli.parsing import check_paths
 from weft.experiments import GenConfig, GRPOConfig, PPOConfig, RWConfig, SFTConfig
 from weft.observe.memory import peak_memory_gb
 from weft.observe.metrics import duration
@@ -201,6 +202,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)")
     given = parser.parse_args(argv)
+    check_paths(given)
 
     root = Path(given.fileroot)
     demo = Demo(root, free_name(root), given.seed)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.writing import write
+
 CHARACTERS = "0123456789+="
 RIGHT = 0.55  # share of the teacher's answers that are right
 # A problem is answered on its own: the template shows the model what follows the last question, not the talk before it.
@@ -46,8 +48,7 @@ def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     """One JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prompt_rows(chosen: Iterable[Problem], times: int = 1) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from weft.cli import _models
 from weft.cli.data_options import COPY, assignments_behind, named_options
 from weft.cli.parsing import Parser
 from weft.errors import ConfigError
+from weft.writing import destination
 
 EPILOG = """examples:
   weft eval rm runs/E/T pairs.jsonl
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
 
+    if given.out is not None:
+        destination(given.out)  # refused before the model is loaded
     tried = _tried(given)
     opened = _models.scorer(given.model, given, "MODEL")
     figures: dict[str, Any] = {}
@@ -123,12 +126,11 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def _kind(path: str, split: str | None) -> str:
     """What form the first row has. Raises `ConfigError` where it tells none with an order of replies."""
-    from weft.data import trees
-    from weft.data.rows import looks_like
+    from weft.data.rows import is_tree, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
     place, row = next(read_rows(find_files(path, split)[0]))
-    found = None if isinstance(row, Unreadable) else "ranking" if trees.is_tree(row) else looks_like(row)
+    found = None if isinstance(row, Unreadable) else "ranking" if is_tree(row) else looks_like(row)
     if found is None:
         raise ConfigError(f"{place}: this row tells no form; set --type to preference, paired_comparison or ranking")
     return found

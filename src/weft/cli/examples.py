@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft import writing
 from weft.cli.ls import size
 from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
@@ -57,7 +58,7 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
         for name, content in made.items():
             if not (folder / name).exists():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+                writing.write(folder / name, content)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
 

@@ -26,6 +26,7 @@ from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.errors import ConfigError, DataError, UnknownName, nearest
 from weft.extras import install
+from weft.writing import replacing
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
@@ -191,7 +192,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
     """The table with a column for every language."""
     languages = sorted({language for each in counted for language in each.languages})
-    with file.open("w", newline="") as stream:
+    with replacing(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow([*_columns(drawn), *languages])
         for each in counted:

@@ -10,6 +10,7 @@ from weft.errors import ConfigError
 from weft.experiments._checks import check_names
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
+from weft.reading import refuse_url
 
 RUNS, LATEST = "./runs", "latest"
 LOCK, LAUNCHERS = "run.lock", ("logs", "slurm")  # what a process holds, and what those who start processes write
@@ -56,6 +57,7 @@ def _begun(word: str, root: Path) -> Path | None:
 
 def find_run(word: str, root: Path) -> Path:
     """The directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`. Raises `ConfigError`."""
+    refuse_url(word, word, ConfigError)
     given = Path(word).expanduser()
     for path in (given, root / given):
         if is_run(path):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.errors import ConfigError
+from weft.reading import refuse_url
 
+FLAGS = ("fileroot", "output", "out", "prompts", "folders")  # paths that stand behind a flag of their name
+PATHS = (*FLAGS, "root", "input", "valid_output")  # arguments that are paths, though their type is a text
 OWN_NAME = re.compile(r"^`weft [^`]*`: ")  # with which the description of a module begins, and its help does not
 
 
@@ -21,7 +25,9 @@ class Parser(argparse.ArgumentParser):
         self.description = OWN_NAME.sub("", self.description or "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        return super().parse_known_args(None if args is None else self._spelled(args), namespace)
+        values, rest = super().parse_known_args(None if args is None else self._spelled(args), namespace)
+        check_paths(values)
+        return values, rest
 
     def _spelled(self, words: Sequence[str]) -> list[str]:
         """The words with the flags of this parser as it spells them."""
@@ -38,6 +44,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
+
+
+def check_paths(values: argparse.Namespace) -> None:
+    """Raises `ConfigError` for a URL in an argument that is a path. What reads models and data checks their names itself."""
+    for name, value in vars(values).items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Path) or (name in PATHS and isinstance(each, str)):
+                flag = f"--{name.replace('_', '-')} " if name in FLAGS else ""
+                refuse_url(each, f"{flag}{each}", ConfigError)
 
 
 def helped(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:

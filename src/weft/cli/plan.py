@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.names import Wanted, find
 from weft.cli import plan_memory
+from weft.cli.parsing import check_paths
 from weft.engine.memory import BYTES
 from weft.errors import ConfigError
 from weft.topology import Layout, Mesh, parse_mesh
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `weft plan ...`; returns the exit code. Raises `UserError` for layouts that do not fit the model or the devices."""
     parser, realloc_parser = _parsers()
     arguments = parser.parse_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -101,6 +103,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 def search(words: Sequence[str], *, as_json: bool) -> None:
     """Build the experiment of `weft quickstart WORDS` and print where the search places its calls."""
     from weft.cli.quickstart import configured
+    from weft.experiments.common import build_experiment
     from weft.launch.hub import fetch_configs
 
     given = {word.partition("=")[0] for word in words}
@@ -108,9 +111,9 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
     config, notes = configured([*words, *names, "allocation_mode=search"])
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    experiment = config.build()
+    experiment = build_experiment(config)
     if fetch_configs(experiment, data=False):
-        experiment = config.build()  # again, with what the models' own files say
+        experiment = build_experiment(config)  # again, with what the models' own files say
     if not experiment.search:
         missing = [note for note in experiment.plan_notes if "config.json" in note]
         if missing:

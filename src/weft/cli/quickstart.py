@@ -15,7 +15,7 @@ from weft.cli.aliases import translate
 from weft.cli.help import described, quickstart_help, show, terminal_width
 from weft.errors import ConfigError, nearest
 from weft.experiments._common_options import NAMES
-from weft.experiments.common import RunConfig
+from weft.experiments.common import RunConfig, build_experiment
 from weft.options import Config, coerce, read, to_mapping, validate
 from weft.runtime.supervised import Wire
 
@@ -141,7 +141,7 @@ def _run(
         command = ["quickstart", *(word for word in argv if word not in here), "mode=ray"]
         print(slurm.start(config, command, print_only=words.print_script))
         return 0
-    several = uses_ray(experiment := config.build(), config.mode)
+    several = uses_ray(experiment := build_experiment(config), config.mode)
     tell_start(experiment, several=several)
     if supervise and several:
         return Supervisor(experiment).run()

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from weft.cli.ls import size
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError
+from weft.observe.lenient import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
-from weft.observe.run_list import find_runs, read_json, tree_bytes
+from weft.observe.run_list import find_runs, tree_bytes
 
 CHECKPOINTS, RECOVER = "checkpoints", "recover"
 LISTED = 6  # of the things in a run, the largest first
@@ -96,10 +95,9 @@ def _was_written_by_weft(run: Path) -> bool:
     if "status" in read_json(run / STATUS):
         return True
     try:
-        config = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return {"experiment_name", "trial_name"} <= read_config(run / CONFIG).keys()
+    except ConfigError:
         return False
-    return isinstance(config, dict) and {"experiment_name", "trial_name"} <= config.keys()
 
 
 def planned(run: Path, parts: Sequence[str]) -> Removal:

@@ -16,8 +16,9 @@ from weft.cli.help import command_lines, shown, terminal_width
 from weft.cli.ls import UNKNOWN, age, size, steps
 from weft.cli.named_run import find_run
 from weft.cli.parsing import Parser, helped
-from weft.errors import UserError
+from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, defaults_of, flat
+from weft.observe.lenient import read_config
 from weft.observe.masking import masked
 from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
 from weft.observe.run_files import CONFIG, HARDWARE
@@ -194,8 +195,7 @@ def _read(path: Path) -> str:
 
 def _config(run: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(_read(run / CONFIG))
-    except yaml.YAMLError as error:
-        print(f"note: {run / CONFIG} is not YAML ({str(error).splitlines()[0]})", file=sys.stderr)
+        return read_config(run / CONFIG)
+    except ConfigError as error:
+        print(f"note: {error}", file=sys.stderr)
         return {}
-    return loaded if isinstance(loaded, dict) else {}

@@ -1,8 +1,12 @@
-"""`weft start`: run an experiment that user code registered by name. `weft stop`: end a run so that it can go on."""
+"""`weft start`: run an experiment that user code registered by name. `weft stop`: end a run so that it can go on.
+
+`find_config` lists registered experiments by a pattern, as ReaL's `python -m realhf.apps.main find_config` does.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +14,7 @@ from weft import registry
 from weft.cli.named_run import add_run, given_run
 from weft.cli.parsing import Parser
 from weft.cli.quickstart import tell, tell_start
+from weft.cli.real import ALLOCATIONS
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
@@ -24,6 +29,11 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     parser.add_argument(
         "--recover_mode", choices=("auto", "resume", "disabled"), help="in place of the experiment's own"
     )
+    parser.add_argument("--allocation_mode",
+                        help="for roles without a layout, in place of the experiment's own")  # fmt: skip
+    parser.add_argument("--partition", help="with --mode slurm: partition, in place of the experiment's own")
+    parser.add_argument("--wandb_mode", choices=("online", "offline", "disabled"),
+                        help="of Weights & Biases, in place of the experiment's own")  # fmt: skip
     parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
     parser.add_argument("--dry-run", nargs="?", const="", choices=("", "config"), metavar="config",
                         help="print the plan and the memory it needs, and stop; config: without reading the data")  # fmt: skip
@@ -44,7 +54,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
 
-    experiment = _as_told(registered(given.experiment, given.trial), given)
+    experiment = _as_told(
+        registered(given.experiment, given.trial, allocation_mode=_allocation_mode(given.allocation_mode)), given
+    )
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
     reads, asked = given.dry_run != "config", scheduling(given.experiment)
@@ -71,9 +83,45 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     """The experiment with what the command line says in place of its own."""
     told = {name: getattr(given, name) for name in ("fileroot", "recover_mode") if getattr(given, name) is not None}
     named = [name for name in given.imports if name not in experiment.control.imports]
-    control = replace(experiment.control, **told, imports=[*experiment.control.imports, *named])
+    loggers = dict(experiment.control.loggers)
+    if given.wandb_mode == "disabled":
+        loggers.pop("wandb", None)
+    elif given.wandb_mode is not None:
+        loggers["wandb"] = {**loggers.get("wandb", {}), "mode": given.wandb_mode}
+    control = replace(experiment.control, **told, imports=[*experiment.control.imports, *named], loggers=loggers)
     config = {**experiment.config, **{name: value for name, value in told.items() if name in experiment.config}}
+    if given.partition is not None:
+        config["slurm"] = {**config.get("slurm", {}), "partition": given.partition}
     return replace(experiment, control=control, config=config)
+
+
+def _allocation_mode(text: str | None) -> str | None:
+    """Read `--allocation_mode`, ReaL's words for it too. Raises `ConfigError`."""
+    if text is None:
+        return None
+    mode = ALLOCATIONS.get(text, text)
+    problem = checks.allocation_problem(mode)
+    if problem:
+        raise ConfigError(f"--allocation_mode {text}: {problem}")
+    return mode
+
+
+def find_config(argv: Sequence[str]) -> int:
+    """Print the registered experiments whose names begin with a pattern."""
+    parser = Parser(prog="weft.apps.main find_config", description="List registered experiments by a pattern.")
+    parser.add_argument("-r", "--regex", required=True, help="regular expression that a name begins with")
+    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
+                        help="user code that registers experiments (may be given again)")  # fmt: skip
+    given = parser.parse_args(argv)
+    try:
+        pattern = re.compile(given.regex)
+    except re.error as error:
+        raise ConfigError(f"--regex {given.regex!r}: is no regular expression: {error}") from error
+    registry.import_user_folder()
+    registry.import_user_code(given.imports)
+    names = [name for name in registry.experiments.names() if pattern.match(name)]
+    print("\n".join(names) or "no registered experiment has such a name")
+    return 0
 
 
 def stop(argv: Sequence[str]) -> int:
@@ -95,8 +143,8 @@ def stop(argv: Sequence[str]) -> int:
 def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of the options that say which run is meant."""
     parser = Parser(prog=prog, description=description)
-    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name")
-    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name")
+    parser.add_argument("-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name")
+    parser.add_argument("-f", "--trial", "--trial_name", metavar="TRIAL", help="trial_name")
     parser.add_argument(
         "--mode",
         default="local",

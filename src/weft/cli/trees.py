@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.cli.parsing import check_paths
 from weft.data import message_trees
 from weft.data.message_trees import Tree, Wanted
 from weft.data.mixture import hold_out
 from weft.data.rows import BadRow
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.errors import ConfigError, DataError
+from weft.writing import replacing
 
 COUNT = ("count", "counts")  # the same as stats
 EPILOG = """examples:
@@ -31,6 +33,7 @@ EPILOG = """examples:
 def main(argv: Sequence[str]) -> int:
     """Run `weft data trees ...`. Raises `UserError` for files and options that cannot be used."""
     arguments = _parser().parse_args(list(argv))
+    check_paths(arguments)
     if arguments.command is None:
         _parser().print_help()
         return 2
@@ -115,9 +118,8 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
     count = 0
     with (
-        gzip.open(path, "wt", encoding="utf-8")
-        if path.endswith(".gz")
-        else Path(path).open("w", encoding="utf-8") as out
+        replacing(Path(path)) as partial,
+        (gzip.open if path.endswith(".gz") else open)(partial, "wt", encoding="utf-8") as out,
     ):
         for each in objects:
             out.write(json.dumps(each, ensure_ascii=False) + "\n")

@@ -7,7 +7,8 @@ from typing import Any
 
 from weft.data import dialogue
 from weft.data.messages import Message, normalise
-from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, BadRow, Row, first_of, need, text
+from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, BadRow, Row, first_of, kind_of, need, text
+from weft.errors import DataError
 
 SYSTEM, INPUT, HISTORY = "system", "input", "history"
 
@@ -49,7 +50,7 @@ def conversation(row: Row, key: str) -> list[Message]:
                 raise BadRow(f"{key!r} is empty")
             messages = [*_history(row), {"role": "user", "content": _question(row, key)}]
     else:
-        messages = as_messages(value, "user")
+        messages = as_messages(row, key, "user")
     messages = with_system(row, messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -58,11 +59,29 @@ def conversation(row: Row, key: str) -> list[Message]:
     return messages
 
 
-def as_messages(value: Any, role: str) -> list[Message]:
-    """A text (said by `role`), one message, or a list of them."""
+def as_messages(row: Row, key: str, role: str) -> list[Message]:
+    """The messages in a column: a text (said by `role`), one message, or a list of them. Raises `BadRow` naming the column."""
+    value = row[key]
     if isinstance(value, str):
         return normalise([{"role": role, "content": value}])
-    return normalise([value] if isinstance(value, Mapping) else value)
+    if not isinstance(value, Mapping | list | tuple):
+        raise BadRow(f"{key!r} must be text or a list of messages {{role, content}}, not {kind_of(value)}")
+    return _normalised([value] if isinstance(value, Mapping) else value, key)
+
+
+def listed_messages(row: Row, key: str) -> list[Message]:
+    """The list of messages in a column. Raises `BadRow` naming the column."""
+    if not isinstance(row[key], list | tuple):
+        raise BadRow(f"{key!r} must be a list of messages {{role, content}}, not {kind_of(row[key])}")
+    return _normalised(row[key], key)
+
+
+def _normalised(messages: Sequence[Any], key: str) -> list[Message]:
+    """The messages of a column, which is named in errors that would not tell where the message stands."""
+    try:
+        return normalise(messages)
+    except DataError as error:
+        raise BadRow(str(error) if key == MESSAGE_KEYS[0] else f"{key!r}: {error}") from error
 
 
 def with_system(row: Row, messages: Sequence[Message]) -> list[Message]:
@@ -90,7 +109,7 @@ def _history(row: Row) -> list[Message]:
     """Turns before the prompt, from pairs of a message and its reply."""
     pairs = row.get(HISTORY) or []
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
-        raise BadRow(f"{HISTORY!r} must be a list of [message, reply] pairs")
+        raise BadRow(f"{HISTORY!r} must be a list of [message, reply] pairs, not {kind_of(pairs)}")
     made: list[Message] = []
     for number, pair in enumerate(pairs, 1):
         if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft import randomness
 from weft.data import dialogue, trees
-from weft.data.asked import as_messages, conversation, need_prompt, prompt_text, with_system
+from weft.data.asked import as_messages, conversation, listed_messages, need_prompt, prompt_text, with_system
 from weft.data.messages import Message, normalise
 from weft.data.rows import (
     ANSWER_KEYS,
@@ -24,6 +24,7 @@ from weft.data.rows import (
     BadRow,
     Row,
     first_of,
+    is_tree,
     looks_like,
     need,
     row_id,
@@ -62,7 +63,7 @@ class Replied:
 def replied_rows(row: Row, number: int) -> Iterator[Replied]:
     """What a row of any form with replies holds: rankings, pairs, answers, conversations; Open-Assistant's trees hold several.
     Raises `BadRow` for a row without a reply."""
-    if trees.is_tree(row):
+    if is_tree(row):
         yield from _of_tree(row)
         return
     name, form = row_id(row) or str(number), looks_like(row)
@@ -77,7 +78,7 @@ def replied_rows(row: Row, number: int) -> Iterator[Replied]:
         yield _asked(name, row, form, replies)
     elif form == "chat":
         key = need(row, MESSAGE_KEYS, "chat")
-        yield _talk(name, with_system(row, normalise(row[key])))
+        yield _talk(name, with_system(row, listed_messages(row, key)))
     elif form == "prompt_answer":
         yield _asked(name, row, form, [text(row, need(row, ANSWER_KEYS, form))])
     else:
@@ -94,15 +95,18 @@ def _asked(name: str, row: Row, form: str, replies: Sequence[str]) -> Replied:
 
 
 def _pair(name: str, row: Row) -> Replied:
-    keys = [first_of(row, names) for names in (CHOSEN, REJECTED)]
-    found = [row[key] for key in keys if key is not None]
+    keys = [key for names in (CHOSEN, REJECTED) if (key := first_of(row, names)) is not None]
+    found = [row[key] for key in keys]
     if len(found) < 2:
         raise BadRow("it has no two replies to compare")
     if all(isinstance(each, str) for each in found) and not all(dialogue.HUMAN in each for each in found):
         return _asked(
             name, row, "preference", [text({"chosen": found[0]}, "chosen"), text({"rejected": found[1]}, "rejected")]
         )
-    talks = [normalise(dialogue.messages(e)) if isinstance(e, str) else as_messages(e, "assistant") for e in found]
+    talks = [
+        normalise(dialogue.messages(row[key])) if isinstance(row[key], str) else as_messages(row, key, "assistant")
+        for key in keys
+    ]
     if talks[0][0]["role"] == "assistant":
         return _asked(name, row, "preference", [_said(talk, []) for talk in talks])
     shared = _talk(name, with_system(row, talks[0]))

@@ -13,7 +13,8 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from weft.data import rendered, template_check
+from weft.data import cuts, rendered, template_check
+from weft.data.cuts import Cut
 from weft.data.messages import Message
 from weft.data.prefix import common_prefix
 from weft.data.template_check import within
@@ -41,11 +42,13 @@ def generation_spans(
 
 @dataclass(frozen=True)
 class Masked:
-    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what of the row is in no token."""
+    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what of the row is in no token, `cut`
+    the parts of trained turns that are in none."""
 
     ids: list[int]
     mask: list[bool]
     unused: frozenset[str] = frozenset()
+    cut: tuple[Cut, ...] = ()
 
 
 def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
@@ -57,9 +60,8 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     text = template.render(messages, tools, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in turns if messages[index].get("train", True)]
-    last = trained[-1] if trained else -1
     lost = rendered.left_out(template.render, messages, tools, prompt=False)
-    unused = rendered.check(lost, messages, template.name, last)
+    unused = rendered.check(lost, messages, template.name, trained)
     if trained and turns[-1] < len(messages) - 1:
         unused |= {UNTRAINED}
     marked = template.marked(messages, tools)
@@ -73,10 +75,15 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     else:
         ends = [(a, _with_end(text, b, template.turn_end)) for a, b in marked]
         spans = [span for turn, span in zip(turns, ends, strict=True) if turn in trained]
+    cut: list[Cut] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
-        if (turn, "content") not in lost and not rendered.writes(text[a:b], messages[turn]["content"]):
-            raise rendered.not_rendered(messages[turn], turn, ["content"], template.name)
-    return Masked(*mask_spans(template.encode, template.offsets, text, spans), unused)
+        written, content = text[a:b], messages[turn]["content"]
+        if (turn, "content") not in lost and not rendered.writes(written, content):
+            part = cuts.missing(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
+            raise rendered.not_rendered(messages[turn], turn, ["content"], template.name, part)
+        fields = {field for index, field in lost if index == turn}
+        cut += cuts.Turn(template, messages, tools, turn, written).cuts(fields)
+    return Masked(*mask_spans(template.encode, template.offsets, text, spans), unused, cuts.joined(cut))
 
 
 def mask_spans(

@@ -33,8 +33,9 @@ class SourceCount:
         return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
 
     def notes(self, limits: str) -> list[str]:
-        """What was cut or left out, and columns that are not used, in words; nothing where there is none of it."""
-        return [*self._left_out(limits), *self.unused_notes()]
+        """What was cut or left out, what the chat template cuts, and unused columns, in words; nothing where there is none."""
+        by_template = [] if self.report is None else [f"{self.label}: {cut}" for cut in self.report.cut]
+        return [*self._left_out(limits), *by_template, *self.unused_notes()]
 
     def unused_notes(self) -> list[str]:
         """The columns of its rows that are not used."""

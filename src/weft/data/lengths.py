@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weft.data.cuts import Cut
 from weft.data.rows import TooLong
 from weft.data.spec import OVERLONG
 from weft.errors import ConfigError
@@ -16,7 +17,7 @@ class Encoded:
     """The token ids of one id: a prompt, K completions with their masks, values of each completion, metadata.
 
     `part` tells the samples of one row apart where it makes several. A prompt alone has no completions. `unused` names what of
-    the row's messages is in no token.
+    the row's messages is in no token, `cut` the parts of trained turns that are in none.
     """
 
     prompt: list[int]
@@ -26,6 +27,7 @@ class Encoded:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     part: str = ""
     unused: frozenset[str] = frozenset()
+    cut: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True)

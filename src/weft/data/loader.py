@@ -13,10 +13,12 @@ from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
-from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized
+from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized, is_by_index
 from weft.data.mixture import Share, generator, hold_out, per_epoch
 from weft.data.named.prepare import Split, cache_root, mode_of, prepare
 from weft.data.progress import Reporter, show, silent
+from weft.data.rows import OF_TREES, is_tree
+from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
@@ -57,17 +59,25 @@ class SourceData:
 
 
 def load_data(
-    spec: DatasetSpec, dataset_type: str, tokenizer: Tokenizer, *, seed: int, progress: Reporter | bool | None = None
+    spec: DatasetSpec,
+    dataset_type: str,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    progress: Reporter | bool | None = None,
+    most: int | None = None,
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
-    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it. `progress` False is silent.
+    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and of files of Open-Assistant
+    trees the type that reads those. `progress` False is silent. With `most`, no more rows of a source are read once so many
+    samples of it are made.
     Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
     """
     reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
     tokenizer = features.dressed(spec, tokenizer)
     util = DatasetUtility(
-        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window
+        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window, most=most
     )
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, said = reader.at_hand(named_apart(given_sources(spec)))
@@ -170,7 +180,7 @@ class SourceReader:
         share = source.valid_split
         if share is None:
             share = 0.0 if source.valid_path or self.spec.valid_path else self.spec.valid_split
-        if not isinstance(dataset, MapDataset):
+        if not is_by_index(dataset):
             if share:
                 raise ConfigError(
                     f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
@@ -209,7 +219,7 @@ class SourceReader:
         """All rows of a validation path, whatever path the arguments name for training."""
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.of_valid._build(replace(source, args=args))
-        if not isinstance(dataset, MapDataset):
+        if not is_by_index(dataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
         part = Part(name, dataset, np.arange(len(dataset)))
         report = dataset.table.report if isinstance(dataset, Tokenized) else None
@@ -217,7 +227,7 @@ class SourceReader:
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
-        type = source.type or self.type
+        type = source.type or self.spec.type or type_of_rows(source, self.type)
         make = datasets.get(type)
         features.check(self.spec, type)
         check_names(source.columns, type, source.args)
@@ -248,7 +258,7 @@ class SourceReader:
             ) from error
         name = f"{source.named} ({Path(source.path).stem})" if source.named else ""
         dataset = make(util=replace(self.util, columns=source.columns, name=name), **arguments)
-        if not isinstance(dataset, MapDataset | StreamDataset):
+        if not (is_by_index(dataset) or isinstance(dataset, StreamDataset)):
             raise ConfigError(
                 f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
                 "nor __iter__ (whole batches)"
@@ -256,8 +266,16 @@ class SourceReader:
         if not isinstance(dataset, Tokenized):
             if source.columns:
                 raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
-            features.check_own(spec, type, by_index=isinstance(dataset, MapDataset))
+            features.check_own(spec, type, by_index=is_by_index(dataset))
         return type, dataset
+
+
+def type_of_rows(source: SourceSpec, usual: str) -> str:
+    """The usual type, or the one that reads Open-Assistant trees where the first row of the source is one."""
+    if usual not in OF_TREES or not source.path or source.named is not None:
+        return usual
+    _, row = next(read_rows(find_files(source.path, source.split)[0]))
+    return OF_TREES[usual] if not isinstance(row, Unreadable) and is_tree(row) else usual
 
 
 def given_sources(spec: DatasetSpec) -> list[SourceSpec]:

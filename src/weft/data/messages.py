@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from weft.errors import DataError, nearest
+from weft.reading import shortened
 
 Message = dict[str, Any]
 
@@ -16,17 +19,37 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
     "function_call": "assistant",
 }  # fmt: skip
-REASONING = ("reasoning_content", "thinking")
+REASONING = "reasoning_content"  # the name that thoughts have inside weft
+REASONING_KEYS = (REASONING, "reasoning", "thinking")  # the names that rows and chat templates give them
 FACTS, CONTEXT = ("lang", "quality", "humor", "creativity"), "context"  # what a row may know of a reply
-KEPT = ("name", "tool_call_id", *REASONING, *FACTS, CONTEXT)
+KEPT = ("name", "tool_call_id", *FACTS, CONTEXT)
+WEIGHTS = ("train", "weight", "loss_weight")  # say of a turn whether it is trained
+SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+READ = frozenset({"role", "from", "content", "value", "tool_calls", *REASONING_KEYS, *KEPT, *WEIGHTS})
+READ_OF_CALLS = frozenset({"id", "type", "function", "name", "arguments"})
+READ_OF_PARTS = frozenset({"type", "text", "value", "content"})
+
+_unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
+
+
+@contextmanager
+def unread_keys() -> Iterator[set[str]]:
+    """Collect the keys that `normalise` finds in messages and does not read, under names such as `messages[].KEY`."""
+    found: set[str] = set()
+    token = _unread.set(found)
+    try:
+        yield found
+    finally:
+        _unread.reset(token)
 
 
 def normalise(messages: Any) -> list[Message]:
     """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual names.
 
     `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
-    `function_call` becomes `tool_calls`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
-    Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
+    `function_call` becomes `tool_calls`, and `reasoning` or `thinking` `reasoning_content`; `train: false` (or `weight: 0`,
+    `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong and how. Applied twice it
+    changes nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
@@ -70,11 +93,12 @@ def _message(message: Any, number: int) -> Message:
     calls = list(message.get("tool_calls") or [])
     if said == "function_call":
         calls, content = _calls(_json(content, f"message {number}: function_call")), ""
+    thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, reasoning, more = _parts(content, number)
         calls += more
         if reasoning:
-            found["reasoning_content"] = reasoning
+            thoughts["content"] = reasoning
     if content is not None and not isinstance(content, str):
         raise DataError(f"message {number}: content must be text, not {type(content).__name__}")
     if content is None and not calls:
@@ -82,10 +106,56 @@ def _message(message: Any, number: int) -> Message:
     found["content"] = content or ""
     if calls:
         found["tool_calls"] = [_call(call, number) for call in calls]
+    if thoughts:
+        found[REASONING] = _reasoning(thoughts, number)
     found |= {key: message[key] for key in KEPT if message.get(key) is not None}
-    if message.get("train") is False or 0 in (message.get("loss_weight"), message.get("weight")):
+    if not _is_trained(message, role, number):
         found["train"] = False
+    _note_unread(message, READ, "messages[].")
     return found
+
+
+def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
+    """The thoughts of a turn, which may stand under several names as long as they are the same."""
+    for key, text in thoughts.items():
+        if not isinstance(text, str):
+            raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
+    said = set(thoughts.values())
+    if len(said) > 1:
+        raise DataError(f"message {number}: {' and '.join(thoughts)} hold different thoughts; keep one of them")
+    return str(said.pop())
+
+
+def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
+    """Return whether the weights of a message let it be trained; without any they do.
+
+    Raises `DataError` for weights between 0 and 1, or above: a turn is trained whole or not at all.
+    """
+    given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    said = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
+    if role != "assistant":
+        unread = _unread.get()
+        if unread is not None:
+            unread.update(f"messages[].{key} of the {role}" for key, on in said.items() if on is not False)
+        return False not in said.values()
+    for key, on in said.items():
+        if on is None:
+            raise DataError(
+                f"message {number}: {key}={shortened(repr(given[key]))}: weft trains a turn of the assistant whole or not at "
+                f"all; write 1 (true) or 0 (false)"
+            )
+    if len(set(said.values())) > 1:
+        listed = " and ".join(f"{key}={given[key]!r}" for key in given)
+        raise DataError(f"message {number}: {listed} contradict each other; keep one of them")
+    return False not in said.values()
+
+
+def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
+    """Add what a mapping holds under keys that are not read to the collection that is open, if one is."""
+    unread = _unread.get()
+    if unread is not None:
+        held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
+        unread.update(f"{where}{key}" for key in held if key not in read)
 
 
 def _first(message: Mapping[Any, Any], *keys: str) -> Any:
@@ -111,6 +181,7 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
             calls += _calls(_json(value, f"message {number}: {kind}"))
         else:
             raise DataError(f"message {number}: a content part of type {kind!r} is no text; weft trains on text")
+        _note_unread(part, READ_OF_PARTS | {kind}, "messages[].content[].")
     return "".join(text), "".join(reasoning), calls
 
 
@@ -126,6 +197,9 @@ def _call(call: Any, number: int) -> dict[str, Any]:
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}")
+    _note_unread(call, READ_OF_CALLS, "messages[].tool_calls[].")
+    if inner is not call:
+        _note_unread(inner, READ_OF_CALLS, "messages[].tool_calls[].function.")
     extra = {"id": call["id"]} if call.get("id") is not None else {}
     return {**extra, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from typing import Any
 
-from weft.data.messages import REASONING, Message
+from weft.data.messages import REASONING, REASONING_KEYS, Message
 from weft.errors import DataError
 
 Render = Callable[[Sequence[Message], Any, bool], str]
@@ -16,6 +18,20 @@ REPLY = "weft-looks-for-this-reply"
 PLAIN: Sequence[Message] = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": REPLY})
 END_OF_THOUGHT = "</think>"
 SYSTEM = ("system", "developer")
+IN_PART = "content in part"
+
+
+@cache
+def reasoning_key(template: str) -> str:
+    """The name under which a chat template reads the thoughts of a message; weft's own where it reads none."""
+    read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
+    return next(read, REASONING)
+
+
+def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
+    """The messages with their thoughts under the name that the template reads."""
+    key = reasoning_key(template)
+    return [{key if name == REASONING else name: value for name, value in m.items()} for m in messages]
 
 
 def around_reply(render: Render) -> tuple[str, str]:
@@ -46,9 +62,10 @@ def template_fault(render: Render) -> str | None:
 
 
 def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool) -> Lost:
-    """Fields of messages that the template does not write, and ("tools") tool schemas that change nothing.
+    """Fields of messages that the template does not write, arguments of calls by their path, and ("tools") tool schemas that
+    change nothing.
 
-    Found by rendering the conversation with a mark in place of each content, reasoning and name of a function.
+    Found by rendering the conversation with a mark in place of each content, reasoning, argument and name of a function.
     """
     marked = [_marked(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -57,26 +74,52 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
         shown = render([message for message, _ in marked], tools, prompt)
     except DataError:  # it refuses other words; so these must stand in the text as they are
         return lost + [(i, field) for i, message in enumerate(messages) for field in _not_in(text, message)]
-    return lost + [
-        (index, field)
-        for index, (_, marks) in enumerate(marked)
-        for field, found in marks.items()
-        if not all(mark in shown for mark in found)
-    ]
+    for index, (_, marks) in enumerate(marked):
+        missing = {path for path, mark in marks.items() if mark not in shown}
+        fields = [path for path in marks if path in missing and path not in _calls(marks)]
+        if any(_is_lost(call, marks, missing) for call in _calls(marks)):
+            fields.append("tool_calls")
+        said = messages[index]["content"]
+        if messages[index]["role"] != "assistant" and "content" not in missing and not holds(text, said):
+            fields.append(IN_PART)
+        lost += [(index, field) for field in fields]
+    return lost
+
+
+def _calls(marks: Mapping[str, str]) -> list[str]:
+    """The paths of the names of functions, as `tool_calls[0]`; what is below are arguments."""
+    return [path for path in marks if path.startswith("tool_calls[") and "." not in path]
+
+
+def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
+    """Return whether the name of a call is missing, or all of its arguments."""
+    arguments = [path for path in marks if path.startswith(f"{call}.")]
+    return call in missing or (bool(arguments) and missing.issuperset(arguments))
 
 
 def writes(text: str, content: str) -> bool:
     """Whether a rendered text holds a content, or what of it follows its thoughts; blanks and JSON quoting do not count."""
-    said = content.rpartition(END_OF_THOUGHT)[2].strip()
+    return holds(text, content.rpartition(END_OF_THOUGHT)[2])
+
+
+def holds(text: str, content: str) -> bool:
+    """Whether a rendered text holds a content; blanks and quoting do not count."""
+    said = content.strip()
     if said in text:
         return True
-    bare = "".join(text.split())
-    return any("".join(form.split()) in bare for form in (said, json.dumps(said, ensure_ascii=False)[1:-1]))
+    forms = (said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)), repr(said)[1:-1])
+    packed = bare(text)
+    return any(bare(form) in packed for form in forms)
 
 
-def check(lost: Lost, messages: Sequence[Message], name: str, last: int = -1) -> frozenset[str]:
-    """What of a conversation is in no token, as columns are named. `last` is the last trained message: templates leave out the
-    reasoning of earlier turns on purpose. `name` is the tokenizer's.
+def bare(text: str) -> str:
+    """A text without blanks."""
+    return "".join(text.split())
+
+
+def check(lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()) -> frozenset[str]:
+    """What of a conversation is in no token, as columns are named, but for `trained` messages: see `cuts`. Templates leave out
+    the reasoning of other turns on purpose. `name` is the tokenizer's.
 
     Raises `DataError` where the model would not see what was said: the user's or a tool's words, the assistant's tool calls, or
     all that the assistant says.
@@ -85,28 +128,31 @@ def check(lost: Lost, messages: Sequence[Message], name: str, last: int = -1) ->
     for index, message in enumerate(messages):
         fields = {field for number, field in lost if number == index}
         role = message["role"]
-        if fields and role in SYSTEM:
+        if IN_PART in fields:
+            told.add(f"messages[] of the {role}, a part of content")
+        elif fields and role in SYSTEM:
             told.add(f"messages[] of the {role}")
         elif fields and (role != "assistant" or _is_needed(message, fields)):
-            raise not_rendered(message, index, sorted(fields - set(REASONING) or fields), name)
-        elif fields:
-            told |= {f"messages[].{field}" for field in fields if field not in REASONING or index == last}
+            raise not_rendered(message, index, sorted(fields - {REASONING} or fields), name)
+        elif index not in trained:
+            told |= {f"messages[].{field}" for field in fields - {REASONING}}
     return frozenset(told)
 
 
-def not_rendered(message: Message, index: int, fields: Sequence[str], name: str) -> DataError:
-    """The error for a message whose `fields` the template of the tokenizer `name` does not write."""
+def not_rendered(message: Message, index: int, fields: Sequence[str], name: str, part: str = "") -> DataError:
+    """The error for a message whose `fields` the template of the tokenizer `name` does not write; `part`: only this of them."""
     what = " and ".join(fields)
     out = what if message["role"] == "assistant" else "the message"
+    missing = f" as it is ({part!r} is missing)" if part else ""
     return DataError(
-        f"message {index + 1}: the chat template of {name} does not render the {message['role']}'s {what}, so the model would "
-        f"not see that; set tokenizer.chat_template to a template that does, or take {out} out of the row"
+        f"message {index + 1}: the chat template of {name} does not render the {message['role']}'s {what}{missing}, so the "
+        f"model would not see that; set tokenizer.chat_template to a template that does, or take {out} out of the row"
     )
 
 
 def _is_needed(message: Message, fields: set[str]) -> bool:
     """Whether `fields` are what an assistant's turn is about: its tool calls, its words where it makes none, or all it has."""
-    held = {key for key in ("content", "tool_calls", *REASONING) if message.get(key)}
+    held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
     return "tool_calls" in fields or held <= fields or ("content" in fields and "tool_calls" not in held)
 
 
@@ -116,16 +162,47 @@ def _not_in(text: str, message: Message) -> list[str]:
     return ([] if writes(text, message["content"]) else ["content"]) + ([] if named else ["tool_calls"])
 
 
-def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, Sequence[str]]]:
-    """A message with marks in place of its words, and the marks by field."""
-    words = [key for key in ("content", *REASONING) if str(message.get(key) or "").strip()]
-    marks: dict[str, list[str]] = {key: [f"weft{index}{key.replace('_', '')}weft"] for key in words}
-    marked = {**message, **{key: mark for key, (mark,) in marks.items()}}
-    calls = message.get("tool_calls") or ()
-    if calls:
-        marks["tool_calls"] = [f"weft{index}call{number}weft" for number in range(len(calls))]
-        marked["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": mark}}
-            for call, mark in zip(calls, marks["tool_calls"], strict=True)
-        ]
-    return marked, marks
+def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
+    """A message with marks in place of its words, and the marks by the path of what they replace."""
+    words = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
+    marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
+    marked = {**message, **marks}
+    made = []
+    for number, call in enumerate(message.get("tool_calls") or ()):
+        path, mark = f"tool_calls[{number}]", f"weft{index}call{number}"
+        marks[path] = f"{mark}weft"
+        changed = {path: f"{mark}part{n}weft" for n, (path, _) in enumerate(arguments(call, number))}
+        marks |= changed
+        values = iter(changed.values())
+        function = {
+            **call["function"],
+            "name": f"{mark}weft",
+            "arguments": _replaced(call["function"]["arguments"], values),
+        }
+        made.append({**call, "function": function})
+    return ({**marked, "tool_calls": made} if made else marked), marks
+
+
+def arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
+    """Every text, number and other single value among the arguments of call `number` of a message, with its path."""
+    return _leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def _replaced(value: Any, marks: Iterator[str]) -> Any:
+    """The value with the next mark in place of each that `_leaves` gives."""
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, marks) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, marks) for item in value]
+    return next(marks)

@@ -36,6 +36,11 @@ LOOKS_LIKE = (
 )
 
 
+# The type that reads Open-Assistant trees, in place of an algorithm's usual one.
+OF_TREES = {"prompt_answer": "chat", "paired_comparison": "ranking", "preference": "ranking"}
+LOOSE = "one message of an Open-Assistant export; dataset.named='{oasst_export: {path: FILE}}' reads a file of them"
+
+
 class BadRow(Exception):
     """What is wrong with one row; becomes `FILE:LINE: what is wrong` in a `DataError`."""
 
@@ -86,8 +91,10 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
         return found
     if any(key in row for key in keys):
         raise BadRow(f"{next(key for key in keys if key in row)!r} is null")
+    if is_tree_message(row):
+        raise BadRow(f"is {LOOSE}")
     close = nearest(keys[0], row)
-    like = looks_like(row)
+    like = OF_TREES.get(form) if is_tree(row) else looks_like(row)
     hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(map(repr, row)) or 'none'}"
     other = f"; such rows are of dataset.type={like}" if like and like != form else ""
     raise BadRow(f"lacks the key {keys[0]!r} ({hint}{other})")
@@ -95,8 +102,23 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
 
 def looks_like(row: Row) -> str | None:
     """The dataset type whose keys a row has, nulls aside, or None."""
+    if is_tree(row):
+        return "chat"
+    if is_tree_message(row):
+        return None
     found = next((form for form, keys in LOOKS_LIKE if all(row.get(key) is not None for key in keys)), None)
     return "chat" if found == "prompt_answer" and answer_messages(row) is not None else found
+
+
+def is_tree(row: Row) -> bool:
+    """Return whether a row is an Open-Assistant tree of messages; the first one may have no replies."""
+    root = row.get("prompt")
+    return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
+
+
+def is_tree_message(row: Row) -> bool:
+    """Return whether a row is one message of an Open-Assistant tree, alone or with replies below."""
+    return all(isinstance(row.get(key), str) for key in ("message_id", "role", "text"))
 
 
 def answer_messages(row: Row) -> str | None:
@@ -109,7 +131,7 @@ def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
     """A text of the row. Raises `BadRow` for other types, and for one that is empty or blank where it must not be."""
     value = row[key]
     if not isinstance(value, str):
-        raise BadRow(f"{key!r} must be text, not {_kind(value)}")
+        raise BadRow(f"{key!r} must be text, not {kind_of(value)}")
     if not may_be_empty and not value.strip():
         raise BadRow(f"{key!r} is empty")
     return value
@@ -119,10 +141,10 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
     """A list of non-empty texts. Raises `BadRow` saying which entry is wrong."""
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRow(f"{key!r} must be a list of texts, not {_kind(value)}")
+        raise BadRow(f"{key!r} must be a list of texts, not {kind_of(value)}")
     for number, entry in enumerate(value, 1):
         if not isinstance(entry, str):
-            raise BadRow(f"{key!r}, entry {number}, must be text, not {_kind(entry)}")
+            raise BadRow(f"{key!r}, entry {number}, must be text, not {kind_of(entry)}")
         if not entry.strip():
             raise BadRow(f"{key!r}, entry {number}, is empty")
     if len(value) < at_least:
@@ -158,8 +180,9 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _kind(value: Any) -> str:
-    kinds = {dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value in words."""
+    kinds = {str: "text", dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     return kinds.get(type(value), type(value).__name__)

@@ -32,9 +32,9 @@ Values = Array | Sequence[Any]
 class SequenceSample:
     """Sequences of id i under `key` are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
 
-    `ids` are unique texts; `lengths[key]` is int32 [num sequences]; `offsets[key]` is int32 [num_ids + 1]; `data[key]` is one
-    array [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a tuple of num_ids values that are
-    no tensors. Raises `DataError` naming the key where these do not fit together.
+    `ids` are unique texts; whole numbers become such. `lengths[key]` is int32 [num sequences]; `offsets[key]` is int32
+    [num_ids + 1]; `data[key]` is one array [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a
+    tuple of num_ids values that are no tensors. Raises `DataError` naming the key where these do not fit together.
     """
 
     ids: tuple[str, ...]
@@ -44,7 +44,7 @@ class SequenceSample:
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _set(self, "ids", tuple(self.ids))
+        _set(self, "ids", _as_texts(tuple(self.ids)))
         for name in ("lengths", "offsets"):
             _set(self, name, {key: _frozen(value) for key, value in getattr(self, name).items()})
         _set(self, "data", dict(self.data))
@@ -357,6 +357,13 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
             raise DataError(
                 f"gather: samples differ in the keys {apart}; name the keys you want, or add what is missing"
             )
+
+
+def _as_texts(ids: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the ids with whole numbers as texts."""
+    if set(map(type, ids)) <= {str}:  # fast, and nearly always so
+        return ids
+    return tuple(str(id) if isinstance(id, int | np.integer) else id for id in ids)
 
 
 def _check(sample: SequenceSample) -> None:

@@ -1,4 +1,4 @@
-"""Where rows come from: JSON, JSONL(.gz) and Parquet files, directories of them, and the hub. Rows know their line."""
+"""Where rows come from: JSON, JSONL(.gz), Parquet and Arrow files, directories of them, and the hub. Rows know their line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import IO, Any
 
 import huggingface_hub
 
-from weft.data import hub
+from weft.data import arrow, hub
 from weft.errors import DataError, nearest
-from weft.reading import check_file, files_below, reading, reason
+from weft.reading import check_file, files_below, reading, reason, refuse_url
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
+ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
+SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")  # hold no rows where `datasets` saved Arrow files
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -28,13 +30,14 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands; written `FILE:LINE` (in Parquet the row's number)."""
+    """Where a row stands; written `FILE:LINE` (in Parquet and Arrow files the row's number), or `FILE` where `line` is 0: the
+    row was made of several."""
 
     file: str
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     `split` keeps the files of that split by their names; without it, files named after a split other than train are left
     out where some are named train. Raises `DataError` where there is nothing to read.
     """
+    refuse_url(path, path, DataError)
     place = Path(path).expanduser()
     if place.is_file():
         if not place.name.endswith(SUFFIXES):
@@ -61,6 +65,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         check_file(place, path, DataError)
     below = [f for f in files_below(place, path, DataError) if f.name.endswith(SUFFIXES)]
     files = sorted(f for f in below if f.exists() and not _hidden(f.relative_to(place)))
+    if any(f.name.endswith(arrow.ARROW) for f in files):
+        files = [f for f in files if f.name not in SIDECARS]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     kept = (
@@ -71,11 +77,14 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     if not kept:
         found = sorted({name for f in files if (name := _split_of(f.relative_to(place)))})
         raise DataError(f"{path}: no files of the split {split!r}; it has {', '.join(found) or 'no named splits'}")
+    for file in kept:
+        check_file(file, str(file), DataError)
     return kept
 
 
 def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
-    """Every row of a file with its place; what cannot be read comes as `Unreadable`.
+    """Every row of a file with its place, which is that of the row it was made of where it says so (`ORIGIN`); what cannot be
+    read comes as `Unreadable`.
 
     `texts_as`: a row that is a text alone is a row with that column.
 
@@ -84,10 +93,8 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty")
-    if file.name.endswith(".parquet"):
-        rows = _parquet_rows(file)
-    else:
-        rows = _text_rows(file)
+    of_arrow = file.name.endswith((arrow.PARQUET, arrow.ARROW))
+    rows: Iterator[tuple[int, Any]] = arrow.read(file) if of_arrow else _text_rows(file)
     count = 0
     for line, value in rows:
         count += 1
@@ -95,7 +102,8 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
             value = {texts_as: value}
         if not isinstance(value, Mapping | Unreadable):
             value = Unreadable(f"a row must be a JSON object, not {type(value).__name__}")
-        yield Place(str(file), line), value
+        origin = value.pop(ORIGIN, None) if isinstance(value, dict) else None
+        yield Place(str(file), line) if origin is None else Place(*origin), value
     if count == 0:
         raise DataError(f"{file}: the file has no rows")
 
@@ -200,17 +208,6 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
 def _after(blank: re.Pattern[str], text: str, at: int) -> int:
     skipped = blank.match(text, at)
     return skipped.end() if skipped else at
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet  # a quarter of a second, so only where a file is of this form
-
-    number = 0
-    with reading(f"{file}: not Parquet, or damaged", DataError):
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, row
 
 
 def _from_hub(path: str) -> Path:

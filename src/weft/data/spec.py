@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from weft.errors import ConfigError, nearest
 from weft.options import option
+from weft.reading import refuse_url, url_problem
 
 OVERLONG = ("truncate", "drop", "error")
 
@@ -112,6 +113,8 @@ class SourceSpec:
             raise ConfigError(
                 f"{where}: named={self.named!r} says what its rows are; leave out type, split and columns"
             )
+        for name in ("path", "valid_path"):
+            refuse_url(str(getattr(self, name) or ""), f"{where}.{name}={getattr(self, name)!r}", ConfigError)
         wrong = columns_problem(self.columns)
         if wrong:
             raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
@@ -198,10 +201,10 @@ def sources_problem(value: Any) -> str | None:
 class DatasetSpec:
     """The `dataset.*` options. `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args."""
 
-    train_path: str | None = option(None, "the same as path")
-    valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*")
+    train_path: str | None = option(None, "the same as path", check=url_problem)
+    valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*", check=url_problem)
     path: str | None = option(
-        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, a hub name, or a directory of them"
+        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, Arrow, a hub name, or a directory of them"
     )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")
@@ -288,7 +291,7 @@ class DatasetSpec:
     num_workers: int | None = option(
         None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
     )
-    cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent")
+    cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent", check=url_problem)
 
     @property
     def limit(self) -> int | None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from weft.data import codec
+from weft.data.cuts import Cut, joined
 from weft.data.lengths import Encoded
 from weft.data.sample import SequenceSample
 
@@ -30,7 +31,7 @@ DTYPES = {
 @dataclass(frozen=True)
 class Report:
     """What became of the rows of a source: how many there were, samples that were cut (`both_cut`: prompt and answer) and left
-    out; columns `read`, columns that hold anything."""
+    out; columns `read`, columns that hold anything; parts of trained turns that the chat template `cut`."""
 
     rows: int = 0
     prompts_cut: int = 0
@@ -39,6 +40,7 @@ class Report:
     dropped: int = 0
     read: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    cut: tuple[Cut, ...] = ()
 
     def __add__(self, other: Report) -> Report:
         return Report(
@@ -49,6 +51,7 @@ class Report:
             self.dropped + other.dropped,
             self.read | other.read,
             self.held | other.held,
+            joined([*self.cut, *other.cut]),
         )
 
     @property
@@ -67,7 +70,8 @@ class Report:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Report:
-        return cls(**{**values, "read": frozenset(values["read"]), "held": frozenset(values["held"])})
+        sets = {name: frozenset(values[name]) for name in ("read", "held")}
+        return cls(**{**values, **sets, "cut": tuple(Cut(**each) for each in values["cut"])})
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from weft.data.template_check import template_problem, within
 from weft.data.turns import Template, leading_token
 from weft.errors import ConfigError, DataError
 from weft.reading import reading
+from weft.writing import write
 
 UNDRESSED = Dress()
 
@@ -116,8 +117,9 @@ class Tokenizer:
         if problem is not None:
             raise tokenizer_files.bad_template(self.name, problem, self.option)
         with reading(chat.REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
+            named = rendered.with_reasoning_key(messages, self.hf.get_chat_template(None, tools))
             text = self.hf.apply_chat_template(
-                [dict(m) for m in messages], tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                named, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         assert isinstance(text, str)
         return text
@@ -166,6 +168,7 @@ class Tokenizer:
             self.turn_end,
             self._added,
             self.name,
+            self.option,
         )
         found = chat.mask_tokens(template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools))
         ids, mask = found.ids, found.mask
@@ -174,12 +177,15 @@ class Tokenizer:
         if self.turn_end is None and self.eos_id is not None:
             ids, mask = chat.ended(ids, mask, self.eos_id, self.decode)
         if not self.dress.label_masking:
-            return chat.Masked(ids, [at > 0 for at in range(len(ids))], found.unused - {chat.UNTRAINED})
-        return chat.Masked(ids, mask, found.unused)
+            return replace(
+                found, ids=ids, mask=[at > 0 for at in range(len(ids))], unused=found.unused - {chat.UNTRAINED}
+            )
+        return replace(found, ids=ids, mask=mask)
 
     def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[tuple[int, int]] | None:
         template = self.hf.get_chat_template(None, tools)  # some have another one for conversations with tools
-        return chat.generation_spans(template, messages, tools, dict(self.hf.special_tokens_map))
+        named = rendered.with_reasoning_key(messages, template)
+        return chat.generation_spans(template, named, tools, dict(self.hf.special_tokens_map))
 
     @cached_property
     def around_reply(self) -> tuple[str, str]:
@@ -279,7 +285,7 @@ class Tokenizer:
         values = json.loads(config.read_text())
         if values.get("tokenizer_class") == "TokenizersBackend":
             values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
-            config.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+            write(config, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 class StreamDecoder:

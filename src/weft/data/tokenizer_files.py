@@ -21,7 +21,7 @@ from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.errors import ConfigError, DataError, NoTemplate, UserError, nearest
-from weft.reading import check_file, read_object, read_text, reading, reason
+from weft.reading import check_file, check_folder, read_object, read_text, reading, reason, refuse_url
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
@@ -74,11 +74,14 @@ def read(
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
+    if place.is_dir():
+        check_folder(place, asked)
     if place.is_dir() and not (place / "tokenizer.json").exists():
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
             return _from_sentencepiece(model, read_object(config, str(config)) if config.exists() else {})
+    refuse_url(path, asked)
     if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
         raise UserError(f"{asked}: no such file or directory")
     if place.is_dir():

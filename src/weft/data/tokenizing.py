@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -19,15 +18,18 @@ from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
 
 from weft.data.columns import Columns, renamed
+from weft.data.cuts import Cut, joined
 from weft.data.lengths import Encoded, Lengths, fit
+from weft.data.messages import unread_keys
 from weft.data.progress import Reporter, show
 from weft.data.rows import BadRow, Row, TooLong, Watched, row_id
 from weft.data.sources import Unreadable, content_hash, find_files, read_rows
 from weft.data.table import Report, TokenTable
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
+from weft.writing import write
 
-VERSION = 4  # part of the cache's key; raised when the same rows give other ids
+VERSION = 5  # part of the cache's key; raised when the same rows give other ids
 PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")
@@ -73,6 +75,7 @@ class Source:
     progress: Reporter = show
     columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
     name: str = ""  # what to call it while it is read; "": by its path
+    most: int | None = None  # samples after which no more rows are read, and nothing is kept; None: all are read
 
 
 Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
@@ -87,6 +90,8 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
+    if source.most is not None:
+        return _first_samples(Job(form, lengths, tokenizer), files, source, source.most)
     kept = _cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
@@ -94,7 +99,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
         _to_cache(kept, table)
     if not len(table):
         raise DataError(
-            f"{source.path}: no row is left: all {table.report.rows} are longer than the limits; "
+            f"{source.name or source.path}: no row is left: all {table.report.rows} are longer than the limits; "
             "raise dataset.max_seqlen or dataset.max_prompt_len"
         )
     return table
@@ -113,15 +118,19 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
     problems: list[Problem] = []
     counts = Counter[str]()
     read, held = set[str](), set[str]()
+    cuts: list[Cut] = []
     for index, (_, given) in enumerate(chunk):
         try:
             if isinstance(given, Unreadable):
                 raise BadRow(given.wrong)
             row = Watched(given)
             held.update(name for name, value in given.items() if value not in (None, "", []))
-            own, unused = row_id(row, job.form.id_key), set[str]()
-            for encoded in job.form.encode(row, job.tokenizer):
+            own = row_id(row, job.form.id_key)
+            with unread_keys() as unused:
+                made = job.form.encode(row, job.tokenizer)
+            for encoded in made:
                 unused |= encoded.unused
+                cuts += [replace(cut, row=index) for cut in encoded.cut]
                 kept, done = fit(encoded, job.lengths, job.tokenizer.bos_id)
                 counts.update([*done, "both"] if len(done) > 1 else done)
                 if kept is not None:
@@ -135,7 +144,7 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
                 continue
             problems.append((index, str(error), error if isinstance(error, TooLong) else None))
     cut = counts["prompt"], counts["answer"], counts["both"], counts["dropped"]
-    report = Report(len(chunk), *cut, frozenset(read), frozenset(held))
+    report = Report(len(chunk), *cut, frozenset(read), frozenset(held), joined(cuts))
     return samples, report, problems
 
 
@@ -158,6 +167,21 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
     return _assemble(rows, outcomes)
 
 
+def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
+    """The samples of the first rows, until there are `most` of them, or a row that cannot be used."""
+    read = (row for file in files for row in read_rows(file))
+    rows: Chunk = []
+    outcomes: list[Outcome] = []
+    found = 0
+    for place, row in renamed(read, source.columns, source.path):
+        rows.append((str(place), row))
+        outcomes.append(encode_rows(job, rows[-1:]))
+        found += len(outcomes[-1][0])
+        if found >= most or outcomes[-1][2]:
+            break
+    return _assemble(rows, outcomes)
+
+
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     """Join all chunks to one table; ids are checked, and a row without one gets its number, whatever ids other rows have."""
     problems: list[Problem] = []
@@ -166,7 +190,7 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     numbers: list[int] = []
     seen: dict[str, int] = {}
     given = {own for samples, _, _ in outcomes for _, own, _ in samples if own is not None}
-    start = 0
+    start, total = 0, Report()
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
         for index, own, sample in samples:
@@ -179,10 +203,11 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
             ids.append(f"{id}/{sample.part}" if sample.part else id)
             encoded.append(sample)
             numbers.append(row)
+        total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
     if problems:
         raise DataError(_reports(rows, sorted(problems, key=lambda problem: problem[0])))
-    return TokenTable.build(ids, encoded, numbers, sum((report for _, report, _ in outcomes), Report()))
+    return TokenTable.build(ids, encoded, numbers, total)
 
 
 def _number_row(row: int, given: Set[str]) -> str:
@@ -295,6 +320,8 @@ def _cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Sour
 
 def _from_cache(file: Path) -> TokenTable | None:
     """The table in `file`, or None where there is none or it cannot be read."""
+    if not file.is_file():
+        return None
     try:
         return TokenTable.from_bytes(file.read_bytes())
     except (OSError, DataError, KeyError, json.JSONDecodeError):
@@ -303,12 +330,8 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 def _to_cache(file: Path, table: TokenTable) -> None:
     """Write under a temporary name, then rename. A cache that cannot be written is done without, with a note."""
-    part = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(table.to_bytes())
-        os.replace(part, file)
+        write(file, table.to_bytes())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         print(f"note: tokenized rows are not kept in {file.parent} ({error.strerror})", file=sys.stderr)

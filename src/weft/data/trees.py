@@ -10,10 +10,6 @@ from weft.data.rows import BadRow, Row
 Node = Mapping[str, Any]
 
 
-def is_tree(row: Row) -> bool:
-    return isinstance(row.get("prompt"), Mapping) and "replies" in row["prompt"]
-
-
 def threads(row: Row) -> Iterator[list[Node]]:
     """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter is left off."""
     seen: set[str] = set()
@@ -31,6 +27,11 @@ def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
         ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
         if path[-1].get("role") == "prompter" and len(ranked) > 1:
             yield path, sorted(ranked, key=lambda reply: reply["rank"])
+
+
+def prompts(row: Row) -> Iterator[list[Node]]:
+    """Every path from the root to a prompter's message."""
+    return (path for path in _paths(_root(row), inner=True) if path[-1].get("role") == "prompter")
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class Template:
     turn_end: str | None = None
     added: Sequence[str] = ()
     name: str = "the tokenizer"
+    option: str = "tokenizer"  # how a user writes the options of this tokenizer
 
 
 def leading_token(text: str, added: Sequence[str]) -> str | None:
@@ -167,7 +168,7 @@ class _Talk:
 def _other_words(message: Message) -> Message:
     """The same message with other words: content, reasoning and arguments of calls, where it has them."""
     calls = message.get("tool_calls") or []
-    keys = [key for key in REASONING if message.get(key)] + (["content"] if message["content"] or not calls else [])
+    keys = ([REASONING] if message.get(REASONING) else []) + (["content"] if message["content"] or not calls else [])
     changed = {**message, **dict.fromkeys(keys, OTHER)}
     if calls:
         functions = [{**call["function"], "arguments": {"x": OTHER}} for call in calls]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.errors import CheckpointError, RunError
 from weft.topology import Slice
+from weft.writing import write
 
 PLACES = "places"  # in a file's metadata: which part of a whole tensor each is, as JSON
 
@@ -95,7 +96,7 @@ def _places(path: Path) -> dict[str, Slice | None]:
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
     """Write JSON values. Floats survive exactly: Python writes the shortest text that reads back as the same number."""
     try:
-        path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+        write(path, json.dumps(values, indent=1, sort_keys=True) + "\n")
     except OSError as error:
         raise RunError(f"{path} could not be written ({error}); what was saved before is untouched") from error
 

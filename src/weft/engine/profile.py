@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
+
+from weft.writing import destination, rename
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
@@ -31,4 +32,4 @@ class Trace:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name("." + path.name)
         self._profiler.export_chrome_trace(str(temporary))
-        os.replace(temporary, path)
+        rename(temporary, destination(path))

@@ -14,6 +14,7 @@ from weft.errors import ConfigError
 from weft.extras import install
 from weft.options import option
 from weft.parallel.schedule import Kind, placement_of
+from weft.reading import url_problem
 from weft.topology import Layout, Mesh, parse_mesh
 
 SCHEDULERS = ("constant", "linear", "cosine")
@@ -142,7 +143,9 @@ class ParallelSpec:
 class ModelSpec:
     """One role's network, tokenizer and optimizer."""
 
-    path: str | None = option(None, "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40")
+    path: str | None = option(
+        None, "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40", check=url_problem
+    )
     type: str | None = option(None, "model family; read from config.json when absent")
     init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
     dtype: str | None = option(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft import randomness
+from weft import randomness, writing
 from weft.data.bad_replies import Replied, replied_rows, worse
 from weft.data.rows import BadRow
 from weft.data.sources import Unreadable, find_files, read_rows
@@ -22,6 +22,7 @@ from weft.evaluation.answers import Progress, sample
 from weft.evaluation.models import Opened
 from weft.evaluation.prompts import MOST_REPORTED, Prompt
 from weft.evaluation.settings import Settings
+from weft.writing import opened, replacing
 
 AT_ONCE = 64  # rows of a part
 
@@ -96,20 +97,18 @@ def write(
             made = lines[number]
         else:
             made = json.dumps(_made(chunk, rows, plan, weak, number), ensure_ascii=False)
-            with part.open("a", encoding="utf-8") as stream:
+            with opened(part, "a", encoding="utf-8") as stream:
                 stream.write(made + "\n")
             lines.append(made)
         if progress is not None:
             progress(min(start + AT_ONCE, len(rows)), len(rows))
-    ready = file.with_name(f"{file.name}.tmp")
-    with ready.open("w", encoding="utf-8") as stream:
+    with replacing(file) as partial, partial.open("w", encoding="utf-8") as stream:
         for said_here in map(json.loads, lines):
             done.left_out += said_here["left_out"]
             for row in said_here["rows"]:
                 bad = "augmented" in row or "rejected" in row
                 done.augmented, done.plain = done.augmented + bad, done.plain + (not bad)
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    ready.replace(file)
     part.unlink()
     return done
 
@@ -117,13 +116,13 @@ def write(
 def _begun(part: Path, first: str) -> list[str]:
     """The whole lines of a part that was begun with the same options; a new part where there is none."""
     if not part.exists():
-        part.write_text(first + "\n", encoding="utf-8")
+        writing.write(part, first + "\n")
         return []
     lines = part.read_text(encoding="utf-8").split("\n")
     if lines[0] != first:
         raise ConfigError(f"{part}: was begun with other options or rows; give those, remove it, or name another file")
     whole = lines[1:-1]  # after the last line end there is nothing, or a line that was cut
-    part.write_text("\n".join([first, *whole, ""]), encoding="utf-8")
+    writing.write(part, "\n".join([first, *whole, ""]))
     return whole
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from weft import writing
 from weft.errors import DataError
 from weft.evaluation.answers import Answer
 from weft.evaluation.prompts import Prompt
@@ -123,9 +123,7 @@ def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     make_folder(path.parent, f"--out {path.parent}")
     with reading(f"--out {path}", fix="name another file"):
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(temporary, path)
+        writing.write(path, text, errors="replace")
 
 
 # -- the page

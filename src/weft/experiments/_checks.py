@@ -23,7 +23,7 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, nearest
 from weft.experiment import step_range
 from weft.experiments._allocation import MODES as MODES_OF_ALLOCATION
-from weft.reading import ROOT, is_root
+from weft.reading import ROOT, is_root, refuse_url
 from weft.topology import Layout
 
 MODES = ("local", "ray", "slurm")
@@ -239,6 +239,7 @@ def _looks_like_file(path: str) -> bool:
 
 
 def _check_data_file(option: str, path: str) -> None:
+    refuse_url(path, f"{option}={path!r}", ConfigError)
     found = Path(path).expanduser()
     if not found.exists():
         siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []

@@ -6,6 +6,7 @@ fills in from its own options, and so what weft's command line or its defaults s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from weft.errors import nearest
 
 AUTO = "auto"
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 OPTIMIZERS = {
     "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd",
     "lion": "lion", "fusedlion": "lion", "deepspeedcpulion": "lion",
@@ -97,6 +99,7 @@ class Mapped:
 def map_config(config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None) -> Mapped:
     """What a DeepSpeed configuration comes to for the trained roles."""
     done = Mapped(tuple(roles), max_seqlen)
+    config = _with_numbers(config)
     for key, value in config.items():
         if key in RULES:
             if value not in (None, AUTO):
@@ -110,6 +113,19 @@ def map_config(config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int 
             done.refuse(key, value, REFUSED[key])
     _batch(done, config)
     return done
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return `value` with numbers and truths in place of texts that spell one, as Open-Assistant's files have them: "1e-5"."""
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(each) for each in value]
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if isinstance(value, str) and NUMBER.fullmatch(value.strip()):
+        return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
+    return value
 
 
 def _is_off(value: Any) -> bool:

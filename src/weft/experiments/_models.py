@@ -133,6 +133,12 @@ def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> Mode
         return spec
     if not values or spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN) if values else spec
+    if role == REWARD and values.get("model_type") in kind.NO_DECODERS:
+        raise ConfigError(
+            f"{role}.path={spec.path}: a model of type {values['model_type']} is no decoder, so weft does not run it itself; "
+            f"set {role}.backend=null and score with an interface of your own, rew_inf.interface=NAME "
+            "(docs/reward-classifier.md)"
+        )
     backend = kind.backend_of(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(

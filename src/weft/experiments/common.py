@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from types import FunctionType
+from typing import Any, ClassVar, Protocol
 
 from weft.engine.spec import FLASH
 from weft.errors import ConfigError
@@ -15,7 +16,8 @@ from weft.experiments._allocation import SearchSpec
 from weft.experiments._machines import LaunchSpec, SlurmSpec
 from weft.graph.mfc import HOOKS as NAMED_HOOKS
 from weft.graph.mfc import Call, Hook, MFCDef, Offload
-from weft.options import option, read
+from weft.options import leaves, option, read
+from weft.reading import url_problem
 
 
 @dataclass
@@ -32,7 +34,7 @@ class WandbSpec:
     name: str | None = option(None, "name of the run; trial_name when absent")
     prefix: str | None = option(None, "put before the name of every metric")
     id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
-    dir: str | None = option(None, "folder of its local files; the run's own when absent")
+    dir: str | None = option(None, "folder of its local files; the run's own when absent", check=url_problem)
 
 
 @dataclass
@@ -148,7 +150,7 @@ class RunConfig(ABC):
     fileroot: str = option(
         "./runs",
         "folder of all runs; this one's is fileroot/experiment_name/trial_name",
-        check=lambda path: None if path.strip() else "names no folder; write ./runs, say",
+        check=lambda path: url_problem(path) if path.strip() else "names no folder; write ./runs, say",
     )
     mode: str = option(
         "local",
@@ -225,7 +227,9 @@ class RunConfig(ABC):
         at_least=1,
     )
     resume_from: str | None = option(
-        None, "recovery point, checkpoint or run directory to resume from, in place of the run's own last point"
+        None,
+        "recovery point, checkpoint or run directory to resume from, in place of the run's own last point",
+        check=url_problem,
     )
     max_tokens_per_microbatch: int = option(16384, "maximum tokens of one forward pass, for every call", at_least=1)
     deterministic: bool = option(
@@ -268,10 +272,84 @@ class RunConfig(ABC):
 
     @abstractmethod
     def build(self) -> Experiment:
-        """The experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule."""
+        """Return the experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule.
+
+        What runs is `build_experiment(config)`, which calls a subclass's `initial_setup` where it has one.
+        """
+
+    def initial_setup(self) -> Experiment:
+        """Return the experiment, under the name that ReaL has for it. A subclass overrides this method or `build`, not both."""
+        return self.build()
 
     def control(self) -> Control:
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
         shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
         return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)
+
+
+class Buildable(Protocol):
+    """A configuration of an experiment; `RunConfig` is one."""
+
+    def build(self) -> Experiment: ...
+
+
+# Methods by which a subclass of ReaL's configurations changes a run, and what does the same in weft.
+NEVER_CALLED = {
+    "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
+    "models": "set the options of the roles, such as rew.backend, or change experiment.roles in build()",
+    "datasets": "set dataset.type and dataset.args, or change experiment.dataset in build()",
+    "eval_datasets": "set dataset.valid_path, or change experiment.evaluation in build()",
+    "allocations": "set {call}.layout and {call}.device_mesh",
+    "search_kwargs": "set search.*",
+    "scheduling_setup": "set n_nodes, n_gpus_per_node and slurm.*; only register_experiment's classes have this method",
+}
+GUIDE = """Write the edits of ReaL's guide as
+    return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])
+and set rew.backend=null in place of a model_worker that is given a tokenizer for its model"""
+
+
+def build_experiment(config: Buildable) -> Experiment:
+    """Return the experiment that a configuration describes: by `initial_setup` where a subclass overrides it, else by `build`.
+
+    Raises `ConfigError` where a subclass overrides both, or methods of ReaL's that weft never calls.
+    """
+    if not isinstance(config, RunConfig):
+        return config.build()
+    return replace(_build(config), left_at_default=_left_at_default(config))
+
+
+def _left_at_default(config: RunConfig) -> frozenset[str]:
+    """Return the dotted names of the options that nobody has set; none where the class has no configuration of its own."""
+    try:
+        usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
+    except TypeError:  # a user's class that takes arguments
+        return frozenset()
+    return frozenset(leaf.name for leaf in leaves(config) if leaf.name in usual and usual[leaf.name] == leaf.default)
+
+
+def _build(config: RunConfig) -> Experiment:
+    """The experiment, by the method that the class of `config` overrides."""
+    own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
+    overridden = {name for cls in own for name in vars(cls)}
+    name = type(config).__name__
+    for method, instead in NEVER_CALLED.items():
+        if any(isinstance(vars(cls).get(method), FunctionType | property) for cls in own):
+            raise ConfigError(f"{name} defines {method}, which weft never calls; {instead}")
+    if "initial_setup" not in overridden:
+        return config.build()
+    if "build" in overridden:
+        raise ConfigError(f"{name} overrides build() and initial_setup(), and a run follows one of them; keep one")
+    try:
+        return config.initial_setup()
+    except AttributeError as error:
+        if type(error.obj).__module__.startswith("weft."):
+            raise ConfigError(_missing(name, error)) from error
+        raise
+
+
+def _missing(name: str, error: AttributeError) -> str:
+    """What to write in place of an attribute that ReaL's objects have and weft's do not."""
+    if isinstance(error.obj, Experiment):
+        return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"
+    return f"{name}.initial_setup: weft's {type(error.obj).__name__} has no {error.name}; see docs/coming-from/real.md"

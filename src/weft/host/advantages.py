@@ -51,13 +51,13 @@ class GAEAdvantages:
     rewards' units first, `returns` are given in the critic's.
     """
 
-    kl_ctl: float = 0.1
+    kl_ctl: float = 0.05
     kl_estimator: str = "k1"
     use_adaptive_kl_ctl: bool = False
     adaptive_kl_target: float = 6.0
     adaptive_kl_horizon: float = 10_000.0
     discount: float = 1.0
-    gae_lambda: float = 1.0
+    gae_lambda: float = 0.95
     adv_norm: bool = True
     value_norm: bool = True
     value_norm_type: str = "exp"
@@ -67,7 +67,7 @@ class GAEAdvantages:
     reward_output_scaling: float = 1.0
     reward_output_bias: float = 0.0
     missing_eos_penalty: float = 0.0
-    truncated: str = "bootstrap"
+    truncated: str = "score"
     controller: Controller = field(init=False)
     normalizer: ValueNormalizer = field(init=False)
 

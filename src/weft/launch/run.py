@@ -8,12 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.experiment import Experiment
 from weft.experiments._models import settled_roles
+from weft.experiments.common import Buildable, build_experiment
 from weft.launch import foreign
 from weft.launch.recover import Driven
 from weft.observe.configuration import flat, left_open
@@ -27,12 +28,6 @@ if TYPE_CHECKING:
     from weft.runtime.ray import Cluster
 
 MODES = ("local", "ray", "slurm")
-
-
-class Buildable(Protocol):
-    """A configuration: `SFTConfig` and its kin, or a class of the user's."""
-
-    def build(self) -> Experiment: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show |
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)
-    goes_on = admit(directory, experiment.control, experiment.resolved())
+    goes_on = admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
     lock = RunLock(directory.path)
     lock.take()
     try:
@@ -89,7 +84,9 @@ def dry_run(
 
     lines = planned(experiment, mode, data=data, width=width)
     try:
-        admit(RunDirectory.of(experiment.control), experiment.control, experiment.resolved())
+        admit(
+            RunDirectory.of(experiment.control), experiment.control, experiment.resolved(), experiment.left_at_default
+        )
     except ConfigError as error:  # of no weight for a plan
         lines.append(f"note: the run itself would be refused: {error}")
     return lines
@@ -136,7 +133,7 @@ def built(config: Buildable | Experiment) -> Experiment:
     """The experiment, with the names of the options that `config` leaves open and weft has settled."""
     if isinstance(config, Experiment):
         return settled_roles(config)
-    experiment = config.build()
+    experiment = build_experiment(config)
     if not is_dataclass(config) or isinstance(config, type):
         return experiment
     given = dict(flat(to_mapping(config)))

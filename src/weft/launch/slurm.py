@@ -21,9 +21,12 @@ from pathlib import Path
 from weft.errors import ConfigError, RunError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import SlurmSpec
-from weft.launch.run import Buildable, built, dry_run, with_files, without_weights
+from weft.experiments.common import Buildable
+from weft.launch.run import built, dry_run, with_files, without_weights
+from weft.observe.lenient import read_json
 from weft.options import read, validate
 from weft.registry import import_user_code
+from weft.writing import write
 
 FOLDER, SCRIPT, JOB = "slurm", "job.sh", "job.json"
 POLL_SECONDS = 0.5
@@ -65,7 +68,7 @@ def start(
     _check_networks(experiment)
     if print_only:
         return script(request)
-    admit(directory, experiment.control, experiment.resolved())
+    admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
     number = submit(request)
     names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
     where = "" if experiment.control.fileroot == "./runs" else f" --fileroot {shlex.quote(experiment.control.fileroot)}"
@@ -260,7 +263,7 @@ def submit(request: Request) -> str:
     text = script(request)
     request.folder.mkdir(parents=True, exist_ok=True)
     file = request.folder / SCRIPT
-    file.write_text(text)
+    write(file, text)
     file.chmod(0o755)
     done = _slurm("sbatch", "--parsable", str(file))
     if done.returncode:
@@ -268,7 +271,7 @@ def submit(request: Request) -> str:
             f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and slurm.* its options"
         )
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
-    (request.folder / JOB).write_text(json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n")
+    write(request.folder / JOB, json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n")
     return number
 
 
@@ -277,9 +280,8 @@ def submit(request: Request) -> str:
 
 def running_job(run: Path) -> tuple[str, str] | None:
     """(number, state such as PENDING or RUNNING) of the run's job, None where it has none in the queue."""
-    try:
-        number = str(json.loads((run / FOLDER / JOB).read_text())["job"])
-    except (OSError, ValueError, KeyError):
+    number = read_json(run / FOLDER / JOB).get("job")
+    if not isinstance(number, str) or not number.isdecimal():
         return None
     state = _state(number)
     return None if state is None else (number, state)

@@ -4,37 +4,44 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weft.errors import ConfigError
 from weft.experiment import Experiment, Scheduling
 from weft.experiments._machines import LaunchSpec
-from weft.experiments.common import RunConfig
+from weft.experiments.common import RunConfig, build_experiment
 from weft.launch.run import RunResult, check_mode, run
 from weft.options import validate
 from weft.registry import experiments
 
 
-def registered(name: str, trial_name: str) -> Experiment:
-    """The experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
+def registered(name: str, trial_name: str, *, allocation_mode: str | None = None) -> Experiment:
+    """Return the experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
-    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`.
+    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be a `functools.partial`.
 
     Raises `ConfigError` with the nearest names, or what is wrong with it.
     """
     thing = experiments.get(name)
     made = thing()
-    if inspect.isclass(thing):
-        if "initial_setup" not in dir(thing):
+    if isinstance(made, RunConfig):
+        made.allocation_mode = allocation_mode or made.allocation_mode
+        made = build_experiment(made)
+    elif inspect.isclass(_called(thing)):
+        if not hasattr(made, "initial_setup"):
             raise ConfigError(
-                f"experiment {name!r}: the class {thing.__qualname__} has no initial_setup(); give it one"
+                f"experiment {name!r}: the class {_called(thing).__qualname__} has no initial_setup(); give it one"
             )
         made = made.initial_setup()
-    if isinstance(made, RunConfig):
-        made = made.build()
     if not isinstance(made, Experiment):
         raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
+    if allocation_mode not in (None, made.config.get("allocation_mode")):
+        raise ConfigError(
+            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are settled in its code, which returns an "
+            "Experiment; set allocation_mode there, or return the configuration and not what its build() returns"
+        )
     config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
     asked = scheduling(name)
     env = {**(asked.env if asked is not None else {}), **made.control.env}
@@ -44,13 +51,18 @@ def registered(name: str, trial_name: str) -> Experiment:
 
 
 def scheduling(name: str) -> Scheduling | None:
-    """What a registered class asks of the machines by `scheduling_setup()`; None where it has none."""
+    """Return what a registered class asks of the machines by `scheduling_setup()`; None where it has none."""
     thing = experiments.get(name)
-    if not inspect.isclass(thing) or "scheduling_setup" not in dir(thing):
+    if not inspect.isclass(_called(thing)) or not hasattr(_called(thing), "scheduling_setup"):
         return None
     made: Any = thing()
     asked: Scheduling = made.scheduling_setup()
     return asked
+
+
+def _called(thing: Any) -> Any:
+    """Return the class or function that calling `thing` calls: that of a `functools.partial`, else itself."""
+    return _called(thing.func) if isinstance(thing, partial) else thing
 
 
 def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import Any
 
@@ -21,6 +22,7 @@ from weft.observe.run_files import RunFiles
 
 POINTS = 400  # most points of a line as it is first drawn
 KEPT = 1000  # most points that zooming finds
+PAGE_POINTS, FEWEST = 200_000, 100  # of all lines of a page; of a line, however many there are
 DOTTED = 12  # points up to which a line shows each
 FIRST = 12  # charts that are seen without a click
 EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
@@ -53,12 +55,12 @@ class Chart:
     def help(self) -> MetricHelp | None:
         return find(self.lines[0].name)
 
-    @property
+    @cached_property
     def x_range(self) -> tuple[float, float]:
         xs = [x for line in self.lines for x in (line.x[0], line.x[-1])]
         return (min(xs), max(xs)) if min(xs) < max(xs) else (xs[0] - 1, xs[0] + 1)
 
-    @property
+    @cached_property
     def y_range(self) -> tuple[float, float]:
         ys = [y for line in self.lines for y in line.y]
         low, high = min(ys), max(ys)
@@ -69,7 +71,13 @@ class Chart:
 def all_charts(run: RunFiles) -> list[Chart]:
     """Every chart of a run, the most telling first."""
     groups = without_repeats(grouped(run.names), run.series, rank)
-    return [_chart(run, group) for group in groups]
+    most = points_each(sum(len(group.names) for group in groups))
+    return [_chart(run, group, most) for group in groups]
+
+
+def points_each(num_lines: int) -> int:
+    """Return the most points of a line on a page of so many: a page of a thousand metrics stays quick to build and to open."""
+    return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
 
 
 def split(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
@@ -242,14 +250,14 @@ def css(hue: Hue) -> str:
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
-def _chart(run: RunFiles, group: Grouped) -> Chart:
+def _chart(run: RunFiles, group: Grouped, most: int) -> Chart:
     listed = group.names
     nodes = list(dict.fromkeys(node_of(name) for name in listed if not name.startswith(EVAL)))
     hues = list(dict.fromkeys([*(hue_of(node) for node in nodes if node != RUN), ORANGE, *HUES]))
     if group.measure == SECONDS:
         hues = list(HUES)
     lines = [
-        Line(name, _label(name, nodes), hues[place % len(hues)], *thinned(*run.series(name), KEPT))
+        Line(name, _label(name, nodes), hues[place % len(hues)], *thinned(*run.series(name), most))
         for place, name in enumerate(listed)
     ]
     missing = sum(run.not_finite(name) for name in listed)

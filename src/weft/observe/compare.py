@@ -13,7 +13,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.observe import charts, configuration, trend
 from weft.observe.answers import answers
-from weft.observe.chart_groups import moves, node_of, parts, same
+from weft.observe.chart_groups import Curves, moves, node_of, parts, same
 from weft.observe.charts import Chart, Line
 from weft.observe.diagnosis import POLICIES
 from weft.observe.differences import ALGORITHM, SOURCES, apart, differing, meaning, versions
@@ -366,9 +366,16 @@ def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
             names[place] = names[place] or name
     ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
     kept: list[list[str | None]] = []
+    curves = Curves[tuple[int, str]]()  # by run and node
     for names in ordered:
-        if not any(_repeats(listed, names, other) for other in kept):
-            kept.append(names)
+        called = [(place, name) for place, name in enumerate(names) if name]
+        place, name = called[0]
+        alike = curves.like((place, node_of(name)), listed[place].run.series(name))
+        if any(_repeats(listed, names, kept[number]) for number in alike):
+            continue
+        for place, name in called:
+            curves.add((place, node_of(name)), listed[place].run.series(name), len(kept))
+        kept.append(names)
     return kept
 
 
@@ -431,10 +438,12 @@ def _numbers(listed: Sequence[Named], rows: Sequence[str]) -> str:
 def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
     """A chart for each measure that some of the runs have, with a line for each of these."""
     found: list[Chart] = []
-    for names in _measures(listed):
+    measures = _measures(listed)
+    most = charts.points_each(len(measures) * len(listed))
+    for names in measures:
         first = next(name for name in names if name)
         lines = [
-            Line(name, each.told, each.hue, *charts.thinned(*each.run.series(name), charts.KEPT), run=place)
+            Line(name, each.told, each.hue, *charts.thinned(*each.run.series(name), most), run=place)
             for place, (each, name) in enumerate(zip(listed, names, strict=True))
             if name
         ]

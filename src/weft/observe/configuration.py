@@ -10,6 +10,7 @@ from typing import Any
 
 from weft import registry
 from weft.errors import UserError
+from weft.observe.metrics import LAST_TIME, finite
 from weft.observe.page import folded, shown
 from weft.observe.run_files import RunFiles
 from weft.observe.short_names import short
@@ -125,7 +126,7 @@ def started(run: RunFiles) -> str:
 
 
 def _when(seconds: Any) -> str:
-    known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    known = finite(seconds) and 0 <= seconds <= LAST_TIME
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if known else ""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import TRANSPORTS
+from weft.writing import opened
 
 RUN_LOG, WORKERS, SLURM = "log.txt", "logs", "slurm"
 WORKER = re.compile(r"worker-(\d+)")
@@ -59,7 +60,7 @@ class Failure:
 def append(run: Path, line: str) -> None:
     """Add to the run's own log, with the time."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-    with (run / RUN_LOG).open("a", encoding="utf-8") as file:
+    with opened(run / RUN_LOG, "a", encoding="utf-8") as file:
         file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
 
 
@@ -67,11 +68,12 @@ def log_files(run: Path) -> list[LogFile]:
     """The run's own log, its workers', and those of its Slurm jobs, oldest job first."""
     found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
-    for path in sorted((run / WORKERS).glob("*.log")):
+    for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):
         number = WORKER.fullmatch(path.stem)
         workers.append(LogFile(path.stem, path, int(number[1]) if number else None))
     found += sorted(workers, key=lambda file: (file.worker is None, file.worker or 0, file.name))
-    jobs = sorted((run / SLURM).glob("*.log"), key=lambda path: (int(re.match(r"\d*", path.name)[0] or 0), path.name))  # type: ignore[index]
+    jobs = [path for path in (run / SLURM).glob("*.log") if path.is_file()]
+    jobs.sort(key=lambda path: (int(re.match(r"\d*", path.name)[0] or 0), path.name))  # type: ignore[index]
     return found + [LogFile(f"slurm/{path.stem}", path) for path in jobs]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,7 @@ HELP = (
 ENDS = {"_max": "largest", "_min": "smallest"}  # of the step
 
 
+@cache
 def find(name: str) -> MetricHelp | None:
     """The help for a metric by its name on a line of metrics.jsonl; None for one that nobody described."""
     rest = name if name.startswith("time/") or "/" not in name else name.partition("/")[2]

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping
 TIME = "time/"
 EVAL = "eval/"
 COUNTERS = ("step", "epoch")
+LAST_STEP = 2**53  # up to which a float is exact
+LAST_TIME = 2.0**36  # in seconds since the epoch: the year 4147
+LARGEST = 1e100  # of the numbers that are shown: squares and sums of them are numbers too
 
 # Last parts of names, most telling first: the first that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
@@ -57,8 +60,13 @@ def last_part(name: str) -> str:
 
 
 def finite(value: object) -> bool:
-    """Whether a value of a line is a number to show; null stands for NaN and the infinities."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value of a line is a number to show; null stands for NaN and the infinities."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+
+
+def is_step(value: object) -> bool:
+    """Return whether a value can be the number of a step."""
+    return finite(value) and 0 <= value <= LAST_STEP and value == int(value)  # type: ignore[operator,call-overload]
 
 
 def direction(name: str) -> int:
@@ -137,9 +145,9 @@ def number(value: float | None) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 10000:
+    if 10000 <= size < 1e15:
         return f"{value:,.0f}"
-    if size < 1e-4:
+    if size < 1e-4 or size >= 1e15:
         mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     text = f"{value:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
@@ -148,8 +156,8 @@ def number(value: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """12.3 s, 4:05, 1:02:03, 2 d 3 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+    if seconds < 60 or seconds >= 1e12:
+        return f"{seconds:.1f} s" if seconds < 1e12 else f"{number(seconds)} s"
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours >= 48:

@@ -8,16 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import RunError
+from weft.errors import RunError, UserError
 from weft.observe.completions import of_dataset
-from weft.observe.jsonl import StepFile, read_rows
+from weft.observe.jsonl import StepFile, listed, read_rows
+from weft.observe.lenient import read_json
 from weft.observe.logs import RUN_LOG, append
 from weft.observe.memory import peak_memory_gb
 from weft.observe.metrics import finite
 from weft.observe.plan import Plan
 from weft.observe.progress import OUTCOMES, View, make_view
 from weft.observe.renewal import Renewal
-from weft.observe.run_list import RECORD, diagnose, read_json
+from weft.observe.run_list import RECORD, diagnose
+from weft.observe.run_record import RunRecord
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 
@@ -68,7 +70,19 @@ class Observer:
         observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)
         observer.truncate(run.resumed_step)
         view.start()
+        observer._report_lost_lines(run)
         return observer
+
+    def _report_lost_lines(self, run: RunInfo) -> None:
+        """Note the steps that this folder's run has done and that have no line any more."""
+        starts = RunRecord.read(run.directory).starts
+        before = starts[0].step if starts else 0  # of another run's point, whose lines are in that run's folder
+        lost = self._metrics.missing(before + 1, run.resumed_step)
+        if lost:
+            self.note(
+                f"warning: {METRICS} is damaged: no line can be read of step {listed(lost)} ({len(lost)} of "
+                f"{run.resumed_step - before} steps). Training goes on exactly; reports lack these steps"
+            )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
         """How many steps there will be in all (None: nobody knows), and how many an earlier process has done."""
@@ -183,5 +197,7 @@ class Observer:
     def _told(self, file: str) -> Iterator[None]:
         try:
             yield
+        except UserError as error:  # something that is no file has its name
+            raise RunError(f"{file} cannot be written: {error}") from error
         except OSError as error:
             raise RunError(f"{self.directory / file} cannot be written: {error.strerror or error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,7 +13,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-TEMPORARY = ".tmp"
+from weft import writing
+
 CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 HERE = Path(__file__).parent
 SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")  # one after the other, in one scope
@@ -75,10 +75,7 @@ def _section(one: Section) -> str:
 
 def write(path: Path, text: str) -> Path:
     """Put a page where it belongs, whole at any moment."""
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
-    return path
+    return writing.write(path, text, errors="replace")
 
 
 def folded(summary: str, content: str, key: str) -> str:

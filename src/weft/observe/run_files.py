@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from weft.errors import ConfigError, UserError
+from weft.errors import ConfigError
 from weft.observe.diagnosis import Diagnosis, judge
 from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import read_rows
+from weft.observe.lenient import cleaned, read_config, read_json
 from weft.observe.masking import masked
-from weft.observe.metrics import finite
+from weft.observe.metrics import LARGEST
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
-from weft.reading import parse_yaml
 
 CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
 TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
+STATUSES = ("running", "finished", "stopped", "failed")  # that a run writes; without one of them it is unfinished
 LOG_LINES = 400
 NUMBERS = (float, int)
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
@@ -64,16 +63,16 @@ class RunFiles:
             )
         return cls(
             directory=directory,
-            lines=[row for row in read_rows(directory / METRICS) if finite(row.get("step"))],
+            lines=list(read_rows(directory / METRICS)),
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
-            config=read_config(directory / CONFIG),
+            config=masked_config(directory / CONFIG),
             log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
-            record=_record(directory / RECORD),
+            record=read_json(directory / RECORD),
             answers=list(read_rows(directory / FILMSTRIP)),
         )
 
@@ -90,17 +89,23 @@ class RunFiles:
         for line in self.lines:
             step = float(line["step"])
             for name, value in line.items():
-                if type(value) in NUMBERS and isfinite(value):
+                if type(value) in NUMBERS and -LARGEST < value < LARGEST:
                     column = known(name)
                     if column is None:
                         column = columns[name] = ([], [])
                     column[0].append(step)
                     column[1].append(float(value))
-        return columns
+        return {cleaned(name): column for name, column in columns.items()}
 
     @cached_property
     def _gaps(self) -> Counter[str]:
-        return Counter(name for line in self.lines for name, value in line.items() if value is None)
+        """Metric -> lines on which it is NaN, infinite, or too large to be drawn."""
+        return Counter(
+            name
+            for line in self.lines
+            for name, value in line.items()
+            if value is None or (type(value) in NUMBERS and not -LARGEST < value < LARGEST)
+        )
 
     @property
     def title(self) -> tuple[str, str]:
@@ -127,28 +132,18 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def masked_config(path: Path) -> dict[str, Any]:
     """The options of a run with secrets masked; empty where they cannot be read."""
     try:
-        loaded, _ = parse_yaml(_text(path) or "", str(path))
-    except UserError:
+        return dict(masked(read_config(path)))
+    except ConfigError:
         return {}  # a report of what can be read is better than none
-    return masked(loaded) if isinstance(loaded, dict) else {}
-
-
-def _record(path: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(_text(path) or "")
-    except ValueError:
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _status(directory: Path) -> str:
     """finished, stopped, failed, running; unfinished where nobody wrote down how it ended."""
-    try:
-        status = str(json.loads((directory / STATUS).read_text())["status"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    status = str(read_json(directory / STATUS).get("status"))
+    if status not in STATUSES:
         return "unfinished"
     return "unfinished" if status == "running" and is_quiet(directory) else status
 

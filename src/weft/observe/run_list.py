@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +11,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from weft.errors import UserError
 from weft.observe import trend
 from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
-from weft.observe.metrics import EVAL, finite, leading
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, is_quiet, read_config
+from weft.observe.jsonl import read_row
+from weft.observe.lenient import cleaned, read_json
+from weft.observe.metrics import EVAL, finite, is_step, leading
+from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet, masked_config
 from weft.observe.sample_rows import SAMPLES
+from weft.reading import MOST_YAML, read_text
 
 RECORD = "run.json"  # who started the run, how, and with what
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
@@ -77,8 +80,11 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder looks like the directory of a run."""
-    return any((folder / name).is_file() for name in MARKS)
+    """Return whether a folder looks like the directory of a run."""
+    try:
+        return any((folder / name).is_file() for name in MARKS)
+    except OSError:  # a folder of somebody else
+        return False
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -92,12 +98,13 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     """What the files of one run say, as far as they can be read."""
     status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
     lines = end_lines(run / METRICS)
-    algorithm = str(record.get("algorithm") or "") or next((name for name in ALGORITHMS if name in top), None)
+    named = record.get("algorithm")
+    algorithm = (named if isinstance(named, str) else "") or next((name for name in ALGORITHMS if name in top), None)
     metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
     value = _value(metric, lines)
     found = diagnose(run, algorithm, lines)
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
-    step = max((int(each) for each in steps if finite(each)), default=None)
+    step = max((int(each) for each in steps if is_step(each)), default=None)
     said = _status(run, status, alive)
     total = _whole(record.get("total_steps")) or _whole(top.get("max_steps"))
     folder = run.absolute()
@@ -120,7 +127,7 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None) -> Diagnosis | None:
     """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read already."""
     metrics = end_lines(run / METRICS) if lines is None else lines
-    return judge(metrics, algorithm, cache(lambda: read_config(run / CONFIG)), end_lines(run / SAMPLES))
+    return judge(metrics, algorithm, cache(lambda: masked_config(run / CONFIG)), end_lines(run / SAMPLES))
 
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -132,27 +139,20 @@ def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | No
 
 
 def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool] | None) -> str:
-    said = str(written.get("status") or "unfinished")
+    said = str(written.get("status"))
+    if said not in STATUSES:
+        return "unfinished"
     if said != "running":
         return said
     works = alive(run) if alive is not None else not is_quiet(run)
     return said if works else "unfinished"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object of a file; empty where it is missing, torn or something else."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return loaded if isinstance(loaded, dict) else {}
-
-
 def _top_keys(config: Path) -> dict[str, str]:
     """The keys at the top of a config.yaml with what stands beside them. To parse a hundred such files would take seconds."""
     try:
-        return dict(TOP_KEY.findall(config.read_text(encoding="utf-8", errors="replace")))
-    except OSError:
+        return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
+    except UserError:
         return {}
 
 
@@ -170,6 +170,8 @@ def end_lines(path: Path) -> list[dict[str, Any]]:
 def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:
     """The lines in these parts of a file, without those that are torn or begin before their part."""
     rows: list[str] = []
+    if not path.is_file():
+        return []
     try:
         with path.open("rb") as file:
             for start, stop in parts(os.fstat(file.fileno()).st_size):
@@ -177,15 +179,8 @@ def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> lis
                 rows += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
-    for row in rows:
-        try:
-            line = json.loads(row)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and finite(line.get("step")):
-            found.append(line)
-    return found
+    read = map(read_row, rows)
+    return [cleaned(line) for line in read if line is not None]
 
 
 def tree_bytes(folder: Path) -> int:
@@ -213,6 +208,7 @@ def _changed(run: Path) -> float | None:
 
 def _whole(value: Any) -> int | None:
     try:
-        return int(value)
+        number = int(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return number if is_step(number) else None

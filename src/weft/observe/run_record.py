@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.observe.run_list import RECORD, read_json
+from weft.observe.lenient import read_json
+from weft.observe.metrics import LAST_TIME, finite, is_step
+from weft.observe.run_list import RECORD
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class RunRecord:
         algorithm = found.get("algorithm")
         chosen = found.get("chosen")
         return cls(
-            str(algorithm) if algorithm else None,
-            total if isinstance(total, int) else None,
+            algorithm if isinstance(algorithm, str) and algorithm else None,
+            total if isinstance(total, int) and is_step(total) else None,
             starts,
             [str(name) for name in chosen] if isinstance(chosen, list) else [],
         )
@@ -58,8 +60,14 @@ class RunRecord:
 def _start(value: Any) -> Start | None:
     if not isinstance(value, Mapping):
         return None
-    known = {spec.name: value[spec.name] for spec in fields(Start) if spec.name in value}
-    try:
-        return Start(**{**known, "time": float(known["time"]), "step": int(known.get("step", 0))})
-    except (KeyError, TypeError, ValueError):
+    time, step = value.get("time"), value.get("step", 0)
+    if not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
         return None
+    command, versions = value.get("command"), value.get("versions")
+    return Start(
+        time=float(time),
+        step=int(step),
+        command=[str(word) for word in command] if isinstance(command, list) else [],
+        versions={name: str(number) for name, number in versions.items()} if isinstance(versions, Mapping) else {},
+        **{name: str(value.get(name) or "") for name in ("folder", "host", "hardware", "commit")},
+    )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.observe.jsonl import read_row
+from weft.observe.lenient import cleaned
 from weft.observe.metrics import finite
 
 SAMPLES = "samples.jsonl"
 STEPS = 12  # that a report shows
 GROUPS = 6  # of a step
-STEP = re.compile(rb'\s*\{"step": (\d+)[,}]')
+STEP = re.compile(rb'\s*\{"step": (\d{1,15})[,}]')
 DETAILED = b'"tokens": ['
 T = TypeVar("T")
 
@@ -77,17 +78,14 @@ def _step(line: bytes) -> int | None:
     """The step of a line, without reading the rest where it is written as weft writes it."""
     known = STEP.match(line)
     if known is not None:
-        return int(known[1])
+        return int(known[1])  # at most 15 digits
     row = _row(line)
     return None if row is None else int(row["step"])
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line.decode("utf-8", errors="replace"))
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and finite(row.get("step")) else None
+    row = read_row(line.decode("utf-8", errors="replace"))
+    return None if row is None else dict(cleaned(row))
 
 
 def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float, list[Group]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.errors import ConfigError, UserError
 from weft.observe.sinks import RunInfo, Sink, table
+from weft.writing import write
 
 ID_FILE = "wandb-id.txt"
 COLUMNS = ["step", "id", "prompt", "completion", "reward"]
@@ -92,7 +93,7 @@ def _own_id(path: Path) -> str:
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     made = secrets.token_hex(4)
-    path.write_text(made + "\n", encoding="utf-8")
+    write(path, made + "\n")
     return made
 
 

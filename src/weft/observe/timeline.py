@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.observe.jsonl import plain
+from weft.observe.metrics import finite, is_step
+from weft.writing import opened, write
 
 HEAD, TAIL = b"[\n", b"\n]\n"
 ROLES, HOST, RUN = "roles", "host", "run"
@@ -97,7 +99,7 @@ class Timeline:
         stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
         line = json.dumps(stamped, allow_nan=False).encode()
         new = self._size == 0
-        with self._path.open("wb" if new else "r+b") as file:
+        with opened(self._path, "wb" if new else "r+b") as file:
             file.seek(self._size)
             file.write((HEAD if new else b",\n") + line + TAIL)
         self._size += len(line) + 2
@@ -115,7 +117,7 @@ class Timeline:
         if first is not None:
             self._origin = first["args"]["epoch_s"] - first["ts"] / MICROSECONDS
             body = b",\n".join(json.dumps(event).encode() for event in events)
-            self._path.write_bytes(HEAD + body + TAIL)
+            write(self._path, HEAD + body + TAIL)
             self._size = len(HEAD) + len(body)
 
 
@@ -134,9 +136,24 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
             event = json.loads(text)
         except (ValueError, RecursionError):
             continue
-        if all(key in event for key in ("name", "ph", "pid", "tid", "ts")):
+        if _is_sound(event):
             events.append(event)
     return events
+
+
+def _is_sound(event: Mapping[str, Any]) -> bool:
+    """Return whether an event has all that a reader takes from it, each of the kind that weft writes."""
+    args = event.get("args", {})
+    if not isinstance(event.get("name"), str) or not isinstance(args, dict):
+        return False
+    if not all(finite(event.get(name)) for name in ("pid", "tid", "ts")):
+        return False
+    if event.get("ph") == "X":
+        return finite(event.get("dur")) and (args.get("step") is None or is_step(args["step"]))
+    needed = {"process_name": "group", "thread_name": "name"}.get(event["name"])
+    if needed is not None:
+        return isinstance(args.get(needed), str)
+    return event.get("name") != STARTED or finite(args.get("epoch_s"))
 
 
 def _ends(path: Path, head: int, tail: int) -> bytes:

@@ -22,6 +22,7 @@ from weft.data.sample import SequenceSample
 from weft.engine.base import Engine
 from weft.graph.mfc import MFCDef
 from weft.runtime.disk import told
+from weft.writing import opened
 
 VALUES, INDEX = "values.bin", "index.jsonl"
 
@@ -66,12 +67,12 @@ class OutputCache:
             return replace(SequenceSample.from_bytes(file.read(record.size)), ids=(id,), metadata={})
 
     def _append(self, outputs: dict[str, SequenceSample]) -> None:
-        with told(f"{self._values.parent} does not take more cached outputs"), self._index.open("a+b") as index:
+        with told(f"{self._values.parent} does not take more cached outputs"), opened(self._index, "a+b") as index:
             fcntl.flock(index, fcntl.LOCK_EX)
             index.seek(0, os.SEEK_END)
             torn = index.tell() and not self._index.read_bytes().endswith(b"\n")
             line: dict[str, list[int]] = {}
-            with self._values.open("ab") as values:
+            with opened(self._values, "ab") as values:
                 for name, sample in outputs.items():
                     raw = sample.to_bytes()
                     line[name] = [values.seek(0, os.SEEK_END), len(raw)]

@@ -43,6 +43,7 @@ from weft.runtime.saved import NUMERICS, rank_folder, rank_folders
 from weft.runtime.state import read_state, write_state
 from weft.runtime.worker import Worker
 from weft.topology import Mesh, Slice
+from weft.writing import destination
 
 Slices = Mapping[str, Slice]
 NONE = -1  # no job has this number
@@ -306,7 +307,9 @@ class LogTo:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        log = os.open(self.folder / f"worker-{process.rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        log = os.open(
+            destination(self.folder / f"worker-{process.rank}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+        )
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(log, descriptor)

@@ -8,17 +8,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast, get_args
 
 import yaml
 
 from weft.errors import ConfigError
 from weft.experiment import Control
-from weft.reading import make_folder
+from weft.observe.lenient import read_json
+from weft.reading import make_folder, read_text, reading, refuse_url
 from weft.runtime import disk
+from weft.writing import opened
 
 Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # of the processes of many devices
@@ -61,6 +63,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, control: Control) -> RunDirectory:
+        refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
 
     @property
@@ -76,10 +79,10 @@ class RunDirectory:
 
     def status(self) -> Status | None:
         """How the run ended, "running" where it did not come to say; None where there is none."""
-        try:
-            return json.loads((self.path / STATUS).read_text())["status"]
-        except (OSError, ValueError, KeyError):
-            return "running" if self.holds_run() else None
+        said = read_json(self.path / STATUS).get("status")
+        if said in get_args(Status):
+            return cast(Status, said)
+        return "running" if self.holds_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
         disk.write_text(self.path / STATUS, json.dumps({"status": status, "step": step, "time": time.time()}) + "\n")
@@ -88,7 +91,14 @@ class RunDirectory:
         disk.write_text(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
 
     def read_config(self) -> dict[str, Any]:
-        return yaml.safe_load((self.path / CONFIG).read_text(encoding="utf-8")) or {}
+        """The options in `config.yaml`. Raises `ConfigError` where it cannot be read."""
+        what = str(self.path / CONFIG)
+        text = read_text(what, what, ConfigError)
+        with reading(what, ConfigError):
+            found = yaml.safe_load(text)
+        if not isinstance(found, dict):
+            raise ConfigError(f"{what}: holds no options; choose another trial_name")
+        return found
 
     def saved_steps(self, role: str) -> list[int]:
         """Steps of a role's checkpoints, oldest first; only whole ones have their name."""
@@ -96,8 +106,13 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match)
 
 
-def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) -> bool:
-    """Whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+def admit(
+    directory: RunDirectory, control: Control, config: Mapping[str, Any], left_at_default: Collection[str] = ()
+) -> bool:
+    """Decide whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+
+    `left_at_default` names the options that the user leaves as they are. Where the run's own file lacks one of them, an older
+    weft has written it, and the run had no other value.
 
     Raises `ConfigError` where neither may be done: another configuration, a finished run, files that are no run's.
     Changes nothing.
@@ -116,7 +131,7 @@ def admit(directory: RunDirectory, control: Control, config: Mapping[str, Any]) 
         raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
     if control.resume_from is not None:
         return True
-    changed = differences(directory.read_config(), as_plain(config))
+    changed = differences(directory.read_config(), as_plain(config), unset=left_at_default)
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
@@ -133,15 +148,20 @@ def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`option: there -> here` for every dotted option that differs, apart from those that change nothing computed."""
+def differences(
+    one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "", *, unset: Collection[str] = ()
+) -> list[str]:
+    """Return `option: there -> here` for every dotted option that differs, apart from those that change nothing computed, and
+    from those of `unset` that `one` lacks."""
     found: list[str] = []
     for key in dict.fromkeys([*one, *other]):
         if not prefix and key in FREE:
             continue
         a, b, name = one.get(key), other.get(key), f"{prefix}{key}"
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{name}.")
+        if isinstance(b, Mapping) and (isinstance(a, Mapping) or (key not in one and b)):
+            found += differences(a or {}, b, f"{name}.", unset=unset)
+        elif key not in one and name in unset:
+            continue
         elif a != b:
             found.append(f"{name}: {_short(a)} there, {_short(b)} here")
     return found
@@ -171,7 +191,7 @@ class RunLock:
         self._made = [folder for folder in folders if not folder.exists()]
         make_folder(self._path.parent, f"fileroot: {self._path.parent}", ConfigError)
         while self._file is None:
-            file = self._path.open("a+", encoding="utf-8")
+            file = opened(self._path, "a+", encoding="utf-8")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -205,12 +225,14 @@ class RunLock:
 def owner(run: Path) -> int | None:
     """The process that writes a run, or None where nobody holds its lock."""
     path = run / LOCK
+    if not path.is_file():
+        return None
     try:
         with path.open("r+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return int(json.loads(path.read_text())["pid"])
+                return int(read_json(path)["pid"])
             return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -10,26 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weft import writing
 from weft.errors import RunError
+from weft.writing import TEMPORARY, rename, sync
 
-TEMPORARY = ".tmp"
 REPLACED = ".old"
 CHUNK = 1 << 20
-
-
-def rename(source: Path, target: Path) -> None:
-    """The moment at which a file or directory comes into being; the directory entry is flushed as well."""
-    os.replace(source, target)
-    sync(target.parent)
-
-
-def sync(path: Path) -> None:
-    """Flush one file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_tree(directory: Path) -> None:
@@ -41,13 +27,10 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
+    """Write a file that is never seen half-written. A full disk is a `RunError` that says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + TEMPORARY)
     with told(f"{path} was not written"):
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        rename(temporary, path)
+        writing.write(path, text)
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:

@@ -8,13 +8,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
-from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset
+from weft.data.byte_tokenizer import byte_level
+from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, is_by_index
 from weft.data.mixture import Share
 from weft.data.progress import silent
 from weft.data.sample import SequenceSample
@@ -36,7 +34,7 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
     Map-style classes: samples of one id each, unique ids, the same sample for the same index, in every object built alike.
     Iterable ones: every pass gives the same batches. Both: keys that agree, lengths that fit together, token ids within the
     vocabulary, values that survive the way between processes, and an exact position at every batch.
-    `tokenizer` defaults to `small_tokenizer()`.
+    `tokenizer` defaults to `small_tokenizer()`. Prints one line that says what was checked.
     """
     words = tokenizer or small_tokenizer()
     make = datasets.get(cls) if isinstance(cls, str) else cls
@@ -46,27 +44,25 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
             return make(util=DatasetUtility(words, cache_dir=folder, progress=silent), **args)
 
         dataset = build()
-        if isinstance(dataset, MapDataset):
-            _check_map(dataset, build, words)
+        if is_by_index(dataset):
+            said = _check_map(dataset, build, words)
         else:
             assert isinstance(dataset, StreamDataset), (
                 f"{make.__name__} has neither __len__ and __getitem__ (samples by index) nor __iter__ (whole batches)"
             )
-            _check_stream(dataset, build, words)
+            said = _check_stream(dataset, build, words)
+    print(f"check_dataset({make.__name__}): {said}")
 
 
 def small_tokenizer() -> Tokenizer:
     """One token a byte, `<s>`, `</s>`, and a chat template; no file is read."""
-    alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    core = tokenizers.Tokenizer(models.BPE(alphabet, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    hf = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    hf = byte_level()
     hf.chat_template = TEMPLATE
     return Tokenizer(hf)
 
 
-def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> None:
+def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> str:
+    """Check samples by index. Returns what was checked."""
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
@@ -88,10 +84,16 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
         part = Part("data", build(), np.arange(count))
         return MapLoader([part], [Share("data", count)], Batching(max(1, count // BATCHES)), seed=1)
 
-    _check_resume(loader)
+    resumed = _check_resume(loader)
+    keys = ", ".join(samples[0].keys)
+    return (
+        f"{len(samples)} of {count} samples by index, with the keys {keys}: one id each and no id twice, tokens within the "
+        f"vocabulary, the same in a second look and a second build; {resumed}"
+    )
 
 
-def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> None:
+def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
+    """Check whole batches. Returns what was checked."""
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() gives no batch"
     for number, batch in enumerate(first):
@@ -104,7 +106,11 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
         assert len(again) == len(first), f"{what} has {len(again)} batches, the first {len(first)}"
         for number, (one, two) in enumerate(zip(first, again, strict=True)):
             _same(one, two, f"batch {number} in {what}")
-    _check_resume(lambda: StreamLoader(build(), "data"))
+    resumed = _check_resume(lambda: StreamLoader(build(), "data"))
+    return (
+        f"{len(first)} batches of an iterable dataset, with the keys {', '.join(first[0].keys)}: tokens within the vocabulary, "
+        f"the same in a second pass and a second build; {resumed}"
+    )
 
 
 def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
@@ -145,8 +151,8 @@ def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
         assert torch.equal(one.data[key], other.data[key]), f"{where}: other values of {key!r}"
 
 
-def _check_resume(make: Callable[[], Loader]) -> None:
-    """From every one of the first positions, a new loader goes on with the same batches."""
+def _check_resume(make: Callable[[], Loader]) -> str:
+    """Check that a new loader goes on with the same batches from each of the first positions. Returns what was checked."""
     loader = make()
     states, batches = [loader.state_dict()], []
     for _ in range(BATCHES):
@@ -156,3 +162,4 @@ def _check_resume(make: Callable[[], Loader]) -> None:
         again = make()
         again.load_state_dict(state)
         _same(batches[position], again.next_batch(), f"the batch at position {position} after a restart")
+    return f"the same batches after a restart at each of {BATCHES} positions"

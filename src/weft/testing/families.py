@@ -33,7 +33,8 @@ LOGPROBS, SCORES = frozenset({"logprobs"}), frozenset({"scores"})
 def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
     """Every property a family has to have. `overrides` replace values of its `tiny` config.json.
 
-    The family must be registered, and `transformers` must know its `model_type`. Needs no network.
+    The family must be registered, and `transformers` must know its `model_type`. Needs no network. Prints one line that says
+    what was checked.
     """
     assert families.get(family.name) is family, f"{family.name} is not registered; call register_hf_family"
     with _no_bars(), tempfile.TemporaryDirectory() as folder:
@@ -45,6 +46,15 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
         check_parts(directory / "theirs")
         if family.classifier is not None:
             check_classifier(family, directory, seed, overrides)
+        count = sum(parameter.numel() for parameter in reference.parameters())
+    scored = (
+        "scores of a classifier that either saved" if family.classifier is not None else "no classifier, which it lacks"
+    )
+    print(
+        f"check_family({family.name}), a random model of {count:,} parameters beside that of transformers "
+        f"{transformers.__version__}: config.json both ways; logits, log-probs and the gradient of every parameter; packed, "
+        f"one by one and cached passes; a saved model read back; partial reads; {scored}"
+    )
 
 
 @contextmanager

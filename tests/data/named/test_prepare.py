@@ -12,10 +12,14 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from weft.data.named import fetch
+from weft.data.loader import load_data
+from weft.data.named import fetch, find
+from weft.data.named.fetch import named_file
 from weft.data.named.prepare import Prepared, Split, prepare
-from weft.data.spec import SourceSpec
+from weft.data.sources import Unreadable, read_rows
+from weft.data.spec import DatasetSpec, SourceSpec
 from weft.errors import ConfigError, DataError
+from weft.testing.datasets import small_tokenizer
 
 
 def jsonl(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -25,7 +29,7 @@ def jsonl(file: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def read(path: str | None) -> list[dict[str, Any]]:
-    return [] if path is None else list(map(json.loads, Path(path).open()))
+    return [] if path is None else [dict(row) for _, row in read_rows(Path(path)) if not isinstance(row, Unreadable)]
 
 
 def rows(made: Prepared) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -121,6 +125,38 @@ def test_bad_rows_are_said_with_their_place(tmp_path: Path) -> None:
         prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"conversations": []}]), "vicuna"), "sft", tmp_path, Split())
     with pytest.raises(DataError, match=r"lacks the key 'conversations', which reader sharegpt reads"):
         prepare(SourceSpec(jsonl(tmp_path / "v.jsonl", [{"x": []}]), "vicuna"), "sft", tmp_path, Split())
+
+
+def test_later_faults_are_said_with_the_place_of_the_row_that_was_read(tmp_path: Path) -> None:
+    """Not with the place in the file that weft makes of the rows and keeps."""
+    long = {"question": "q " * 50, "answer": "#### 1"}
+    options: dict[str, Any] = {
+        "train_bs_n_seqs": 1,
+        "max_seqlen": 40,
+        "overlong": "error",
+        "cache_dir": str(tmp_path / "c"),
+    }
+    for name in ("one", "two"):  # the same rows elsewhere: the other file is named
+        (tmp_path / name).mkdir()
+        file = jsonl(tmp_path / name / "train.jsonl", [*QUESTIONS[:2], long])
+        named = DatasetSpec(named=[{"gsm8k": {"path": file}}], **options)
+        with pytest.raises(DataError, match=rf"gsm8k: {file}:3: 1 of 3 rows are too long") as error:
+            load_data(named, "prompt_answer", small_tokenizer(), seed=1, progress=False)
+        assert "/c/" not in str(error.value)
+
+
+def test_rows_that_were_gathered_are_said_with_their_file(tmp_path: Path) -> None:
+    nodes = [{"message_id": id, "role": role, "text": "t " * 50, "lang": "en", "review_result": True, "parent_id": parent}
+             for id, role, parent in (("a", "prompter", None), ("b", "assistant", "a"))]  # fmt: skip
+    file = jsonl(tmp_path / "messages.jsonl", nodes)
+    made = prepare(SourceSpec(file, "oasst_export"), "sft", tmp_path, Split())
+    assert [str(place) for place, _ in read_rows(Path(made.source.path))] == [f"oasst_export: {file}"]
+
+
+def test_files_of_the_hub_have_their_names_there() -> None:
+    entry = find("oasst_export")
+    held = Path("/home/me/.cache/huggingface/hub/datasets--OpenAssistant--oasst1/snapshots/0f/data/train.parquet")
+    assert named_file(entry, held) == "oasst_export: OpenAssistant/oasst1/data/train.parquet"
 
 
 def test_copies_are_found_in_their_folder(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class RowDataset:
 
     def __init__(self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None) -> None:
         self.form = type(form)
-        source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name)
+        of_util = util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most
+        source = Source(path, split, *of_util)
         self.table = tokenize(form, lengths, util.tokenizer, source)
 
     def __len__(self) -> int:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_c
 from weft.data import dialogue
 from weft.data.asked import conversation, prompt_text
 from weft.data.columns import Columns
+from weft.data.cuts import joined
 from weft.data.lengths import Encoded, Lengths
-from weft.data.messages import CONTEXT, FACTS, Message
+from weft.data.messages import CONTEXT, FACTS, REASONING, Message
 from weft.data.prefix import common_prefix
 from weft.data.progress import Reporter, show
 from weft.data.redrawn import Redrawn
@@ -43,6 +44,7 @@ class DatasetUtility:
     random_window: float = 0.0
     columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
     name: str = ""  # of this source, where it is known by one
+    most: int | None = None  # samples after which no more rows are read; None: all are read
 
     @property
     def redraws(self) -> bool:
@@ -56,6 +58,15 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> SequenceSample: ...
+
+
+def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
+    """Return whether a dataset has samples by index.
+
+    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises, and may have a length.
+    """
+    bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
+    return isinstance(dataset, MapDataset) and ("torch.utils.data.dataset", "IterableDataset") not in bases
 
 
 @runtime_checkable
@@ -81,7 +92,7 @@ def build_table(
 
     Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
     """
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name)
+    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most)
     job = Job(*configure(form, options), util.tokenizer)
     table = tokenize(job.form, job.lengths, job.tokenizer, source)
     if not (util.redraws or BAD in table.report.read):
@@ -243,7 +254,8 @@ def continued(
         before = [{**message, "train": False} for message in context]
         found.append(tokenizer.mask_chat([*before, *reply], tools))
     unused = frozenset().union(*(each.unused for each in found))
-    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, **more)
+    cut = joined(cut for each in found for cut in each.cut)
+    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more)
 
 
 def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False) -> None:
@@ -252,6 +264,6 @@ def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty:
     if not turns:
         raise BadRow(f"there is no turn of the assistant{where}")
     for number, message in enumerate(messages, 1):
-        said = message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")
+        said = message["content"].strip() or message.get("tool_calls") or message.get(REASONING)
         if message["role"] == "assistant" and not said and not (may_be_empty and number == len(messages)):
             raise BadRow(f"message {number}{where}: the assistant's content is empty")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.data import trees
-from weft.data.asked import as_messages, with_system
+from weft.data.asked import as_messages, listed_messages, with_system
 from weft.data.datasets.base import TableDataset, check_replies, grouped
 from weft.data.lengths import Encoded
 from weft.data.messages import Message, normalise
-from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, need
+from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, Row, answer_messages, first_of, is_tree, need
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -37,13 +37,13 @@ class Chat:
         tokenizer.check_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        if trees.is_tree(row):
+        if is_tree(row):
             return [self._thread(path, tokenizer) for path in trees.threads(row)]
         return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
         """The sample of a row that has this id, alone."""
-        if not trees.is_tree(row):
+        if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}"))
         return self._thread(path, tokenizer)
@@ -55,9 +55,9 @@ class Chat:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
         prompt, completion = first_of(row, PROMPT_KEYS), answer_messages(row)
         if first_of(row, keys) is not None or prompt is None or completion is None:
-            return normalise(row[need(row, keys, "chat")])
-        context = [{**message, "train": False} for message in as_messages(row[prompt], "user")]
-        return [*context, *as_messages(row[completion], "assistant")]
+            return listed_messages(row, need(row, keys, "chat"))
+        context = [{**message, "train": False} for message in as_messages(row, prompt, "user")]
+        return [*context, *as_messages(row, completion, "assistant")]
 
     def _conversation(self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
         check_replies(messages)
@@ -65,7 +65,7 @@ class Chat:
             last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
             messages = [m if index == last else {**m, "train": False} for index, m in enumerate(messages)]
         found = tokenizer.mask_chat(messages, tools)
-        return grouped([found.ids], [found.mask], part=part, unused=found.unused)
+        return grouped([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
 
 
 @register_dataset("chat")

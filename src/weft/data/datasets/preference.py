@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.data import dialogue
-from weft.data.asked import as_messages, conversation, need_prompt, prompt_keys, with_system
+from weft.data.asked import as_messages, conversation, listed_messages, need_prompt, prompt_keys, with_system
 from weft.data.datasets.base import TableDataset, check_form, continued, grouped, replied
 from weft.data.lengths import Encoded
 from weft.data.messages import Message, normalise
@@ -50,11 +50,12 @@ class Preference:
         if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
             values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [_label(row[tag], tag)]}
             return [self._single(row, tokenizer, values)]
-        chosen, rejected = row[need(row, chosen_keys, "preference")], row[need(row, rejected_keys, "preference")]
+        keys = need(row, chosen_keys, "preference"), need(row, rejected_keys, "preference")
+        chosen, rejected = (row[key] for key in keys)
         values = {**PAIR, "margin": [margin] * 2}
         if isinstance(chosen, str) and isinstance(rejected, str):
             return [self._texts(row, tokenizer, chosen, rejected, values)]
-        talks = [as_messages(chosen, "assistant"), as_messages(rejected, "assistant")]
+        talks = [as_messages(row, key, "assistant") for key in keys]
         whole = [talk[0]["role"] not in SAID for talk in talks]
         if all(whole):
             shared = _shared(talks)
@@ -91,14 +92,14 @@ class Preference:
     def _single(self, row: Row, tokenizer: Tokenizer, values: Values) -> Encoded:
         key = first_of(row, MESSAGE_KEYS)
         if key is not None and first_of(row, ANSWER_KEYS) is None:
-            messages = with_system(row, normalise(row[key]))
+            messages = with_system(row, listed_messages(row, key))
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
             return continued(tokenizer, messages[:last], [messages[last:]], row.get("tools"), values=values)
         key = need_prompt(row, self.prompt_key, "preference")
         answer_key = need(row, ANSWER_KEYS, "preference")
         if isinstance(row[answer_key], str):
             return replied(tokenizer, row, key, [text(row, answer_key)], as_chat=self.as_chat, values=values)
-        reply = as_messages(row[answer_key], "assistant")
+        reply = as_messages(row, answer_key, "assistant")
         return continued(tokenizer, conversation(row, key), [reply], row.get("tools"), values=values)
 
 

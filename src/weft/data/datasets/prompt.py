@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from weft.data import dialogue
+from weft.data import dialogue, trees
 from weft.data.asked import INPUT, as_messages, conversation, need_prompt, prompt_keys
 from weft.data.datasets.base import TableDataset, plain_prompt
 from weft.data.lengths import Encoded
-from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, plain, text
+from weft.data.messages import normalise
+from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, is_tree, plain, text
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -22,7 +23,7 @@ class Prompt:
     """A text, or messages rendered with the template's generation prompt. `as_chat`: a text is the user's message.
 
     Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared turn. The messages of a
-    rendered prompt go along as `prompt_messages`.
+    rendered prompt go along as `prompt_messages`. Of an Open-Assistant tree every message of the prompter is a prompt.
     """
 
     prompt_key: str | None = None
@@ -34,6 +35,8 @@ class Prompt:
             tokenizer.check_template()
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        if is_tree(row):
+            return [self._branch(row, path, tokenizer) for path in trees.prompts(row)]
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if key is None and not self.prompt_key and all(isinstance(row.get(name), str) for name in used):
@@ -50,9 +53,16 @@ class Prompt:
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:
             raise BadRow(f"the chat template renders {key!r} as nothing")
-        if not isinstance(row[key], str) and as_messages(row[key], "user")[-1]["role"] == "assistant":
+        if not isinstance(row[key], str) and as_messages(row, key, "user")[-1]["role"] == "assistant":
             unused |= {f"{key}[] of the last reply"}
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
+
+    def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
+        """A message of the prompter in a tree, after the messages before it."""
+        columns = {name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)}
+        messages = normalise(trees.messages(path))
+        ids, unused = tokenizer.encode_context(messages)
+        return Encoded(ids, metadata={**columns, MESSAGES: messages}, part=path[-1]["message_id"], unused=unused)
 
 
 def _shared(row: Row) -> str:

@@ -10,7 +10,7 @@ from weft.data.asked import need_prompt, prompt_keys
 from weft.data.datasets.base import BAD, TableDataset, answered, check_form, continued, ended, replied
 from weft.data.lengths import Encoded
 from weft.data.messages import normalise
-from weft.data.rows import MESSAGE_KEYS, Row, first_of, need, texts
+from weft.data.rows import MESSAGE_KEYS, Row, first_of, is_tree, need, texts
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError
 from weft.registry import register_dataset
@@ -41,7 +41,7 @@ class Ranking:
         check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        if trees.is_tree(row):
+        if is_tree(row):
             return [self._branch(path, replies, tokenizer) for path, replies in trees.rankings(row)]
         replies = self._replies(row, tokenizer)
         values, keys = _values(len(replies)), (*prompt_keys(self.prompt_key), "prefix")

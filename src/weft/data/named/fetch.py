@@ -20,6 +20,7 @@ from weft.data.named.entry import Entry
 from weft.data.rows import Row
 from weft.data.sources import SUFFIXES, Place, Unreadable, find_files, read_rows
 from weft.errors import DataError, nearest
+from weft.writing import destination, rename
 
 READ_S = 60.0  # without a byte of a file
 PARQUET = "refs/convert/parquet"  # where the hub keeps every dataset as CONFIG/SPLIT/*.parquet
@@ -103,6 +104,15 @@ def chosen(entry: Entry, place: Path) -> Files:
     return Files(train, valid)
 
 
+def named_file(entry: Entry, file: Path) -> str:
+    """A file of a dataset as errors name it: with the dataset's name, and one that came from the hub by its name there."""
+    parts = file.parts
+    if entry.repo is not None and "snapshots" in parts:
+        inside = parts[parts.index("snapshots") + 2 :]
+        return f"{entry.name}: {'/'.join((entry.repo, *inside))}"
+    return f"{entry.name}: {file}"
+
+
 def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
     """The rows of a file; of plain text the records that `separator` ends, as `{text: ..}`."""
     if entry.rows_in is not None and file.name.endswith(".json") and (rows := _inside(file, entry.rows_in)) is not None:
@@ -178,7 +188,7 @@ def _from_url(entry: Entry, cache: Path) -> Path:
             with part.open("wb") as stream:
                 while block := answer.read(1 << 20):
                     stream.write(block)
-        os.replace(part, target)
+        rename(part, destination(target))
     except (OSError, TimeoutError) as error:
         part.unlink(missing_ok=True)
         raise DataError(_missing(entry, cache, _reason(error))) from error

@@ -24,7 +24,10 @@ def fill(template: str, row: Row, random: Random) -> str:
 
 
 def pick(path: str, row: Row, random: Random) -> Any:
-    """The value at a path. Raises `BadRow` for a column that the row lacks."""
+    """The value at a path; None for a key that a mapping inside the row lacks, as Parquet has it for one that holds null.
+
+    Raises `BadRow` for a column that the row lacks.
+    """
     value: Any = row
     if path in row:  # also a column with a dot in its name
         return row[path]
@@ -32,9 +35,9 @@ def pick(path: str, row: Row, random: Random) -> Any:
         if value is None:
             return None
         if isinstance(value, Mapping):
-            if step not in value:
+            if value is row and step not in row:
                 raise BadRow(f"lacks the key {path!r} (it has: {', '.join(map(repr, row))})")
-            value = value[step]
+            value = value.get(step)
         elif isinstance(value, Sequence) and not isinstance(value, str):
             value = _entry(value, step, path, random)
         else:

@@ -18,14 +18,15 @@ from weft.data.mixture import hold_out
 from weft.data.named.catalogue import find
 from weft.data.named.entry import Entry
 from weft.data.named.example import TYPES, Example, Use, row_of
-from weft.data.named.fetch import Files, locate, rows_of
+from weft.data.named.fetch import Files, locate, named_file, rows_of
 from weft.data.rows import BadRow, Row
-from weft.data.sources import Unreadable, content_hash
+from weft.data.sources import ORIGIN, Place, Unreadable, content_hash
 from weft.data.spec import SourceSpec
 from weft.errors import ConfigError, DataError, nearest
 from weft.registry import datasets, readers
+from weft.writing import destination, rename, write
 
-VERSION = 1  # raised when the same rows give other examples
+VERSION = 2  # raised when the same rows give other examples
 OF_TYPE = {
     "prompt_answer": "sft", "chat": "sft", "text": "sft", "paired_comparison": "rm", "preference": "rm", "ranking": "rm",
     "prompt": "rl",
@@ -152,7 +153,8 @@ class _Making:
         """A hash of all that the rows depend on: the files, the entry, the options, and the reader's code."""
         source = inspect.getsourcefile(self.reader)
         code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
-        known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code]
+        places = [str(file) for file in (*files.train, *files.valid)]  # which errors in rows name
+        known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code, places]
         contents = [content_hash(files.train), content_hash(files.valid)]
         return hashlib.sha256(json.dumps([known, contents], sort_keys=True, default=str).encode()).hexdigest()[:24]
 
@@ -173,13 +175,13 @@ class _Making:
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):
-                os.replace(part, name)
+                rename(part, destination(name))
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
         kept = {key: count for key, count in left_out.items() if count}
         report = {"type": found, "train": counts[0], "valid": counts[1], "left_out": kept}
-        (folder / "report.json").write_text(json.dumps(report))
+        write(folder / "report.json", json.dumps(report))
         return report
 
     def _write(
@@ -189,14 +191,15 @@ class _Making:
         use = Use(self.entry.name, self.mode, training, left_out=left_out)
         groups: list[str] = []
         types: set[str] = set()
-        for example in self._examples(files, use):
-            made = row_of(example, self.mode)
+        rows = _Rows(self.entry, files)
+        for example in self._examples(rows, use):
+            made, origin = row_of(example, self.mode), [rows.at.file, rows.at.line]
             if made is None:
                 use.skip("too little for this mode")
                 continue
             type, row = made
             types.add(type)
-            stream.write(json.dumps({"id": str(start + len(groups)), **row}, ensure_ascii=False) + "\n")
+            stream.write(json.dumps({"id": str(start + len(groups)), **row, ORIGIN: origin}, ensure_ascii=False) + "\n")
             groups.append(example.group if example.group is not None else f"{len(groups)}")
         if len(types) > 1:
             raise DataError(
@@ -204,8 +207,7 @@ class _Making:
             )
         return next(iter(types), ""), groups
 
-    def _examples(self, files: list[Path], use: Use) -> Iterator[Example]:
-        rows = _Rows(self.entry, files)
+    def _examples(self, rows: _Rows, use: Use) -> Iterator[Example]:
         try:
             yield from self.reader(rows, use, **self.options)
         except BadRow as error:
@@ -219,24 +221,29 @@ class _Making:
 
 
 class _Rows:
-    """The rows of several files, and the place of the one read last."""
+    """The rows of several files; `at` is the place of the one read last, and once all are read that of the files."""
 
     def __init__(self, entry: Entry, files: list[Path]) -> None:
-        self.entry, self.files, self.at = entry, files, str(files[0])
+        self.entry, self.files = entry, files
+        self.at = Place(named_file(entry, files[0]), 0)
 
     def __iter__(self) -> Iterator[Row]:
         for file in self.files:
             for place, row in rows_of(self.entry, file):
-                self.at = str(place)
+                self.at = Place(named_file(self.entry, file), place.line)
                 if isinstance(row, Unreadable):
                     raise BadRow(row.wrong)
                 yield row
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        self.at = Place(
+            f"{named_file(self.entry, self.files[0])}{more}", 0
+        )  # the reader gathered rows before it used them
 
 
 def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
     """Move the rows that are held out from the first file to the second; how many each has."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
-    os.replace(parts[0], whole)
+    rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:
         for line, out in zip(lines, held, strict=True):
             (valid if out else train).write(line)

@@ -22,6 +22,7 @@ from weft.engine import checkpoint
 from weft.engine.hf.imported import Conv1D, PreTrainedModel
 from weft.engine.spec import LoRASpec
 from weft.errors import ConfigError, nearest
+from weft.writing import write
 
 BASE = ".base"  # what wrapping puts into a parameter's name
 
@@ -149,4 +150,4 @@ def save_adapter(
         "inference_mode": True,
     }
     checkpoint.write_tensors(directory / "adapter_model.safetensors", held)
-    (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    write(directory / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.reading import refuse_url
+from weft.writing import destination
 
 FILE = "answers.sqlite"
 ENDINGS = (".sqlite", ".sqlite3", ".db")
@@ -31,6 +33,7 @@ def place(cache: str | bool | None) -> Path | None:
         return (Path(base) if base else Path.home() / ".cache") / "weft" / "judge" / FILE
     if not isinstance(cache, str):
         raise ConfigError(f"judge: cache={cache!r} must be the path of a folder or a file, or false for none")
+    refuse_url(cache, f"judge: cache={cache}", ConfigError)
     path = Path(cache).expanduser()
     return path if path.is_file() or path.suffix in ENDINGS else path / FILE
 
@@ -60,7 +63,7 @@ class Cache:
 
     def _open(self) -> sqlite3.Connection:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+        os.close(os.open(destination(self.file), os.O_CREAT | os.O_RDWR, 0o600))
         database = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         with contextlib.suppress(sqlite3.OperationalError):  # another process is changing the mode just now
             database.execute("PRAGMA journal_mode=WAL")

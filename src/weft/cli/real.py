@@ -1,0 +1,248 @@
+"""ReaL's spellings of options, read as weft's own: `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, nodes by name.
+
+`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes a name that no option of the
+configuration has, and says so in a note. A name that weft has keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.cli.overrides import Override
+from weft.errors import ConfigError
+from weft.experiments.common import RunConfig
+from weft.options import plain
+
+GPUS_PER_NODE = 8  # what ReaL counts where n_gpus_per_node is not set
+DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
+SIZES = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
+SEQUENCE = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
+TYPE = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
+HALF = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
+NODE = re.compile(r"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>[\d,-]+)\])?(?::(?P<devices>[\d,-]+))?")
+
+RENAMED = {
+    "partition": "slurm.partition",
+    "image_name": "slurm.container",
+    "wandb_mode": "logger.wandb.mode",
+    "dataset.max_pairs_per_prompt": "dataset.args.max_pairs_per_prompt",
+}
+# Options that weft has no use for, by their last name or the whole of it, and why.
+LEFT_OUT = {
+    "use_cuda_graph": "weft decides by itself where a GPU replays captured graphs",
+    "force_cudagraph_recapture": "weft decides by itself where a GPU replays captured graphs",
+    "force_no_logits_mask": "weft scores tokens under the distribution that they were drawn from, without a mask",
+    "pad_to_max_length": "weft never pads",
+    "n_mbs": "weft counts micro-batches in tokens; set max_tokens_per_microbatch to change it",
+    "debug": "weft always checks",
+    "ignore_worker_error": "weft replaces processes that die and goes on from the last recovery point",
+    "recover_retries": "weft restarts as long as the run makes progress",
+    "cache_clear_freq": "weft keeps no cache that has to be cleared",
+    "allocation_use_cache": "weft searches anew, which takes seconds",
+}
+ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
+
+
+@dataclass
+class _Renaming:
+    """What the words of one command line say together, and what was made of them so far."""
+
+    config: RunConfig
+    known: frozenset[str]  # options of the configuration
+    given: Mapping[str, Any]  # values by name
+    made: list[Override] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
+
+    def put(self, override: Override, name: str, value: Any) -> None:
+        """Keep an assignment under another name, and note it."""
+        shown = name if value is override.value else f"{name}={value}"
+        self.notes.append(f"{override.name} is read as {shown}")
+        self.made.append(replace(override, name=name, value=value))
+
+    def leave_out(self, override: Override, reason: str) -> None:
+        self.notes.append(f"{override.name} is left out: {reason}")
+
+    @property
+    def nodes(self) -> list[str]:
+        """The names in `nodelist`, in order; empty where it is not set."""
+        return _node_names(str(self.given.get("nodelist") or ""))
+
+
+def rename(overrides: Iterable[Override], config: RunConfig, known: frozenset[str]) -> tuple[list[Override], list[str]]:
+    """Return the assignments with ReaL's names replaced, and a note for each that was. Raises `ConfigError`."""
+    overrides = list(overrides)
+    done = _Renaming(config, known, {each.name: plain(each.value) for each in overrides})
+    for override in overrides:
+        _rename_one(done, override)
+    for call, sizes in done.layouts.items():
+        layout = "".join(f"{degree}{sizes.get(degree, 1)}" for degree in "dtp" if sizes.get(degree, 1) > 1) or "d1"
+        done.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
+        done.made.append(Override(f"{call}.layout", layout))
+    return done.made, done.notes
+
+
+def _rename_one(done: _Renaming, override: Override) -> None:
+    name = _without_group(done, override.name)
+    if name != override.name:
+        done.notes.append(f"{override.name} is read as {name}")
+        override = replace(override, name=name)
+    last = name.rpartition(".")[2]
+    if name in done.known:
+        _change_value(done, override, last)
+    elif found := TYPE.fullmatch(name):
+        _read_type(done, override, found["role"], found["what"])
+    elif found := SIZES.fullmatch(name):
+        _collect_degree(done, override, found["call"], DEGREES[found["degree"]])
+    elif (found := SEQUENCE.fullmatch(name)) and f"{found['call']}.layout" in done.known:
+        _read_sequence_parallel(done, override, found["call"])
+    elif found := HALF.fullmatch(name):
+        _read_half(done, override, found["role"], found["kind"])
+    elif name == "nodelist":
+        _read_nodes(done, override)
+    elif name == "ppo.init_critic_from_actor" or last == "init_critic_from_actor":
+        done.put(override, "ppo.critic_init", "actor" if plain(override.value) else None)
+    elif name in RENAMED:
+        done.put(override, RENAMED[name], override.value)
+    elif last in LEFT_OUT:
+        done.leave_out(override, LEFT_OUT[last])
+    else:
+        done.made.append(override)
+
+
+def _without_group(done: _Renaming, name: str) -> str:
+    """Return `X` of `exp_ctrl.X`, and `{the one model}.X` of `allocation.X`."""
+    if name.startswith("exp_ctrl."):
+        return name.removeprefix("exp_ctrl.")
+    if name.startswith("allocation."):
+        return f"{done.config.main_role}.{name.removeprefix('allocation.')}"
+    return name
+
+
+def _change_value(done: _Renaming, override: Override, last: str) -> None:
+    """Keep an option that weft has too, where ReaL has other words for its value."""
+    value = plain(override.value)
+    if override.name.endswith("optimizer.type") and value == "adam":
+        done.put(override, override.name, "adamw")
+    elif override.name == "allocation_mode" and value in ALLOCATIONS:
+        done.put(override, override.name, ALLOCATIONS[value])
+    elif override.name == "recover_mode" and value == "save":
+        done.put(override, override.name, "auto")
+    elif last == "device_mesh" and isinstance(value, str) and NODE.match(value):
+        done.put(override, override.name, _device_numbers(done, override.name, value))
+    else:
+        done.made.append(override)
+
+
+def _read_type(done: _Renaming, override: Override, role: str, what: str) -> None:
+    """Read `ROLE.type._class` as the family; what the other parts say, weft knows."""
+    if what == "_class":
+        done.put(override, f"{role}.type", override.value)
+        return
+    if what == "size":
+        done.leave_out(override, "weft reads sizes from config.json")
+        return
+    is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
+    if plain(override.value) is not is_critic:
+        kind = "gives each sequence or token one value" if is_critic else "is a language model"
+        raise ConfigError(
+            f"{override.name}={plain(override.value)!r}: {role!r} {kind} in this experiment; leave the option out"
+        )
+    done.leave_out(override, "the role says it")
+
+
+def _collect_degree(done: _Renaming, override: Override, call: str, degree: str) -> None:
+    """Remember one of the degrees that make the layout of a call; a model's own `parallel.*` are options."""
+    if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
+        done.made.append(override)
+        return
+    size = plain(override.value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{override.name}={size!r}: must be a whole number, at least 1")
+    done.layouts.setdefault(call, {})[degree] = size
+
+
+def _read_sequence_parallel(done: _Renaming, override: Override, call: str) -> None:
+    """Sequence parallelism is an option of the model whose call it is."""
+    role = call.partition("_")[0]
+    target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
+    if plain(override.value) is True:
+        done.leave_out(override, f"{target} is true by default")
+    elif not any(each.name == target for each in done.made):
+        done.put(override, target, override.value)
+
+
+def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> None:
+    if plain(override.value) is True:
+        done.put(override, f"{role}.dtype", {"bf16": "bfloat16", "fp16": "float16"}[kind])
+    else:
+        done.leave_out(override, f"{role}.dtype says it")
+
+
+def _read_nodes(done: _Renaming, override: Override) -> None:
+    """Give Slurm its list of nodes. Elsewhere the names only number the devices."""
+    if done.given.get("mode") == "slurm":
+        done.put(override, "slurm.nodelist", override.value)
+    else:
+        done.leave_out(override, "outside mode=slurm its names only number the devices of device_mesh")
+
+
+def _device_numbers(done: _Renaming, name: str, text: str) -> str:
+    """Return `0,1` for `NODE01:0,1`: the numbers of the devices over all nodes, in the order of `nodelist`.
+
+    A node without numbers is all of its devices. Raises `ConfigError` for a node that `nodelist` does not have.
+    """
+    size = done.given.get("n_gpus_per_node") or GPUS_PER_NODE
+    devices: list[int] = []
+    found = NODE.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]")
+    for node in _node_names(text.partition(":")[0]):
+        number = _node_number(done, name, node)
+        inside = _numbers(found["devices"]) if found["devices"] else range(size)
+        wrong = [device for device in inside if device >= size]
+        if wrong:
+            raise ConfigError(
+                f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no {wrong[0]}; set n_gpus_per_node"
+            )
+        devices += [number * size + device for device in inside]
+    return ",".join(map(str, sorted(devices)))
+
+
+def _node_number(done: _Renaming, name: str, node: str) -> int:
+    """Return how many nodes come before this one. A run of one node needs no `nodelist`."""
+    if node in done.nodes:
+        return done.nodes.index(node)
+    if not done.nodes and done.given.get("n_nodes", 1) == 1:
+        return 0
+    listed = f"nodelist has {', '.join(done.nodes)}" if done.nodes else "nodelist is not set"
+    raise ConfigError(f"{name}: there is no node {node!r}; {listed}. Write the devices' numbers, such as 8-15")
+
+
+def _node_names(text: str) -> list[str]:
+    """Return the names that Slurm's notation stands for: `n[01-03],m1` is n01, n02, n03 and m1."""
+    names = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
+        found = NODE.fullmatch(part.strip())
+        if found is None:
+            raise ConfigError(f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]")
+        if found["numbers"] is None:
+            names.append(found["name"])
+            continue
+        for span in found["numbers"].split(","):
+            first, _, last = span.partition("-")
+            numbers: Sequence[int] = range(int(first), int(last or first) + 1)
+            names += [f"{found['name']}{number:0{len(first)}}" for number in numbers]
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of `0,2-3`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found

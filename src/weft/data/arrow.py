@@ -1,0 +1,86 @@
+"""Rows of Parquet and Arrow files without the keys that these formats fill structs up with.
+
+Arrow gives every struct the keys of all rows: `{"city": "Paris"}` beside `{"zone": "CET"}` is stored as `{"city": "Paris",
+"zone": null}`. Such a null cannot be told from one that was there before, so every key of a struct that holds null is left
+out. Columns of a row, entries of lists and values of maps keep their nulls: nothing fills those up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import DataError
+from weft.reading import reading
+
+if TYPE_CHECKING:
+    import pyarrow
+
+PARQUET, ARROW = ".parquet", ".arrow"
+BATCH = 1024  # rows of a Parquet file that are in memory at once
+MAGIC = b"ARROW1"  # begins an Arrow file of the format with random access; others are streams
+
+Restore = Callable[[Any], Any]
+
+
+def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a file with their numbers, from 1. Raises `DataError` for other bytes."""
+    batches, form = (_parquet, "Parquet") if file.name.endswith(PARQUET) else (_arrow, "Arrow")
+    number = 0
+    with reading(f"{file}: not {form}, or damaged", DataError):
+        for batch in batches(file):
+            restored = {field.name: restore for field in batch.schema if (restore := _restorer(field.type)) is not None}
+            for row in batch.to_pylist():
+                for name, restore in restored.items():
+                    row[name] = restore(row[name])
+                number += 1
+                yield number, row
+
+
+def _parquet(file: Path) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow.parquet  # a quarter of a second, so only where a file is of this form
+
+    yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=BATCH)
+
+
+def _arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow.ipc
+
+    with file.open("rb") as stream:
+        begins = stream.read(len(MAGIC))
+        stream.seek(0)
+        if begins == MAGIC:
+            reader = pyarrow.ipc.open_file(stream)
+            yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            yield from pyarrow.ipc.open_stream(stream)
+
+
+def _restorer(kind: pyarrow.DataType) -> Restore | None:
+    """Make the function that restores values of an Arrow type; None where they hold neither structs nor maps."""
+    import pyarrow
+    from pyarrow import types
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _restorer(kind.storage_type)
+    if types.is_struct(kind):
+        inner = {kind.field(index).name: _restorer(kind.field(index).type) for index in range(kind.num_fields)}
+        return lambda value: None if value is None else _struct(value, inner)
+    if types.is_map(kind):
+        of_items = _restorer(kind.item_type)
+        return lambda value: None if value is None else {key: _each(item, of_items) for key, item in value}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        of_entries = _restorer(kind.value_type)
+        if of_entries is None:
+            return None
+        return lambda value: None if value is None else [of_entries(entry) for entry in value]
+    return None
+
+
+def _struct(value: dict[str, Any], inner: dict[str, Restore | None]) -> dict[str, Any]:
+    return {key: _each(item, inner[key]) for key, item in value.items() if item is not None}
+
+
+def _each(value: Any, restore: Restore | None) -> Any:
+    return value if restore is None else restore(value)

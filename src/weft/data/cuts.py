@@ -1,0 +1,150 @@
+"""Parts of the assistant's trained turns that a chat template cuts: what is missing, and what would keep it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.data.messages import REASONING, Message
+from weft.data.rendered import END_OF_THOUGHT, arguments, bare, holds
+from weft.data.turns import Template
+from weft.errors import DataError
+from weft.reading import shortened
+
+TAGS = re.compile(r"</?think>")
+MARK = "weft-looks-for-this-part"
+KEPT_WHOLE = "chatml"  # a form of weft's own that writes a content as it is
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of trained turns that a chat template leaves out: in so many `turns`, first in message `message` (from 1) of row
+    `row` (from 0), where it is `example`. `template` names the tokenizer; `keep` says what would keep the part."""
+
+    part: str
+    keep: str
+    template: str
+    message: int
+    example: str
+    row: int = 0
+    turns: int = 1
+
+    def __str__(self) -> str:
+        turns = f"{self.turns:,} trained turn{'' if self.turns == 1 else 's'}"
+        return (
+            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is not learned; first in row "
+            f"{self.row + 1:,}, message {self.message}: {self.example!r}; to keep it, {self.keep}"
+        )
+
+
+def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    """The same part of several turns as one, named where it is first."""
+    found: dict[tuple[str, str, str], Cut] = {}
+    for cut in cuts:
+        key = cut.part, cut.keep, cut.template
+        first = found.get(key)
+        found[key] = cut if first is None else replace(first, turns=first.turns + cut.turns)
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A trained turn: message `index` of a conversation, and the text `written` that it is trained as."""
+
+    template: Template
+    messages: Sequence[Message]
+    tools: Any
+    index: int
+    written: str
+
+    @property
+    def message(self) -> Message:
+        return self.messages[self.index]
+
+    def cuts(self, lost: Set[str]) -> Iterator[Cut]:
+        """Everything in the turn that is not in `written`; `lost` are fields that the template leaves out by all means."""
+        message = self.message
+        if message.get(REASONING) and (REASONING in lost or not holds(self.written, message[REASONING])):
+            yield self._cut(REASONING, self._thoughts_stay(), missing(self.written, message[REASONING]))
+        if "content" in lost:
+            yield self._cut("content", self._another_template(), missing(self.written, message["content"]))
+        else:
+            thoughts = TAGS.split(message["content"].rpartition(END_OF_THOUGHT)[0])
+            cut = [thought for thought in thoughts if not holds(self.written, thought)]
+            if cut:
+                yield self._cut(
+                    f"what precedes {END_OF_THOUGHT} in content", self._content_stays(), missing(self.written, cut[0])
+                )
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            for path, value in arguments(call, number):
+                if path in lost or not _shows(self.written, value):
+                    named = re.sub(r"\[\d+\]", "[]", path)
+                    yield self._cut(named, self._another_template(), shortened(str(value)))
+
+    def _cut(self, part: str, keep: str, example: str) -> Cut:
+        return Cut(part, keep, self.template.name, self.index + 1, example)
+
+    def _thoughts_stay(self) -> str:
+        """What would keep the turn's thoughts that stand in a field of their own."""
+        own = {key: value for key, value in self.message.items() if key != REASONING}
+        inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
+        if self._alone_writes({**self.message, REASONING: MARK}):
+            return "let the row end with that turn"
+        if self._writes(inside):
+            return f"write it into content, between <think> and {END_OF_THOUGHT}"
+        return f"{self._another_template()} (such as {KEPT_WHOLE}, with <think>...{END_OF_THOUGHT} in content)"
+
+    def _content_stays(self) -> str:
+        """What would keep what precedes the end of the turn's thoughts in its content."""
+        _, _, said = self.message["content"].rpartition(END_OF_THOUGHT)
+        apart = {**self.message, "content": said.strip(), REASONING: MARK}
+        inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{said.strip()}"}
+        if self._alone_writes(inside):
+            return "let the row end with that turn"
+        if self._writes(apart):
+            return f"give the thoughts as {REASONING}"
+        return f"{self._another_template()} (such as {KEPT_WHOLE})"
+
+    def _another_template(self) -> str:
+        return f"set {self.template.option}.chat_template to a template that writes it"
+
+    def _alone_writes(self, message: Message) -> bool:
+        """Return whether the template writes the mark in a message if no others follow, where some do."""
+        return self.index < len(self.messages) - 1 and self._shows_mark([*self.messages[: self.index], message])
+
+    def _writes(self, message: Message) -> bool:
+        return self._shows_mark([*self.messages[: self.index], message, *self.messages[self.index + 1 :]])
+
+    def _shows_mark(self, messages: Sequence[Message]) -> bool:
+        try:
+            return MARK in self.template.render(messages, self.tools, False)
+        except DataError:
+            return False
+
+
+def missing(text: str, content: str) -> str:
+    """The words of a content between the longest beginning and the longest end of it that a text holds, shortened."""
+    words = content.split()
+    packed = bare(text)
+    before = _most(len(words), lambda count: "".join(words[:count]) in packed)
+    after = _most(len(words), lambda count: "".join(words[len(words) - count :]) in packed)
+    return shortened(" ".join(words[before : len(words) - after] or words))
+
+
+def _most(count: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that holds, where all smaller ones do too."""
+    low, high = 0, count
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _shows(text: str, value: Any) -> bool:
+    """Return whether a text holds an argument of a call, as JSON or as Python writes it."""
+    if isinstance(value, str):
+        return holds(text, value)
+    return any(form in text for form in (json.dumps(value), str(value)))
