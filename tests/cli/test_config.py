@@ -23,7 +23,7 @@ def test_ls_names_file_and_keys(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "ls", "pythia-"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["pythia-mine", "configs/a.yaml:2", "seed,", "learning_rate"] in lines
-    assert any(line[0] == "pythia-1b" and line[1].startswith("weft:sft_models.yaml:") for line in lines)
+    assert any(line[:1] == ["pythia-1b"] and line[1].startswith("weft:sft_models.yaml:") for line in lines)
     assert main(["config", "ls", "zzz"]) == 2
 
 
