@@ -17,7 +17,7 @@ from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import EVAL, TIME, evaluation_of, finite, headline, last_part, number, title
 
 LEAST_STEPS = 8  # that a run must have made to be judged
-FACTS, FIXES = 3, 2  # in one line
+FACTS, FIXES = 4, 2  # in one line
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
 GROUPED = ("grpo", "online_dpo")  # learn from the rewards of one prompt's completions alone
