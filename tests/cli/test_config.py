@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from weft.cli.main import main
+from weft.cli.sections import shipped_file
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +23,24 @@ def test_ls_names_file_and_keys(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "ls", "pythia-"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["pythia-mine", "configs/a.yaml:2", "seed,", "learning_rate"] in lines
-    assert any(line[0] == "pythia-1b" and line[1].startswith("weft:sft_models.yaml:") for line in lines)
+    assert any(line[:1] == ["pythia-1b"] and line[1].startswith("weft:sft_models.yaml:") for line in lines)
     assert main(["config", "ls", "zzz"]) == 2
+
+
+def test_ls_begins_with_recipes_and_what_each_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    blank = lines.index("")
+    assert lines[0].startswith(
+        "recipes: whole runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+    )
+    shipped = sorted(path.stem for path in shipped_file("ready").glob("*.yaml"))
+    assert [line.split()[0] for line in lines[1:blank]] == shipped
+    told = next(line for line in lines if line.split()[:1] == ["grpo-gsm8k-qwen3-0.6b"])
+    assert told.endswith("  Arithmetic word problems: GRPO with a verifier; one GPU of 24 GB, such as an RTX 4090")
+    assert lines[blank + 1].startswith("sections: ") and lines[blank + 2].startswith("ppo_config ")
+    assert main(["config", "ls", "gsm8k"]) == 0
+    assert "sections" not in capsys.readouterr().out
 
 
 def test_show_says_what_a_stack_comes_to(capsys: pytest.CaptureFixture[str]) -> None:

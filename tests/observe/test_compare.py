@@ -258,3 +258,12 @@ def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
     for count in (1, compare.MOST + 1):
         with pytest.raises(UserError, match=f"{count} runs: a comparison takes 2 to {compare.MOST}"):
             build_comparison([run] * count, tmp_path / "c.html")
+
+
+def test_a_better_number_of_a_run_that_is_out_of_range_is_doubted(tmp_path: Path) -> None:
+    one, other = two(tmp_path)
+    assert "But look at" not in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    (other / "metrics.jsonl").write_text(lines(0.4, **{"actor_train/kl": 4.0}))
+    assert "(slow). But look at fast: something is out of range in it." in verdict(
+        named([RunFiles.read(path) for path in (one, other)])
+    )

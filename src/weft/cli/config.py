@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -11,7 +12,7 @@ from pathlib import Path
 from weft import registry
 from weft.cli import overrides
 from weft.cli.parsing import Parser
-from weft.cli.sections import SUFFIXES, Contents, Library, Section, read_file, shipped_file, yaml_files
+from weft.cli.sections import READY, SHIPPED, SUFFIXES, Contents, Library, Section, read_file, shipped_file, yaml_files
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
 from weft.errors import ConfigError
@@ -25,7 +26,7 @@ from weft.writing import write
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
 SHOWN = 6  # keys of a section that the list names
 EPILOG = """examples:
-  weft config ls pythia
+  weft config ls grpo
   weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
   weft config cp pythia-1b configs/mine.yaml
   weft config validate configs/mine.yaml
@@ -51,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="weft config", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = parser.add_subparsers(dest="command", metavar="{ls,show,cp,validate}")
-    listing = commands.add_parser("ls", help="list the sections, where each is, and what it sets")
+    listing = commands.add_parser(
+        "ls", help="list the recipes with what they are for, and the sections with what they set"
+    )
     listing.add_argument("part", nargs="?", default="", help="only names that contain this")
     showing = commands.add_parser("show", help="print the options that sections come to, and where each value is from")
     showing.add_argument("words", nargs="+", metavar="NAME|key=value", help="sections left to right, then assignments")
@@ -92,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ls(given: argparse.Namespace) -> Iterator[str]:
-    """A line for each section, then what is wrong with files that hold none, or cannot be read."""
+    """Recipes with what they are for, a line for each other section, then what is wrong with files that cannot be read."""
     broken: list[str] = []
     library = Library.find(given.folders, broken)
     sections = []
@@ -102,15 +105,39 @@ def ls(given: argparse.Namespace) -> Iterator[str]:
         except ConfigError as error:
             broken.append(str(error))
     broken += [wrong for _, contents in library.contents for wrong in contents.wrong]
+    recipes = {section.name: told for section in sections if (told := _recipe(section)) is not None}
+    rest = [section for section in sections if section.name not in recipes]
+    if recipes:
+        yield "recipes: whole runs on real models (weft quickstart ALGORITHM --config recipes/NAME.yaml)"
+        width = max(map(len, recipes))
+        yield from (f"  {name:{width}}  {told}" for name, told in sorted(recipes.items()))
+    if recipes and rest:
+        yield ""
+        yield "sections: settings under a name (weft quickstart ALGORITHM --configs NAME NAME)"
+    yield from _listed(rest)
+    yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
+    if not sections:
+        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
+
+
+def _listed(sections: Sequence[Section]) -> Iterator[str]:
+    """A line for each section: its name, its place and its first keys."""
     width = max((len(section.name) for section in sections), default=0)
     place = max((len(section.place()) for section in sections), default=0)
     for section in sections:
         keys = list(section.values)
         more = f", and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         yield f"{section.name:{width}}  {section.place():{place}}  {', '.join(keys[:SHOWN])}{more}"
-    yield from (f"cannot be used: {wrong}" for wrong in dict.fromkeys(broken))
-    if not sections:
-        raise ConfigError(f"weft config ls {given.part}: no section has this in its name")
+
+
+def _recipe(section: Section) -> str | None:
+    """What a recipe is for and the GPU that it fits, from the head of its file; None for other sections."""
+    if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
+        return None
+    rows = shipped_file(section.file).read_text(encoding="utf-8").splitlines()
+    head = [row.lstrip("# ").rstrip() for row in itertools.takewhile(lambda row: row.startswith("#"), rows)]
+    gpu = next((row.partition(": ")[2] for row in head if row.startswith("GPU: ")), "")
+    return f"{head[0].rstrip('.')}; {gpu}" if gpu else head[0]
 
 
 def show(given: argparse.Namespace) -> Iterator[str]:

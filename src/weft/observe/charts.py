@@ -150,7 +150,8 @@ def _data(chart: Chart) -> dict[str, Any]:
 
 def html(chart: Chart, index: int, *, large: bool = False) -> str:
     """The chart as a figure; `index` is its place in the script's data."""
-    last = "" if chart.of_runs else number(chart.lines[0].y[-1])
+    telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
+    last = "" if chart.of_runs else number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1
     legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines)) if many else ""
     missing = f'<span class="warn">{chart.missing} not finite</span>' if chart.missing else ""

@@ -189,14 +189,22 @@ def verdict(listed: Sequence[Named]) -> str:
     width = _noise(runs, names, step)
     if all(equal(first, value) or abs(first - value) <= width for value, _ in others):
         values = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in known)
-        noise = f" within noise (± {number(width)})" if width else ""
+        noise = f" within noise (± {trend.rough(width)})" if width else ""
         return (f"{at} the runs are" if at else "The runs ended") + f" alike{noise} in their {what}: {values}."
     rest = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in others)
     word = "higher" if way > 0 else "lower"
     better = f"<b>{escape(winner.told)}</b>"
     verb = f"{at} {better} has" if at else f"{better} ended with"
-    noise = f", with a noise of ± {number(width)}" if width else ""
-    return f"{verb} the {word} {what}: <b>{number(first)}</b> against {rest}{noise}. {_why(listed)}"
+    noise = f", with a noise of ± {trend.rough(width)}" if width else ""
+    return f"{verb} the {word} {what}: <b>{number(first)}</b> against {rest}{noise}.{_doubts(winner)} {_why(listed)}"
+
+
+def _doubts(winner: Named) -> str:
+    """A sentence where the better number is that of a run in which something is out of range."""
+    found = winner.run.diagnosis()
+    return (
+        "" if found is None or found.sound else f" But look at {escape(winner.label)}: something is out of range in it."
+    )
 
 
 def _when(listed: Sequence[Named], step: float | None) -> str:
@@ -319,8 +327,8 @@ def _metrics(listed: Sequence[Named]) -> str:
     more = folded(f"<b>{len(rest)}</b> more", _numbers(listed, rest), "more metrics") if rest else ""
     at = _when(listed, common_step([each.run for each in listed]))
     note = (
-        f'<p class="note">{at} ' if at else '<p class="note">'
-    ) + "Means over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
+        f'<p class="note">{at} means' if at else '<p class="note">Means'
+    ) + " over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
     return note + _numbers(listed, telling or rest) + (more if telling else "")
 
 

@@ -13,11 +13,11 @@ from statistics import median
 from typing import Any
 
 from weft.observe import trend
-from weft.observe.metric_help import MetricHelp, find
+from weft.observe.metric_help import HELP, MetricHelp, find
 from weft.observe.metrics import EVAL, TIME, evaluation_of, finite, headline, last_part, number, title
 
 LEAST_STEPS = 8  # that a run must have made to be judged
-FACTS, FIXES = 3, 2  # in one line
+FACTS, FIXES = 4, 2  # in one line
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
 GROUPED = ("grpo", "online_dpo")  # learn from the rewards of one prompt's completions alone
@@ -27,6 +27,11 @@ SPREAD = 0.1  # share of its first spread below which rewards have collapsed
 REPEATS = 4.0  # deflate makes text this much shorter only where it repeats itself
 TEXT = 80  # characters from which a completion can be judged
 LONG_LENGTH = 3.0  # tokens that answers had at first, where answers of one token are a collapse
+ENDS = (1000, 3000)  # first and last lines of a long run that are read
+# Last parts of the names that are read: those with bounds, and what the course of a run is told by.
+JUDGED = frozenset(one.pattern for one in HELP if (one.least, one.most) != (None, None)) | {
+    *("loss", "nll", "grad_norm", "reward", "reward_std", "accuracy", "accuracies", "kendalltau"),
+}
 FINE = "nothing is out of range"
 
 Lines = Sequence[Mapping[str, Any]]
@@ -77,9 +82,12 @@ class Judged:
     columns: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        wanted: dict[str, bool] = {}
         for line in self.lines:
             for name, value in line.items():
-                if finite(value):
+                if name not in wanted:
+                    wanted[name] = last_part(name) in JUDGED or last_part(name).startswith("kl_k")
+                if wanted[name] and finite(value):
                     steps, values = self.columns.setdefault(name, ([], []))
                     steps.append(float(line["step"]))
                     values.append(float(value))
@@ -126,6 +134,8 @@ class Judged:
 def judge(lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()) -> Diagnosis | None:
     """Judge a run by lines of its metrics.jsonl, oldest first; of a long run the first and the last ones suffice. `samples` are
     rows of its last steps. Returns None where the run is too short to be judged."""
+    if len(lines) > sum(ENDS):
+        lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
     run = Judged([line for line in lines if finite(line.get("step"))], algorithm, config, samples)
     if len(run.lines) < LEAST_STEPS:
         return None

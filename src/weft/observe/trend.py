@@ -45,7 +45,12 @@ class Change:
         signed = f"{'+' if self.delta >= 0 else '-'}{number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
             return signed
-        return f"{signed}, within noise" if self.within_noise else f"{signed} ± {number(self.noise)}"
+        return f"{signed}, within noise" if self.within_noise else f"{signed} ± {rough(self.noise)}"
+
+
+def rough(noise: float) -> str:
+    """The width of a noise, which is itself an estimate, with two digits."""
+    return number(float(f"{noise:.2g}"))
 
 
 def num_last(count: int) -> int:
