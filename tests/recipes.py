@@ -1,6 +1,6 @@
 """The recipes as they are planned: `python -m tests.recipes` writes their memory into them, and the table of their README.
 
-Where the data of the tests are, the config.json of a model is the real one; of the others the published values stand here.
+Where the data of the tests are, the config.json of a model is the real one; of the others it is the one that weft ships.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoints.kind import shipped_configs
+
 RECIPES = Path(__file__).parents[1] / "recipes"
 README = RECIPES / "README.md"
 TABLE = "| recipe | model | GPU | memory of each |"
@@ -25,76 +27,30 @@ KINDS = {
     "ppo": "PPO",
 }
 
-_QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
-    "hidden_act": "silu", "max_position_embeddings": 40960, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "max_position_embeddings": 131072,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256, "torch_dtype": "bfloat16",
-}  # fmt: skip
-_ONE_SCORE = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-
-# huggingface.co/MODEL/blob/main/config.json, what sizes depend on.
-QWEN3_06B = {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072}
-QWEN3_17B = {**_QWEN3, "hidden_size": 2048, "intermediate_size": 6144}
-QWEN3_8B = {
-    **_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA_1B = {
-    **_LLAMA, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "head_dim": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-LLAMA_8B = {
-    **_LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-GEMMA2_2B = {
-    "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False, "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304,
-    "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
-    "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
-    "vocab_size": 256000, "torch_dtype": "float32",
-}  # fmt: skip
-PYTHIA_1B = {
-    "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "hidden_act": "gelu", "hidden_size": 2048,
-    "intermediate_size": 8192, "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_attention_heads": 8,
-    "num_hidden_layers": 16, "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
-    "use_parallel_residual": True, "vocab_size": 50304, "torch_dtype": "float16",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Model:
     """`parameters` as the model's page says; `real`: the folder of the tests' data with the real file."""
 
-    config: Mapping[str, Any]
     parameters: int
     real: str | None = None
 
 
 MODELS = {
-    "Qwen/Qwen3-0.6B": Model(QWEN3_06B, 596_049_920, "qwen3-0.6b"),
-    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": Model(
-        {**QWEN3_06B, **_ONE_SCORE, "architectures": ["Qwen3ForSequenceClassification"]}, 596_049_920
-    ),
-    "Qwen/Qwen3-1.7B": Model(QWEN3_17B, 1_720_574_976),
-    "Qwen/Qwen3-1.7B-Base": Model(QWEN3_17B, 1_720_574_976),
-    "Qwen/Qwen3-8B": Model(QWEN3_8B, 8_190_735_360),
-    "meta-llama/Llama-3.2-1B": Model(LLAMA_1B, 1_235_814_400),
-    "meta-llama/Llama-3.2-1B-Instruct": Model(LLAMA_1B, 1_235_814_400, "llama3.2-1b-instruct"),
-    "meta-llama/Llama-3.1-8B": Model(LLAMA_8B, 8_030_261_248, "llama3.1-8b"),
-    "meta-llama/Llama-3.1-8B-Instruct": Model(LLAMA_8B, 8_030_261_248, "llama3.1-8b"),
-    "allenai/Llama-3.1-Tulu-3-8B-SFT": Model({**LLAMA_8B, "vocab_size": 128264}, 8_030_261_248 + 2 * 8 * 4096),
-    "google/gemma-2-2b": Model(GEMMA2_2B, 2_614_341_888),
-    "EleutherAI/pythia-1b-deduped": Model(PYTHIA_1B, 1_011_781_632),
-    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": Model(PYTHIA_1B, 1_011_781_632),
-    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": Model(
-        {**PYTHIA_1B, **_ONE_SCORE, "architectures": ["GPTNeoXForSequenceClassification"]}, 1_011_781_632
-    ),
+    "Qwen/Qwen3-0.6B": Model(596_049_920, "qwen3-0.6b"),
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": Model(596_049_920),
+    "Qwen/Qwen3-1.7B": Model(1_720_574_976),
+    "Qwen/Qwen3-1.7B-Base": Model(1_720_574_976),
+    "Qwen/Qwen3-8B": Model(8_190_735_360),
+    "meta-llama/Llama-3.2-1B": Model(1_235_814_400),
+    "meta-llama/Llama-3.2-1B-Instruct": Model(1_235_814_400, "llama3.2-1b-instruct"),
+    "meta-llama/Llama-3.1-8B": Model(8_030_261_248, "llama3.1-8b"),
+    "meta-llama/Llama-3.1-8B-Instruct": Model(8_030_261_248, "llama3.1-8b"),
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": Model(8_030_326_784),
+    "google/gemma-2-2b": Model(2_614_341_888),
+    "EleutherAI/pythia-1b-deduped": Model(1_011_781_632),
+    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": Model(1_011_781_632),
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": Model(1_011_781_632),
 }
 
 
@@ -131,7 +87,7 @@ def write_models(folder: Path) -> dict[str, Path]:
         found[name] = folder / name
         found[name].mkdir(parents=True, exist_ok=True)
         file = real / str(model.real) / "config.json"
-        text = file.read_text() if file.is_file() else json.dumps(dict(model.config))
+        text = file.read_text() if file.is_file() else json.dumps(shipped_configs()[name])
         (found[name] / "config.json").write_text(text)
     return found
 

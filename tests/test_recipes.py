@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
 from tests import recipes
 from weft.checkpoints.config_file import find_family
 from weft.checkpoints.hf_io import read_config
+from weft.checkpoints.kind import shipped_configs
 from weft.cli import main as weft
 from weft.cli.quickstart import configured
 from weft.data.named.catalogue import find
@@ -51,20 +53,33 @@ def test_a_recipe_is_a_configuration_and_says_what_it_needs(recipe: Path, models
 def test_the_shapes_are_those_of_the_models() -> None:
     """Parameters as their pages say."""
     for name, model in recipes.MODELS.items():
+        config = shipped_configs()[name]
         with torch.device("meta"):
-            network = Transformer(find_family(model.config).config(model.config), "lm")
+            network = Transformer(find_family(config).config(config), "lm")
         count = sum(parameter.numel() for parameter in network.parameters())
         assert count == model.parameters, name
 
 
 @pytest.mark.parametrize("name", [name for name, model in recipes.MODELS.items() if model.real])
 def test_what_stands_here_is_what_the_real_file_says(name: str, models: dict[str, Path]) -> None:
-    written = recipes.MODELS[name]
-    network = read_config(models[name])[1]
-    assert (
-        network.num_layers == written.config["num_hidden_layers"] and network.vocab_size == written.config["vocab_size"]
-    )
-    assert network.hidden_size == written.config["hidden_size"]
+    written, network = shipped_configs()[name], read_config(models[name])[1]
+    assert network.num_layers == written["num_hidden_layers"] and network.vocab_size == written["vocab_size"]
+    assert network.hidden_size == written["hidden_size"]
+
+
+def test_a_recipe_is_planned_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    words = ["quickstart", "grpo", "--config", "recipes/grpo-gsm8k-qwen3-0.6b.yaml"]
+    assert weft.main([*words, "--dry-run=config"]) == 0
+    told = capsys.readouterr().out
+    assert "Qwen/Qwen3-0.6B (qwen3), 596M parameters" in told and "memory" in told
+    assert "its config.json is the one that weft ships" in told
+    assert weft.main([*words, "experiment_name=e", "trial_name=t"]) == 2, "a run asks the hub"
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

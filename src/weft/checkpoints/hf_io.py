@@ -24,7 +24,7 @@ from torch import Tensor
 from weft import randomness
 from weft.checkpoints import weight_files
 from weft.checkpoints.config_file import find_family, read_config_file, within
-from weft.checkpoints.kind import MEAN_POOLED
+from weft.checkpoints.kind import MEAN_POOLED, shipped_config
 from weft.checkpoints.prefix_files import read_prefix
 from weft.checkpoints.prefix_io import PrefixReader
 from weft.checkpoints.weight_files import SHARD_BYTES, WeightFiles
@@ -100,6 +100,9 @@ def _not_handed_out(path: str | Path, failed: Exception) -> str:
 
 def read_raw(path: str | Path) -> dict[str, Any]:
     """The values of a model directory's config.json."""
+    shipped = shipped_config(str(path))
+    if shipped is not None:
+        return shipped
     file = config_file(path)
     if not file.exists():
         raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")

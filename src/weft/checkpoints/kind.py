@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import weft
 from weft.checkpoints.config_file import read_config_file
 from weft.checkpoints.names import CONFIG, HUB_NAME
 from weft.checkpoints.prefix_files import read_prefix
@@ -26,9 +29,28 @@ NO_DECODERS = frozenset((
 ))  # fmt: skip
 
 
+@cache
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Return what comes with weft of the models of its recipes: their names on the hub, and the values of their config.json."""
+    models: dict[str, dict[str, Any]] = json.loads((Path(weft.__file__).parent / "recipes" / "models.json").read_text())
+    return models
+
+
+def shipped_config(path: str) -> dict[str, Any] | None:
+    """Return the values that come with weft for a model of a recipe whose own config.json is not on this machine, else None.
+
+    A plan reads them. A run has fetched the file before it looks.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    if path not in shipped_configs() or Path(path).exists() or isinstance(try_to_load_from_cache(path, CONFIG), str):
+        return None
+    return dict(shipped_configs()[path])
+
+
 def values_of(path: str) -> Mapping[str, Any]:
-    """The config.json of a model on this machine or in the hub's cache, of a prefix its model's; empty where there is none.
-    Raises `CheckpointError` that begins with the file for one that cannot be used."""
+    """The config.json of a model on this machine, in the hub's cache, or among those of the recipes; of a prefix its model's;
+    empty where there is none. Raises `CheckpointError` that begins with the file for one that cannot be used."""
     directory = Path(path).expanduser()
     if not directory.is_dir() and HUB_NAME.fullmatch(path):
         from huggingface_hub import try_to_load_from_cache
@@ -38,7 +60,7 @@ def values_of(path: str) -> Mapping[str, Any]:
     if (directory / CONFIG).is_file():
         return read_config_file(directory / CONFIG, str(Path(path) / CONFIG))
     prefix = read_prefix(directory)
-    return {} if prefix is None else values_of(prefix.base)
+    return (shipped_config(path) or {}) if prefix is None else values_of(prefix.base)
 
 
 def gives_scores(values: Mapping[str, Any]) -> bool:

@@ -54,6 +54,8 @@ def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
         values = {} if path is None else kind.values_of(path)
     found = _with_backend(role, located, values)
     notes = (*found.notes, *_noise(role, found, values))
+    if path is not None and kind.shipped_config(path) is not None:
+        notes = (*notes, f"{role}.path={path}: is not on this machine; its config.json is the one that weft ships")
     return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 
+from weft.checkpoints import kind as kind_of_model
 from weft.checkpoints import names
 from weft.data import hub
 from weft.data.sources import check_at_hand
@@ -27,6 +28,8 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
         for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue
+            if not data and kind == "path" and kind_of_model.shipped_config(path) is not None:
+                continue  # a plan takes the config.json that comes with weft
             option = f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
             hub.check_model(option, path, names.meant(path, fileroot))
             if kind == "path" and not hub.cached(path, ["config.json"]):
