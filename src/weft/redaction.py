@@ -34,7 +34,7 @@ IN_MAPPING = re.compile(r"([{,]\s*)(['\"]?)([\w.\-]+)\2(\s*:\s*)(\"[^\"]*\"|'[^'
 HEADER = re.compile(
     r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)", re.IGNORECASE
 )
-PLAIN = ("none", "null", "true", "false", "")
+PLAIN = ("none", "null", "true", "false", "", "value")  # "value" as in key=value
 
 
 def is_secret(name: str) -> bool:
