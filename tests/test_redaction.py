@@ -87,6 +87,7 @@ def test_urls(url: str, shown: str) -> None:
         ("api_key=sk-123, seed=3", "api_key=***, seed=3"),
         ("sent Authorization: Bearer abc.def and failed", "sent Authorization: *** and failed"),
         ("token=None, key=''", "token=None, key=''"),
+        ("'a': is not of the form key=value; write a=VALUE", "'a': is not of the form key=value; write a=VALUE"),
         ("unknown key: learning_rat; did you mean learning_rate?", "unknown key: learning_rat; did you mean learning_rate?"),
         ("row 3: the key 'scores' is missing", "row 3: the key 'scores' is missing"),
         ("options are written key=value: seed=3", "options are written key=value: seed=3"),

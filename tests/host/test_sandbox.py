@@ -118,6 +118,8 @@ def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
     if sys.platform != "linux":
         pytest.skip("the protections are Linux's")
     if request.param == "best":
+        if "files" not in protections():
+            pytest.skip("this system allows no file tree of its own")
         return protections()
     fallback = tuple(name for name in ("landlock", "seccomp") if _sandbox._works((name,)))
     if "landlock" not in fallback:

@@ -32,6 +32,7 @@ SAID = "weft quickstart sft trial_name=t 'dataset.train_path=a b.jsonl'"
          f"{SAID} mode=slurm allocation_mode=d4t2 n_nodes=2 n_gpus_per_node=4"),
         (DEEPSPEED, [*WORDS, "--local_rank=3"], f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8f1"),
         (ACCELERATE, WORDS, f"{SAID} bf16=true"),
+        (ACCELERATE, [*WORDS, "--token", "abc"], f"{SAID} --token '***' bf16=true"),
         (DEEPSPEED, [*WORDS, "model.zero_stage=1"],
          f"{SAID} model.zero_stage=1 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8"),
         (DEEPSPEED, [*WORDS, "model.layout=t2"], f"{SAID} model.layout=t2 n_nodes=1 n_gpus_per_node=8"),

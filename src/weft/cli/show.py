@@ -23,7 +23,7 @@ from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
 from weft.observe.run_files import CONFIG, HARDWARE
 from weft.observe.run_list import METRICS, RunSummary, last_lines, summarize, tree_bytes
 from weft.observe.run_record import RunRecord
-from weft.redaction import masked
+from weft.redaction import masked, masked_words
 
 METRICS_SHOWN = 12
 CHECKPOINTS_SHOWN = 5  # of a role, the newest
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
     summary, record = summarize(run, is_alive), RunRecord.read(run)
     if given.json:
-        known = {"path": str(run), "status": summary.status, "step": summary.step, **record.plain()}
+        known = {"path": str(run), "status": summary.status, "step": summary.step, **masked(record.plain())}
         print(json.dumps(known | {"changed_options": _changed(config, summary.algorithm)[0]}, indent=1))
         return 0
     print("\n".join(page(run, summary, record, config)))
@@ -86,7 +86,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
         return
     last = record.starts[-1]
     yield "command"
-    yield from command_lines(last.command, terminal_width())
+    yield from command_lines(masked_words(last.command), terminal_width())
     versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
     rows = [("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")]
     if len(record.starts) > 1:

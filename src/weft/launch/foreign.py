@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.errors import ConfigError
+from weft.redaction import masked_words
 
 OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
 # Options that say where a model is, and those by which ranks share one copy of it or have whole ones, whatever a layout says.
@@ -36,7 +37,7 @@ class Launched:
         own = {word.partition("=")[0].lstrip("-") for word in kept}
         if kept and kept[0] != "quickstart":
             mode = ["--mode", "ray"] if self.nodes > 1 and "mode" not in own else []
-            return shlex.join(["weft", *kept, *mode])
+            return shlex.join(masked_words(["weft", *kept, *mode]))
         added = {}
         if self.world > 1:
             added = {"n_nodes": str(self.nodes), "n_gpus_per_node": str(self.per_node)}
@@ -47,7 +48,8 @@ class Launched:
             added["mode"] = "ray"
         if self.mixed_precision in ("bf16", "fp16"):
             added[self.mixed_precision] = "true"
-        return shlex.join(["weft", *kept, *(f"{name}={value}" for name, value in added.items() if name not in own)])
+        options = [f"{name}={value}" for name, value in added.items() if name not in own]
+        return shlex.join(masked_words(["weft", *kept, *options]))
 
     def message(self, words: Sequence[str]) -> str:
         many = "one process" if self.world == 1 else f"{self.world} processes"

@@ -13,6 +13,7 @@ from typing import Any
 from weft.checkpoints.names import newest_run
 from weft.cli.open_assistant.datasets import VALID_SPLIT
 from weft.errors import ConfigError, nearest
+from weft.redaction import masked_words
 
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")  # weft's, handed on as they are
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
@@ -45,7 +46,7 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 
     def translated() -> int:
         words.extend(command(script, argv, environment))
-        print(f"$ weft {shlex.join(words)}", flush=True)
+        print(f"$ weft {shlex.join(masked_words(words))}", flush=True)
         return 0
 
     return main.guarded(translated, argv) or main.main(words)

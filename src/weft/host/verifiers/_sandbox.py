@@ -6,6 +6,7 @@ docs/code-reward.md says what is protected and what is not.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -90,6 +91,14 @@ class Launcher:
                 env=dict.fromkeys(THREADS, "1"),
                 start_new_session=True,
             )
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the process that forks others, in the process that has started it."""
+        self._socket.close()
+        if self.owner == os.getpid():
+            self.process.kill()  # a fork of this process may still hold the socket
+            self.process.wait()
 
     def fork(self, descriptors: Sequence[int]) -> int:
         """Return the process id of a fork that reads from the first descriptor and writes to the second."""
