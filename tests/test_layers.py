@@ -19,6 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "extras",
         "reading",
         "writing",
+        "redaction",
         "registry",
         "options",
         "randomness",
@@ -42,6 +43,7 @@ FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
 # One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
 NEIGHBOURS = {
+    ("errors", "redaction"), ("observe", "redaction"),
     ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
     ("writing", "errors"), ("writing", "reading"), ("observe", "writing"),
     ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),

@@ -6,6 +6,8 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
+from weft.redaction import redacted
+
 MAX_REPORTS = 20
 MOST_NAMES = 40  # that an error lists
 LIKE = 0.65  # of two names: the share of their characters that match in order
@@ -23,9 +25,14 @@ TRANSPORTS = (
 
 
 class WeftError(Exception):
-    """Root of everything weft raises on purpose. `exit_code` is what a command that meets it returns."""
+    """Root of everything weft raises on purpose. `exit_code` is what a command that meets it returns.
+
+    The message is redacted here, so that no place that raises or shows an error can forget it."""
 
     exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(redacted(str(message)))
 
 
 class UserError(WeftError, ValueError):
@@ -50,7 +57,7 @@ class DataError(UserError):
     """Rows or files that cannot be used; holds every report, up to `MAX_REPORTS`, as `FILE:LINE: what is wrong`."""
 
     def __init__(self, reports: Sequence[str] | str) -> None:
-        self.reports = [reports] if isinstance(reports, str) else list(reports)
+        self.reports = [redacted(each) for each in ([reports] if isinstance(reports, str) else reports)]
         shown = self.reports[:MAX_REPORTS]
         more = len(self.reports) - len(shown)
         tail = [f"... and {more} more"] if more > 0 else []

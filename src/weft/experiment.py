@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -124,6 +125,12 @@ class Experiment:
             kept = {key: value for key, value in changes.items() if key not in ("method", "batch_size")}
             evaluation = replace(evaluation, graph=_changed(evaluation.graph, name, kept))
         return replace(self, graph=changed, evaluation=evaluation)
+
+    @property
+    def most_epochs(self) -> float:
+        """Return how many epochs a run may have: no bound where something is trained and `max_steps` says for how long."""
+        lasts_by_steps = self.control.max_steps is not None and bool(self.trained_nodes())
+        return math.inf if lasts_by_steps else self.control.total_train_epochs
 
     def trained_nodes(self) -> list[MFCDef]:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]

@@ -115,6 +115,14 @@ def place_problem(error: Exception) -> str | None:
     return None
 
 
+def check_working_directory() -> None:
+    """Raises `UserError` where the working directory was removed: no relative path leads anywhere then."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory was removed; change to another one (cd ~) and try again") from None
+
+
 def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, most: int | None = None) -> None:
     """Raises `kind` where there is no regular file of at most `most` bytes at `path`: a pipe or a device has no end."""
     try:

@@ -17,7 +17,9 @@ from torch.testing import assert_close
 from tests.models import common
 from tests.models.common import adapted, sequences, tiny
 from weft.checkpoints import hf_io, peft_io
+from weft.cli.convert import main as convert
 from weft.errors import CheckpointError
+from weft.evaluation.models import _add_adapter
 from weft.models.network import lora
 from weft.models.network.packed import pack
 from weft.models.network.parameters import values
@@ -196,3 +198,65 @@ def test_adapters_that_weft_does_not_compute_are_refused(tmp_path: Path) -> None
     fewer = tiny(num_hidden_layers=2)
     with pytest.raises(CheckpointError, match=r"layers\.2.*no layer"):
         peft_io.load_adapter(adapter, fewer)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    ("stored", "asked", "adapter_dtype"),
+    [
+        (torch.float64, None, torch.float64),
+        (torch.float64, None, torch.float32),
+        (torch.float32, None, torch.float64),
+        (torch.bfloat16, "float32", torch.float32),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float32, "bfloat16", torch.float32),
+    ],
+)
+def test_merging_rounds_once_and_to_the_dtype_that_is_written(
+    name: str, stored: torch.dtype, asked: str | None, adapter_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    network = adapted(name)
+    parameters = {n: p.double() * (1 + 2.0**-40) for n, p in values(network).items()}
+    base = {n: p.to(stored) for n, p in parameters.items() if not lora.is_adapter(n)}
+    matrices = {n: p.to(adapter_dtype) for n, p in parameters.items() if lora.is_adapter(n)}
+    scales, config = lora.scales(network), network.config
+    hf_io.save(tmp_path / "base", base, config)
+    peft_io.save_adapter(tmp_path / "adapter", base | matrices, scales, config, "lm", base=str(tmp_path / "base"))
+
+    words = ["merge", "--base", str(tmp_path / "base"), "--adapter", str(tmp_path / "adapter")]
+    assert convert([*words, "--output", str(tmp_path / "out"), *(["--dtype", asked] if asked else [])]) == 0
+    reader = hf_io.Reader(tmp_path / "out", "lm")
+    written = getattr(torch, asked) if asked else stored
+    assert reader.dtype == written
+    read = values(hf_io.load(tmp_path / "out", dtype=written))
+    wide = torch.float64 if torch.float64 in (stored, adapter_dtype) else torch.float32
+    for layer, scale in scales.items():
+        weight, a, b = base[f"{layer}.weight"], matrices[f"{layer}.{lora.A}"], matrices[f"{layer}.{lora.B}"]
+        wanted = weight.double() + scale * (b.double() @ a.double())
+        # The sum of r products and an addition in `wide`, then a rounding to what is written: gamma of r + 2, half a unit.
+        size = weight.double().abs() + abs(scale) * (b.double().abs() @ a.double().abs())
+        bound = size * (a.shape[-2] + 4) * torch.finfo(wide).eps + wanted.abs() * torch.finfo(written).eps / 2
+        assert bool(((read[f"{layer}.weight"].double() - wanted).abs() <= bound * 1.01).all()), layer
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32])
+def test_a_model_opened_with_an_adapter_has_the_merged_weights_of_its_dtype(
+    stored: torch.dtype, tmp_path: Path
+) -> None:
+    network = adapted("llama")
+    parameters = {n: (p.double() * (1 + 2.0**-40)).to(stored) for n, p in values(network).items()}
+    base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
+    hf_io.save(tmp_path / "base", base, network.config)
+    peft_io.save_adapter(
+        tmp_path / "adapter", parameters, lora.scales(network), network.config, "lm", base=str(tmp_path / "base")
+    )
+    written: dict[str, Tensor] = {}
+
+    class Engine:
+        def write(self, parts: Any, version: int) -> None:
+            written.update({name: value for name, _, value in parts})
+
+    _add_adapter(Engine(), tmp_path / "adapter", str(tmp_path / "base"))  # type: ignore[arg-type]
+    merged = lora.merge(parameters, lora.scales(network))
+    assert written and all(torch.equal(value, merged[name]) for name, value in written.items())
+    assert {value.dtype for value in written.values()} == {stored}

@@ -157,7 +157,7 @@ def test_wrong_input_is_exit_2_with_one_message(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("missing", ["experiment_name", "trial_name", "model.path", "dataset.train_path"])
+@pytest.mark.parametrize("missing", ["model.path", "dataset.train_path"])
 def test_what_is_missing_is_named(missing: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in sft() if not word.startswith(f"{missing}=")]
     assert weft.main(words) == 2
@@ -231,7 +231,7 @@ def test_quickstart_alone_lists_what_there_is(folder: Path, capsys: pytest.Captu
 
 def test_the_module_form_is_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert quickstart_app(["sft", *names()]) == 2
-    assert "is missing" in capsys.readouterr().err
+    assert "are missing" in capsys.readouterr().err
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     for module, words in (("weft.apps.main", ["--version"]), ("weft.apps.quickstart", ["--help"])):
         done = subprocess.run(
@@ -289,3 +289,74 @@ def test_a_line_about_a_stop_is_broken_between_words(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= 60
     assert " ".join(line.strip() for line in lines).endswith("resume from there")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--learning_rate", "1e-3"], "unknown flag '--learning_rate'; options are written key=value: learning_rate=1e-3"),
+        (["--model.path", "m", "seed=1"], "options are written key=value: model.path=m"),
+        (["--bf16"], "options are written key=value: bf16=true"),
+        (["--dry-rn"], "unknown flag '--dry-rn'; did you mean --dry-run?"),
+        (["learning_rat=3"], "unknown option 'learning_rat'; did you mean learning_rate?"),
+        (["per_device_train_batchsize=3"], "did you mean per_device_train_batch_size or"),
+    ],
+)  # fmt: skip
+def test_what_people_type_is_led_to_what_weft_takes(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert weft.main(["quickstart", "sft", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["config", "ls"], ["nothing"]], ids=" ".join)
+def test_output_that_nobody_reads_is_no_error(words: list[str], buffered: str, tmp_path: Path) -> None:
+    """As in `weft ... | head -0`, and with the errors going there too."""
+    code = f"from weft.cli.main import main\nraise SystemExit(main({words!r}))"
+    for errors in (subprocess.PIPE, subprocess.STDOUT):
+        reader, writer = os.pipe()
+        os.close(reader)
+        environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdout=writer,
+            stderr=errors,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+        )
+        os.close(writer)
+        assert done.returncode in (0, 2, 141)
+        if errors == subprocess.PIPE:
+            assert "Traceback" not in done.stderr and "Broken" not in done.stderr and "ignored" not in done.stderr
+
+
+def test_a_broken_connection_is_told_where_the_output_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_words: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("weft.cli.ls.main", broken)
+    assert weft.main(["ls"]) == 1
+    assert "BrokenPipeError" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_was_removed_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (
+        ["ls"],
+        ["quickstart", "sft", *names()],
+        ["show", "latest"],
+        ["demo"],
+        ["data", "inspect", "a.jsonl"],
+    ):
+        assert weft.main(words) == 2
+        assert capsys.readouterr().err.startswith("error: the working directory was removed; change to another one")
+    assert weft.main(["--help"]) == 0

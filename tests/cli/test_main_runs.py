@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
 from weft.cli.main import main
@@ -138,3 +140,66 @@ def test_the_same_command_again_is_refused_and_changes_nothing(
         run(material, tmp_path, "sft", *words)
     assert "holds a finished run" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file()} == before
+
+
+KEYED = """
+def f(prompts, completions, *, api_key, url, **columns):
+    assert (api_key, url) == ("sk-s3cret", "http://h/x?k=s3cret")
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_no_secret_is_written_and_the_same_command_resumes(
+    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keyed.py").write_text(KEYED)
+    part = f"name: '{tmp_path}/keyed.py:f', args: {{api_key: sk-s3cret, url: 'http://h/x?k=s3cret'}}"
+    words = [
+        "actor.path=@m",
+        "dataset.path=@prompts.jsonl",
+        f"reward=[{{{part}}}]",
+        "grpo.gen.max_new_tokens=4",
+        "grpo.group_size=2",
+    ]
+    monkeypatch.setattr(sys, "argv", ["weft", "quickstart", "grpo", *words])
+    directory, _ = run(material, tmp_path, "grpo", *words)
+    written = [path for path in directory.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    assert not written
+    stored = yaml.safe_load((directory / "config.yaml").read_text())["reward"][0]["args"]
+    assert stored == {"api_key": "***", "url": "http://h/x?k=***"}
+    with pytest.raises(AssertionError):  # exit code 2
+        run(material, tmp_path, "grpo", *words)
+    assert "holds a finished run of this configuration" in capsys.readouterr().err
+    for command in (["show", str(directory)], ["report", str(directory)], ["show", str(directory), "--config"]):
+        assert main(command) == 0
+        assert "s3cret" not in "".join(capsys.readouterr())
+    assert main(["quickstart", "grpo", "--config", str(directory / "config.yaml"), "trial_name=other"]) == 2
+    said = capsys.readouterr().err
+    assert "reward[0].args.api_key, reward[0].args.url: the value is ***" in said and "${oc.env:NAME}" in said
+    monkeypatch.setenv("WEFT_TEST_KEY", "sk-s3cret")
+    monkeypatch.setenv("WEFT_TEST_URL", "http://h/x?k=s3cret")
+    again = "args: {api_key: '${oc.env:WEFT_TEST_KEY}', url: '${oc.env:WEFT_TEST_URL}'}"
+    words[2] = f"reward=[{{name: '{tmp_path}/keyed.py:f', {again}}}]"
+    with pytest.raises(AssertionError):
+        run(material, tmp_path, "grpo", *words)
+    assert "holds a finished run of this configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:s3cret@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?key=s3cret", "me:s3cret@h:1/v1"]
+)
+def test_no_message_shows_a_secret(
+    url: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["quickstart", "grpo", "experiment_name=e", "trial_name=t", f"fileroot={tmp_path}", f"actor.path={material}/m",
+              f"dataset.path={material}/prompts.jsonl"]  # fmt: skip
+    for words in (
+        [f"reward={{name: judge, args: {{url: '{url}', model: m}}}}"],
+        [f"reward=[{{name: judge, args: {{url: '{url}', model: m, api_key: s3cret}}}}]"],
+        [f"rew.url={url}"],
+        [f"ref.url={url}", "reward=length"],
+        [f"reward=length:{url}"],
+        ["reward=[{name: length, args: {token: s3cret, password: s3cret}}]"],
+    ):
+        assert main([*common, *words]) == 2
+        assert "s3cret" not in "".join(capsys.readouterr())

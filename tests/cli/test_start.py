@@ -171,22 +171,6 @@ def test_a_file_may_be_imported_twice(folder: Path) -> None:
     assert "test-calm" in registry.quickstarts
 
 
-def test_stop_takes_what_show_takes(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = folder / "runs" / "a" / "b"
-    run.mkdir(parents=True)
-    (run / "config.yaml").write_text("experiment_name: a\n")
-    stopped: list[Path] = []
-    module = importlib.import_module("weft.launch.stop")
-    monkeypatch.setattr(module, "stop_run", lambda run: stopped.append(run) or "stopped")
-    for word in ("a/b", "runs/a/b", str(run), "latest"):
-        assert main(["stop", word]) == 0
-    assert [path.resolve() for path in stopped] == [run.resolve()] * 4
-    assert main(["stop", "a/bb"]) == 2
-    assert "did you mean runs/a/b?" in capsys.readouterr().err
-
-
 def test_what_reals_command_line_sets_of_an_experiment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = SWEEP.replace("return config.build()", "return config").replace("return one(1)", "return one(1).build()")
     (folder / "sweep.py").write_text(text)
@@ -211,3 +195,19 @@ def test_experiments_are_found_by_a_pattern(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "no registered experiment has such a name\n"
     with pytest.raises(ConfigError, match="is no regular expression"):
         find_config(["-r", "["])
+
+
+def test_stop_takes_what_show_takes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "runs" / "a" / "b"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("experiment_name: a\n")
+    stopped: list[Path] = []
+    module = importlib.import_module("weft.launch.stop")
+    monkeypatch.setattr(module, "stop_run", lambda run: stopped.append(run) or "stopped")
+    for word in ("a/b", "runs/a/b", str(run), "latest"):
+        assert main(["stop", word]) == 0
+    assert [path.resolve() for path in stopped] == [run.resolve()] * 4
+    assert main(["stop", "a/bb"]) == 2
+    assert "did you mean runs/a/b?" in capsys.readouterr().err

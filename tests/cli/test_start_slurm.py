@@ -104,6 +104,8 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
         (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
         (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
         (sft("launch.env={a-b: x}"), "'a-b' is not a valid environment variable name"),
+        (sft("dataset.args.api_key=abc"), "holds a secret: quickstart sft"),
+        (sft("dataset.args.url=http://me:pw@h/x"), "dataset.args.url=http://***@h/x"),
         (sft("n_nodes=2", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention"),
         (sft("allocation_mode=p8", "--print-script"), "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers"),
         (sft("model.path=nowhere"), "model.path='nowhere': there is no such directory"),

@@ -99,8 +99,7 @@ LATE_CALLS = (
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 
-# Cuts off what precedes the end of thoughts in a content, in the last turn too; writes the arguments of calls that are texts
-# already (as DeepSeek R1 distill's).
+# Cuts off what precedes the end of thoughts in a content, in the last turn too (as DeepSeek R1 distill's).
 CUTS_THOUGHTS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|im_start|>' + m.content }}"
     "{% elif m.role == 'assistant' %}{% set content = m.content %}"

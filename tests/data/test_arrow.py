@@ -30,6 +30,7 @@ def arrow_stream(rows: list[dict[str, Any]], folder: Path) -> None:
     table = pyarrow.Table.from_pylist(rows)
     with pyarrow.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
         writer.write_table(table)
+    (folder / "cache-0f.arrow").write_bytes(b"what was made of the rows at another time")
     (folder / "state.json").write_text('{\n "_split": null\n}')
     (folder / "dataset_info.json").write_text('{\n "features": {}\n}')
 

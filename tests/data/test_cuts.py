@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,15 @@ def test_a_run_is_told_once_with_row_turn_and_template(with_template: Make, tmp_
     file.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = with_template(templates.CUTS_THOUGHTS)
     spec = DatasetSpec(path=str(file), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
-    for _ in range(2):  # the second time from the cache
+    for name in ("talks", "talks", "moved/talks"):  # later from the cache, which knows nothing of places
+        moved = tmp_path / f"{name}.jsonl"
+        moved.parent.mkdir(exist_ok=True)
+        file = file.rename(moved)
+        spec = replace(spec, path=str(file))
         (note,) = load_data(spec, "chat", tokenizer, seed=1, progress=False).notes
         assert note == (
             f"talks: the chat template of the tokenizer leaves {BEFORE} out of 2 trained turns, so it is not learned; first in "
-            f"row 2, message 4: 'Two and two.'; to keep it, {OTHER_TEMPLATE} (such as chatml)"
+            f"{file}:2, message 4: 'Two and two.'; to keep it, {OTHER_TEMPLATE} (such as chatml)"
         )
 
 
@@ -160,7 +165,9 @@ def test_preferences_are_told_too(with_template: Make, tmp_path: Path, key: str)
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
     spec = DatasetSpec(path=str(tmp_path / "pairs.jsonl"), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
     (note,) = load_data(spec, "preference", with_template(templates.CUTS_THOUGHTS), seed=1, progress=False).notes
-    assert re.search(r"leaves reasoning_content out of 1 trained turn, .* row 1, message 2: 'Two and two.'", note)
+    assert re.search(
+        r"leaves reasoning_content out of 1 trained turn, .*pairs.jsonl:1, message 2: 'Two and two.'", note
+    )
 
 
 def test_what_is_missing_between_what_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, DataError
+from weft.errors import ConfigError, DataError, UserError
 from weft.host.base import HostContext, make_host_function
 from weft.registry import register_advantage, register_filter
 
@@ -104,3 +105,14 @@ def test_a_result_of_another_shape_is_refused() -> None:
     register_advantage("test-odd", short, per="row")
     with pytest.raises(ConfigError, match="per of advantage"):
         make_host_function("test-odd", {})
+
+
+@register_advantage("test-huge", per="token")
+def huge(logprobs: Any, value: float = 0.0) -> Any:
+    return np.where(np.arange(len(logprobs)) >= 4, value, 0.0)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e19, float("nan"), float("inf")])
+def test_an_advantage_with_which_the_loss_is_not_finite_is_named(value: float) -> None:
+    with pytest.raises(UserError, match=re.escape(f"huge returned the advantage {value:g} for a completion of b")):
+        make_host_function("test-huge", {"value": value})(batch(), HostContext())

@@ -383,3 +383,12 @@ def test_a_loss_mask_reaches_ppos_advantages() -> None:
     batch = sample([[3]], rewards=[1.0], values=[0.0] * 4, finished=[1.0], loss_mask=[1.0, 0.0, 1.0])
     made, _ = call(by_hand(kl_ctl=0.0, discount=0.5, **PLAIN), batch)
     assert made["advantages"] == pytest.approx([0.5, 0.0, 1.0]), "what is not trained takes no time and gets no reward"
+
+
+@pytest.mark.parametrize("large", [3e38, -1e19])
+@pytest.mark.parametrize("function", [GAEAdvantages(kl_ctl=0.0, **PLAIN), GroupAdvantages()])
+def test_a_reward_with_which_the_loss_is_not_finite_is_named(function: Any, large: float) -> None:
+    keys = {"values": [0.0] * 8} if isinstance(function, GAEAdvantages) else {}
+    batch = sample([[1, 1], [1, 1]], rewards=[1.0, 2.0, 1.0, large], finished=[1.0] * 4, logprobs=[-1.0] * 4, **keys)
+    with pytest.raises(DataError, match=r"p1: a completion's reward is .*e\+\d\d; a reward is at most 1e\+18 in size"):
+        function(batch, HostContext())

@@ -57,6 +57,9 @@ def dies(prompts, completions, **columns):
 def nan(prompts, completions, **columns):
     return [float("nan") if "x" in c else 0.0 for c in completions]
 
+def huge(prompts, completions, **columns):
+    return [1e308 if "x" in c else -1e17 for c in completions]
+
 def text(prompts, completions, **columns):
     return ["good"] * len(completions)
 
@@ -443,6 +446,10 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ),
         ("leaves", r"'leaves' failed.*SystemExit: 3"),
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
+        (
+            "huge",
+            r"'huge' failed on p1\[1\]: it returned 1e\+308; a reward is at most 1e\+18 in size",
+        ),
         ("text", r"'text' failed on p0\[0\]: it returned 'good' \(str\)"),
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
         ("number", r"'number' failed.*it returned a float; return a list"),
@@ -453,6 +460,14 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
 def test_wrong_results_are_the_users_to_mend(make: Make, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make(name, chunk_size=1)(batch([["a"], ["b", "x"]], question=["q", "r"]), context())
+
+
+def test_a_sum_of_rewards_that_is_too_large_is_named(make: Make) -> None:
+    with pytest.raises(
+        UserError, match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; it is at most"
+    ):
+        make({"name": "huge", "weight": 1e9})(batch([[], ["b"]]), context())
+    assert rewards(make("huge")(batch([["b"]]), context())) == [pytest.approx(-1e17)]
 
 
 def test_after_an_error_the_next_batch_is_computed(make: Make) -> None:

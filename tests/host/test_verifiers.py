@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.host.verifiers import _sandbox
 from weft.host.verifiers._answers import numbers
 from weft.host.verifiers._language import detect
-from weft.host.verifiers._sandbox import Limits, runs_to_its_end
 from weft.host.verifiers.code import code, program_of
 from weft.host.verifiers.exact import exact
 from weft.host.verifiers.format import format_match
@@ -235,80 +231,6 @@ def test_lists_of_tests() -> None:
     assert one(code, "def add(a, b):\n    return a + b", test_list=[statements]) == 1.0
     assert one(code, "def add(a, b):\n    return a - b", tests=[statements]) == 0.0
     assert one(code, "x = 1") is None
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import sys; sys.exit(0)",
-        "import os; os._exit(0)",
-        "raise SystemExit",
-        "def f(",
-        "x = bytearray(2 * 10**9)",
-        "open('f', 'wb').write(bytes(1 << 25))",
-        "def f(): f()\nf()",
-        "import os; os.kill(os.getpid(), 9)",
-        "print(open('/proc/self/environ').read()); assert __import__('os').environ.get('PATH')",
-    ],
-)
-def test_programs_that_do_not_come_to_their_end(program: str) -> None:
-    assert not runs_to_its_end(program, Limits(seconds=5.0, memory_mb=512))
-
-
-CHEAT = """
-import __main__, contextlib, os
-for value in list(vars(__main__).values()):
-    if isinstance(value, str) and len(value) == 32:
-        for number in range(1, 32):
-            with contextlib.suppress(OSError):
-                os.write(number, value.encode())
-os._exit(0)
-"""
-
-
-def test_a_program_does_not_find_the_word_of_success_in_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`__main__` is the launcher's module: were its names global, `__main__.NAME` would read them."""
-    assert not runs_to_its_end(CHEAT, Limits())
-    monkeypatch.setattr(_sandbox, "LAUNCHER", _sandbox.LAUNCHER.replace("():\n", "():\n    global word\n", 1))
-    assert runs_to_its_end(CHEAT, Limits()), "the program tells a launcher with global names from this one"
-
-
-def test_programs_that_do() -> None:
-    assert runs_to_its_end("x = 1\nprint('a' * 10**6)\nassert input is not None", Limits())
-    assert runs_to_its_end("if __name__ == '__main__':\n    import math\n    assert math.pi > 3", Limits())
-
-
-@pytest.mark.parametrize(
-    "program", ["while True: pass", "import time; time.sleep(60)", "input('?')\nimport time; time.sleep(60)"]
-)
-def test_endless_programs_are_killed(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    communicate = subprocess.Popen.communicate
-
-    def spy(process: Any, given: bytes, seconds: float) -> Any:
-        waited.append(seconds)
-        return communicate(process, given, seconds)
-
-    monkeypatch.setattr(subprocess.Popen, "communicate", spy)
-    assert not runs_to_its_end(program, Limits(seconds=0.5)), "by itself it would end well, or never"
-    assert waited == [0.5]
-
-
-def test_what_a_killed_program_started_is_killed_too(tmp_path: Path) -> None:
-    """The child holds a lock that ends with it; on a busy machine the program gets longer until it is there."""
-    mark = tmp_path / "mark"
-    child = (
-        f"import fcntl, time; file = open({str(mark)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
-        "file.write('locked'); file.flush(); time.sleep(600)"
-    )
-    program = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
-    for seconds in (0.7, 5.0, 60.0):
-        assert not runs_to_its_end(program, Limits(seconds=seconds, processes=100))
-        if mark.exists() and mark.read_text():
-            break
-    with mark.open() as file:
-        assert file.read() == "locked"
-        fcntl.flock(file, fcntl.LOCK_EX)  # waits for the end of a child that is being killed
 
 
 def test_which_code_a_completion_means() -> None:

@@ -99,7 +99,8 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
 def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
     config = changed(ppo(Path(), "runs"), ppo__critic_warmup_epochs=1, max_steps=7)
     rows = dict(plan(config.build()).rows)
-    assert rows["run"] == "7 steps (max_steps=7), 6 optimizer steps of actor, 14 optimizer steps of critic"
+    length = "7 steps (max_steps=7, which goes before total_train_epochs=2)"
+    assert rows["run"] == f"{length}, 6 optimizer steps of actor, 14 optimizer steps of critic"
     alone = dict(plan(grpo(Path(), "runs").build()).rows)
     assert alone["step"].startswith("4 prompts x 3 = 12 completions, ") and "model" not in alone["step"]
 
@@ -121,7 +122,7 @@ def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
 
 
 def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> None:
-    report: Any = SimpleNamespace(rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"])
+    report: Any = SimpleNamespace(rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"], cut=[])
     made = plan(grpo(Path(), "runs").build(), counts=(SourceCount("rows", "prompt", 7, 0, 7, report),))
     assert made.notes == ["rows: of 9 rows, 2 left out (max_seqlen=4)"]
     assert "rows: columns that rows of type prompt do not use: source" in made.details

@@ -110,7 +110,7 @@ def test_the_plan_is_told_before_the_first_step(finished):
         "nodes   train",
         "24 samples per epoch, batches of 4",
         "6 steps, 6 optimizer steps",
-        "2 steps (max_steps=2)",
+        "2 steps (max_steps=2, which goes before total_train_epochs=2)",
         "parameters",
         "MiB",
         "thread",

@@ -95,6 +95,19 @@ def test_hooks_run_and_offloaded_weights_come_back(tmp_path):
     assert engine.moves == ["hook 2.0", "off weights", "on weights", "hook 2.0", "off weights"]
 
 
+def test_a_run_by_steps_takes_as_many_epochs_as_they_need(tmp_path):
+    toy = Toy(tmp_path, control={"max_steps": 11})
+    toy.run()
+    rows = [json.loads(line) for line in (toy.path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 12))
+    assert rows[-1]["epoch"] > 2, "total_train_epochs is 2"
+
+
+def test_a_run_by_steps_ends_where_filters_leave_no_row(tmp_path):
+    with pytest.raises(RunError, match="no step was made: filters dropped every id"):
+        Toy(tmp_path, drop=1.0, control={"max_steps": 11}).run()
+
+
 def test_the_moving_average_follows_after_each_training_step(tmp_path):
     session = Toy(tmp_path, ema=0.25, control={"max_steps": 1}).run()
     roles = session._group._worker.roles

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -133,6 +134,17 @@ def test_schedules_count_the_optimizer_steps_of_the_real_run():
     assert (schedule.total_steps, schedule.warmup_steps) == (480, 48)
     limited = training(128, max_steps=50)
     assert Horizon.of(limited, Length(5000, 40)).specs(limited)["actor"].schedule.total_steps == 200
+
+
+def test_a_run_of_so_many_steps_has_as_many_epochs_as_it_takes():
+    longer = training(128, max_steps=500)
+    horizon = Horizon.of(longer, Length(5000, 40))
+    assert horizon.steps == 500 and horizon.specs(longer)["actor"].schedule.total_steps == 2000
+    assert longer.most_epochs == math.inf and training(128).most_epochs == 3
+    node = MFCDef("sample", "actor", "generate", "generate", 128, ["prompt"], ["completion"])
+    sampled = replace(longer, graph=DataflowGraph([node], ["prompt"]), steps_follow="sample")
+    assert sampled.most_epochs == 3, "completions of prompts are not made again"
+    assert Horizon.of(sampled, Length(5000, 40)).steps == 120
 
 
 def test_steps_of_frozen_epochs_are_not_among_those_trained():

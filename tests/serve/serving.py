@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from tests.tiny import make_llama
 from weft.cli import serve
-from weft.serve.app import Limits
+from weft.serve.limits import Limits
 from weft.serve.server import Ports, Server
 
 TOKEN = "token-of-the-tests"

@@ -21,7 +21,7 @@ from weft.engine.generation.generate import BatchGenerator
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.registry import backends
-from weft.serve.app import Limits
+from weft.serve.limits import Limits
 from weft.serve.server import Ports, Server
 from weft.serve.worker import as_sample
 from weft.topology import Layout
@@ -260,7 +260,7 @@ def test_sixty_four_clients_at_once_get_what_one_gets_alone(server: Server, clie
 
     alone = [client.post("/v1/completions", json=body(number)).json()["choices"][0]["text"] for number in range(8)]
     ids = np.arange(5, 11, dtype=np.int32)[None]
-    wanted = asyncio.run(server.models[1].infer({"input_ids": ids}, {}))["rewards"].tolist()
+    wanted = asyncio.run(server.models[1].infer({"input_ids": ids}, {}, server.front))["rewards"].tolist()
 
     async def one(asking: httpx.AsyncClient, number: int) -> tuple[str, Any]:
         made = await asking.post("/v1/completions", json=body(number))
@@ -511,7 +511,9 @@ def test_the_triton_client(server: Server, kind: str) -> None:
     inputs = [module.InferInput(name, [2, 4], "INT32") for name in ("input_ids", "attention_mask")]
     for entry, values in zip(inputs, (ids, mask), strict=True):
         entry.set_data_from_numpy(values)
-    wanted = asyncio.run(server.models[1].infer({"input_ids": ids, "attention_mask": mask}, {}))["rewards"]
+    wanted = asyncio.run(server.models[1].infer({"input_ids": ids, "attention_mask": mask}, {}, server.front))[
+        "rewards"
+    ]
     made = client.infer("reward", inputs, outputs=[module.InferRequestedOutput("rewards")], headers=headers)
     assert made.as_numpy("rewards").tolist() == wanted.tolist()
     logprobs = client.infer("policy", inputs, headers=headers).as_numpy("logprobs")
@@ -533,7 +535,7 @@ def test_the_triton_client(server: Server, kind: str) -> None:
 
 def test_a_port_that_is_taken_and_a_clean_end(root: Path, server: Server) -> None:
     port = int(server.urls["http"].rsplit(":", 1)[1])
-    with pytest.raises(ConfigError, match=f"--http-port={port}"), Server([], Ports(http=port), Limits(), None):
+    with pytest.raises(ConfigError, match=f"--port={port}"), Server([], Ports(http=port), Limits(), None):
         pass
     with serving(str(root / "policy"), grpc=True) as own:
         urls = dict(own.urls)

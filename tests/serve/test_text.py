@@ -47,3 +47,10 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
 def test_a_beginning_that_is_no_stop_text_is_shown_in_the_end() -> None:
     parts, _ = grown("almost EN", "END")
     assert "".join(parts) == "almost EN" and "EN" in parts[-1]
+
+
+def test_tokens_are_told_by_their_bytes() -> None:
+    """A token that holds a part of a character has that part as its bytes, so that all bytes together are the text's."""
+    _, growing = grown("aé€😀!")
+    said = growing.take()
+    assert b"".join(one.piece for one in said) == "aé€😀!".encode() and len(said) > 5

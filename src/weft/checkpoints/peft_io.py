@@ -216,18 +216,21 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1")
 
 
-def load_adapted(base: str | Path, adapter: str | Path, head: Head, dtype: torch.dtype) -> Transformer:
+def load_adapted(
+    base: str | Path, adapter: str | Path, head: Head, dtype: torch.dtype, *, exact: bool = False
+) -> Transformer:
     """Load the model that PEFT computes: `base` with the adapters of a PEFT directory attached.
 
     The vocabulary grows to that of the saved embedding. An output matrix that differs from the embedding, by its own
-    values or because only the embedding was saved, gets its own parameter in a model that ties the two.
+    values or because only the embedding was saved, gets its own parameter in a model that ties the two. `exact` as for
+    `load_adapter`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
     config = _config_with(files, network.config, head)
     if config != network.config:
         network = _rebuild(network, config)
-    load_adapter(adapter, network)
+    load_adapter(adapter, network, exact=exact)
     return network
 
 
@@ -266,8 +269,10 @@ def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str
     return {f"{PREFIX}{hf}": name for hf, name in saved.items() if f"{PREFIX}{hf}" in names}
 
 
-def load_adapter(directory: str | Path, network: Transformer) -> None:
+def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
     """Attach the adapters of a PEFT directory to `network` and fill them; parameters that it holds whole are replaced.
+
+    `exact`: the adapters have the dtype of their file, for merging; otherwise that of the weights, for computing.
 
     Raises `CheckpointError` for tensors that the network has no place for.
     """
@@ -304,6 +309,8 @@ def load_adapter(directory: str | Path, network: Transformer) -> None:
     with torch.no_grad():
         for layer, parts in found.items():
             adapter = attached[layer]
+            if exact:
+                adapter.to(next(iter(parts.values()))[0].dtype)
             key = keymap.keys[f"{layer}.weight"]
             ordered = [parts[hf] for hf in key.hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:

@@ -155,6 +155,11 @@ def translation(
     return done
 
 
+def spellings(config: RunConfig) -> list[str]:
+    """Return the names of other programs that weft reads for this configuration."""
+    return [*RENAMED, *SPECIAL, *config.spellings]
+
+
 def spellings_of(config: RunConfig) -> dict[str, list[str]]:
     """Option -> the spellings of other programs that stand for it; those that only leave out the group are not told."""
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))

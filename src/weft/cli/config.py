@@ -20,6 +20,7 @@ from weft.experiments._checks import check_dataset
 from weft.experiments.common import RunConfig
 from weft.options import validate as check
 from weft.reading import make_folder, reading
+from weft.redaction import redacted
 from weft.writing import write
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
@@ -147,8 +148,8 @@ def show(given: argparse.Namespace) -> Iterator[str]:
     quickstart = given.quickstart or meant_for([library.get(name) for name in names])
     stack = _checked(names, library, quickstart, assigned)
     yield f"weft quickstart {quickstart} --configs {' '.join(names)}"
-    yield from stack.lines()
-    yield from (f"note: {note}" for note in stack.notes)
+    yield from map(redacted, stack.lines())
+    yield from (redacted(f"note: {note}") for note in stack.notes)
 
 
 def cp(given: argparse.Namespace) -> Iterator[str]:

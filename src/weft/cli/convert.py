@@ -159,11 +159,11 @@ def _merge(arguments: argparse.Namespace) -> None:
     head = peft_io.TASKS[settings["task_type"]]
     base = hf_io.resolve(find(arguments.base, Wanted("--base")).path)
     stored = hf_io.Reader(base, head).dtype
-    network = peft_io.load_adapted(base, adapter, head, stored)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
+    network = peft_io.load_adapted(base, adapter, head, torch.promote_types(stored, dtype), exact=True)
     held = values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
         raise CheckpointError(f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?")
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
     merged = lora.merge(held, lora.scales(network))
     config, source = network.config, _tokenizer_of(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)

@@ -86,7 +86,7 @@ def prepare(demo: Demo) -> None:
 
 def supervise(demo: Demo) -> Path:
     """SFT from random weights: the model learns to add, and to be as careless as its teacher."""
-    config = SFTConfig(**demo.options("sft", total_train_epochs=10, max_steps=400))
+    config = SFTConfig(**demo.options("sft", max_steps=400))
     config.model.path = str(demo.material / "model")
     config.model.init_from_scratch = True
     config.model.optimizer.lr = 1e-3
@@ -103,7 +103,7 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.problems(demo.seed, HELD_OUT)
     rows = task.pair_rows(samples, training, demo.seed, times=30)
-    config = RWConfig(**demo.options("reward", total_train_epochs=20, max_steps=220))
+    config = RWConfig(**demo.options("reward", max_steps=220))
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
@@ -117,7 +117,7 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
 
 def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     """PPO against the reward model, near the supervised model."""
-    config = PPOConfig(**demo.options("ppo", total_train_epochs=20, max_steps=40))
+    config = PPOConfig(**demo.options("ppo", max_steps=40))
     for role in (config.actor, config.ref):
         role.path = str(model)
     for role in (config.critic, config.rew):
@@ -138,7 +138,7 @@ def ppo(demo: Demo, model: Path, reward: Path) -> Path:
 
 def grpo(demo: Demo, model: Path) -> Path:
     """GRPO with the verifier: 1 for the right number, 0 otherwise."""
-    config = GRPOConfig(**demo.options("grpo", total_train_epochs=20, max_steps=80))
+    config = GRPOConfig(**demo.options("grpo", max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
     config.actor.optimizer.lr = 1e-4

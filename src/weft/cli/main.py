@@ -1,12 +1,13 @@
 """The command `weft`: finds the command's module, turns what goes wrong into one message and an exit code.
 
-0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 143 by `weft stop`.
+0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 141 the output is not read, 143 by `weft stop`.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import select
 import shutil
 import sys
 import textwrap
@@ -15,11 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
+from typing import TextIO
 
 from weft import __version__
 from weft.errors import ConfigError, Interrupted, UserError, WeftError, unknown_name
 from weft.observe.memory import growing_segments, keep_freed_memory
-from weft.reading import place_problem
+from weft.reading import check_working_directory, place_problem
+from weft.redaction import redacted
 
 GROUPS = {
     "train and sample": {
@@ -62,7 +65,8 @@ GLOBAL_FLAGS = {
 TRAINING = ("quickstart", "start", "demo")
 BARE = ("quickstart", "demo", "ls", "dashboard")  # that need no word; the others alone print their help
 SUPERVISED = ("quickstart", "start")
-INTERRUPTED = 130
+HELP = ("--help", "-h", "help")
+INTERRUPTED, UNREAD = 130, 141  # 128 and the number of the signal, as for other programs
 SPEAKS_SECONDS = 5.0
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
@@ -70,12 +74,8 @@ WORKER = "weft-worker"  # the thread in which a run's calls are made
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Without `argv` this is the program itself, and may end the process."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("--help", "-h", "help"):
-        print(usage())
-        return 0 if words else 2
-    if words[0] == "--version":
-        print(f"weft {__version__}")
-        return 0
+    if not words or words[0] in (*HELP, "--version"):
+        return guarded(lambda: about(words), words)
     if argv is not None:
         return guarded(lambda: dispatch(words), words)
     drop_empty(os.environ)
@@ -107,6 +107,12 @@ def _end(code: int) -> None:
         os._exit(code)
 
 
+def about(words: Sequence[str]) -> int:
+    """Print what weft can do, or its version; the exit code."""
+    print(f"weft {__version__}" if words[:1] == ["--version"] else usage())
+    return 0 if words else 2
+
+
 def usage() -> str:
     """The commands by what they are for, within the terminal's width."""
     width = max(60, shutil.get_terminal_size().columns)
@@ -119,7 +125,34 @@ def usage() -> str:
 
 
 def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
-    """The exit code of `command`; what it raises is one message on the standard error, with `--debug` a traceback."""
+    """The exit code of `command`; what it raises is one message on the standard error, with `--debug` a traceback. A command
+    whose output nobody reads any more (`weft ... | head`) ends without one."""
+    try:
+        return _outcome(command, words)
+    except BrokenPipeError:  # while its error was shown
+        return UNREAD
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if _is_unread(stream):  # whatever waits to be written would be an error when the interpreter ends
+                with suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Return whether the reader of a stream has gone."""
+    try:
+        stream.flush()
+        pipe = select.poll()
+        pipe.register(stream.fileno(), select.POLLOUT)
+        return any(event & select.POLLERR for _, event in pipe.poll(0))
+    except BrokenPipeError:
+        return True
+    except (OSError, ValueError):  # a full disk, a closed stream, one of a test
+        return False
+
+
+def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
+    """The exit code of `command`, its error shown."""
     try:
         return command()
     except KeyboardInterrupt:
@@ -135,10 +168,9 @@ def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
     except WeftError as error:
         _show(f"error: {error}", words)
         return 1
-    except BrokenPipeError:  # the reader of our output has gone (`weft ... | head`)
-        sys.stderr.close()
-        return 1
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread(sys.stdout):
+            return UNREAD
         problem = place_problem(error)
         if problem is not None:
             _show(f"error: {problem}", words)
@@ -157,8 +189,8 @@ def _wrapped(text: str) -> str:
 
 def _show(message: str, words: Sequence[str]) -> None:
     if "--debug" in words:
-        traceback.print_exc()
-    print(message, file=sys.stderr)
+        print(redacted(traceback.format_exc()), file=sys.stderr)
+    print(redacted(message), file=sys.stderr)
 
 
 def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
@@ -166,6 +198,7 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
     name, rest = words[0], [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
+    check_working_directory()
     if name in TRAINING:
         from weft.launch import foreign
 

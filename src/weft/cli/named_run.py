@@ -1,16 +1,21 @@
-"""Which run a word on the command line means."""
+"""Which run a word on the command line means, and what a run is called that nobody has named."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import replace
 from difflib import SequenceMatcher
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.experiment import Experiment
 from weft.experiments._checks import check_names
+from weft.experiments.common import RunConfig, build_experiment
 from weft.observe.logs import RUN_LOG as LOG
 from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
+from weft.runtime.directory import RunDirectory, admit, owner
 
 RUNS, LATEST = "./runs", "latest"
 LOCK, LAUNCHERS = "run.lock", ("logs", "slurm")  # what a process holds, and what those who start processes write
@@ -45,6 +50,43 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
     from weft.launch.stop import run_directory
 
     return run_directory(given.experiment, given.trial, str(root))
+
+
+def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
+    """Return the configuration with a name for its run, and a line about it where nobody has given one.
+
+    The experiment is `asked_for`, a recipe or an algorithm. The trial is the newest unfinished one of the same configuration,
+    among those that have a number for a name; else it takes the next number.
+    """
+    if config.experiment_name and config.trial_name:
+        return config, None
+    experiment = config.experiment_name or re.sub(r"[^A-Za-z0-9.-]+", "-", asked_for).strip(".-")
+    config = replace(config, experiment_name=experiment)
+    if config.trial_name:
+        return config, None
+    folder = Path(config.fileroot).expanduser() / experiment
+    numbers = sorted((int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), reverse=True)
+    following = replace(config, trial_name=str(max(numbers, default=0) + 1))
+    if config.recover_mode == "disabled" or config.resume_from is not None:
+        return following, f"this run is {folder / following.trial_name}"
+    experiment_made = build_experiment(following)
+    for number in numbers:
+        if _goes_on(RunDirectory(folder / str(number)), experiment_made):
+            trial = replace(config, trial_name=str(number))
+            return trial, f"continuing {folder / str(number)}, an unfinished run of this configuration"
+    return following, f"this run is {folder / following.trial_name}"
+
+
+def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
+    """Return whether a directory holds a run of this experiment that no process works on, and that is not finished."""
+    if not directory.holds_run() or directory.status() == "finished" or owner(directory.path) is not None:
+        return False
+    config = {**experiment.resolved(), "trial_name": directory.path.name}
+    control = replace(experiment.control, trial_name=directory.path.name)
+    try:
+        return admit(directory, control, config, experiment.left_at_default)
+    except ConfigError:
+        return False
 
 
 def _begun(word: str, root: Path) -> Path | None:

@@ -7,16 +7,18 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import registry
 from weft.cli import deepspeed, overrides
-from weft.cli.aliases import translate
+from weft.cli.aliases import spellings, translate
 from weft.cli.help import described, quickstart_help, show, terminal_width
 from weft.errors import ConfigError, nearest
 from weft.experiments._common_options import NAMES
 from weft.experiments.common import RunConfig, build_experiment
-from weft.options import Config, coerce, read, to_mapping, validate
+from weft.options import Config, coerce, leaves, read, to_mapping, validate
+from weft.redaction import masked, redacted
 from weft.runtime.supervised import Wire
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from weft.experiment import Experiment
 
 CONFIG = "config"  # --dry-run=config
+NAMED = "WEFT_RUN"  # of the environment: what a supervisor calls the run, EXPERIMENT/TRIAL
 FLAGS = (
     "--help",
     "--dry-run",
@@ -124,10 +127,13 @@ def _run(
         import yaml
 
         validate(config)
-        print(yaml.safe_dump(to_mapping(config), sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(masked(to_mapping(config)), sort_keys=False, allow_unicode=True), end="")
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
+    given_names = (config.experiment_name, config.trial_name)
+    if words.dry_run is None and isinstance(config, RunConfig):
+        config = _name(config, words)
     from weft.launch import dry_run, run, slurm  # checks first, and loads torch once they have passed
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
@@ -138,15 +144,29 @@ def _run(
         return 0
     if config.mode == "slurm":
         here = ("--print-script", "mode=slurm", "--mode=slurm")
-        command = ["quickstart", *(word for word in argv if word not in here), "mode=ray"]
+        names = [f"{name}={getattr(config, name)}" for name, given in zip(NAMES, given_names, strict=True) if not given]
+        command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
         print(slurm.start(config, command, print_only=words.print_script))
         return 0
     several = uses_ray(experiment := build_experiment(config), config.mode)
     tell_start(experiment, several=several)
     if supervise and several:
+        os.environ[NAMED] = f"{config.experiment_name}/{config.trial_name}"
         return Supervisor(experiment).run()
     run(config, show=Show(verbose=words.verbose))
     return 0
+
+
+def _name(config: RunConfig, words: Words) -> RunConfig:
+    """The configuration with names; a supervised process takes those that its supervisor has chosen."""
+    from weft.cli.named_run import with_names
+
+    if not speaks() and NAMED in os.environ:
+        experiment, _, trial = os.environ[NAMED].partition("/")
+        return replace(config, experiment_name=experiment, trial_name=trial)
+    config, note = with_names(config, Path(words.files[-1]).stem if words.files else words.name)
+    tell([note] if note is not None else [])
+    return config
 
 
 def speaks() -> bool:
@@ -166,7 +186,7 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
 def tell(notes: Sequence[str]) -> None:
     """Notes for the user, once for each run."""
     for note in notes if speaks() else ():
-        print(f"note: {note}", file=sys.stderr)
+        print(redacted(f"note: {note}"), file=sys.stderr)
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
@@ -210,7 +230,8 @@ def configure(
     for assignment in assignments:
         _check_group(base, assignment)
         overrides.merge(nested, assignment)
-    config = read(base, overrides.resolve(nested, to_mapping(base)))
+    known = [leaf.name for leaf in leaves(base)] + (spellings(base) if isinstance(base, RunConfig) else [])
+    config = read(base, overrides.resolve(nested, to_mapping(base)), known=known)
     if imports and isinstance(config, RunConfig):
         config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
     return config, notes
@@ -253,20 +274,24 @@ def sort(argv: Sequence[str]) -> Words:
         elif word.startswith("--") and attached:
             words.assignments.append(word[2:])
         elif word.startswith("-"):
-            close = nearest(word, FLAGS)
-            raise ConfigError(
-                f"unknown flag {word!r}; "
-                + (
-                    f"did you mean {close[0]}?"
-                    if close
-                    else f"options are written key=value; flags: {', '.join(FLAGS)}"
-                )
-            )
+            raise _unknown_flag(word, rest)
         elif not words.name and "=" not in word:
             words.name = word
         else:
             words.assignments.append(word)
     return words
+
+
+def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
+    """The error for a flag that does not exist; an option that is written like one is shown as weft takes it."""
+    close = nearest(word, FLAGS)
+    if close:
+        return ConfigError(f"unknown flag {word!r}; did you mean {close[0]}?")
+    name = word.lstrip("-").replace("-", "_")
+    value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("--") else "true"
+    if name.replace(".", "_").isidentifier():
+        return ConfigError(f"unknown flag {word!r}; options are written key=value: {name}={value}")
+    return ConfigError(f"unknown flag {word!r}; options are written key=value; flags: {', '.join(FLAGS)}")
 
 
 def _dry_run(word: str, value: str) -> str:

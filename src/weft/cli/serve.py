@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
 MOST_TOKEN = 1 << 16  # characters of a file that holds a token
+NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -40,7 +41,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine alone)"
     )
-    made.add_argument("--http-port", type=int, default=8000, help="port of HTTP (default 8000; 0: a free one)")
+    made.add_argument(
+        "--port", "--http-port", dest="http_port", metavar="PORT", type=int, default=8000,
+        help="port of HTTP (default 8000; 0: a free one)",
+    )  # fmt: skip
     made.add_argument("--grpc-port", type=int, help="port of the inference protocol over gRPC (default: none)")
     made.add_argument("--metrics-port", type=int, help="port of Prometheus metrics, /metrics (default: none)")
     made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
@@ -65,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--max-new-tokens", type=int, default=1024, help="most tokens of a completion (default 1024)")
     made.add_argument("--max-prompt-tokens", type=int, default=16384, help="most tokens of a prompt (default 16384)")
     made.add_argument(
+        "--max-prompt-kb",
+        type=float,
+        default=512.0,
+        help="most KiB of a request's text, before it is tokenized (default 512)",
+    )
+    made.add_argument(
         "--max-tokens-per-pass", type=int, default=16384, help="most tokens scored in a pass (default 16384)"
     )
     made.add_argument(
@@ -86,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         import uvicorn  # noqa: F401
 
         from weft.serve import server
-        from weft.serve.app import Limits
+        from weft.serve.limits import Limits
     except ImportError as error:
         from weft.extras import install
 
@@ -98,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
         body_bytes=int(given.max_body_mb * 2**20),
         seconds=given.timeout,
         most_prompt=given.max_prompt_tokens,
+        prompt_bytes=int(given.max_prompt_kb * 2**10),
         most_new=given.max_new_tokens,
         most_load=given.max_load,
     )
@@ -124,10 +135,18 @@ def _check(given: argparse.Namespace) -> None:
             "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), or both"
         )
     for name in ("http_port", "grpc_port", "metrics_port"):
-        value = getattr(given, name)
+        value, option = getattr(given, name), "port" if name == "http_port" else name.replace("_", "-")
         if value is not None and not 0 <= value <= 65535:
-            raise ConfigError(f"--{name.replace('_', '-')}={value}: must be from 0 to 65535")
-    for name in ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass", "max_load", "max_body_mb", "timeout"):
+            raise ConfigError(f"--{option}={value}: must be from 0 to 65535")
+    for name in ("name", "reward_name"):
+        value = getattr(given, name)
+        if value is not None and not NAME.fullmatch(value):
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={value!r}: clients put the name into URLs; write letters, digits, '.', '_', ':', "
+                "'@', '+' or '-', at most 128 of them, the first a letter or digit"
+            )
+    tokens = ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass")
+    for name in (*tokens, "max_prompt_kb", "max_load", "max_body_mb", "timeout"):
         if not 0 < getattr(given, name) < 2**53:
             raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number above 0")
     problem = None if given.kv_cache_gb is None else cache_problem(given.kv_cache_gb)

@@ -20,11 +20,11 @@ from weft.cli.parsing import Parser, helped
 from weft.errors import ConfigError, UserError
 from weft.observe.configuration import CHOSEN, defaults_of, flat
 from weft.observe.lenient import read_config
-from weft.observe.masking import masked
 from weft.observe.metrics import EVAL, TIME, duration, finite, number, rank
 from weft.observe.run_files import CONFIG, HARDWARE
 from weft.observe.run_list import METRICS, RunSummary, last_lines, summarize, tree_bytes
 from weft.observe.run_record import RunRecord
+from weft.redaction import masked
 
 METRICS_SHOWN = 12
 CHECKPOINTS_SHOWN = 5  # of a role, the newest

@@ -70,7 +70,8 @@ def _restorer(kind: pyarrow.DataType) -> Restore | None:
     if types.is_map(kind):
         of_items = _restorer(kind.item_type)
         return lambda value: None if value is None else {key: _each(item, of_items) for key, item in value}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    is_list = types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view
+    if any(check(kind) for check in is_list):
         of_entries = _restorer(kind.value_type)
         if of_entries is None:
             return None

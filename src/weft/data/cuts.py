@@ -22,7 +22,8 @@ KEPT_WHOLE = "chatml"  # a form of weft's own that writes a content as it is
 @dataclass(frozen=True)
 class Cut:
     """A part of trained turns that a chat template leaves out: in so many `turns`, first in message `message` (from 1) of row
-    `row` (from 0), where it is `example`. `template` names the tokenizer; `keep` says what would keep the part."""
+    `row` (from 0), where it is `example`. `template` names the tokenizer; `keep` says what would keep the part; `place` is that
+    of the row in its file."""
 
     part: str
     keep: str
@@ -31,12 +32,13 @@ class Cut:
     example: str
     row: int = 0
     turns: int = 1
+    place: str = ""
 
     def __str__(self) -> str:
         turns = f"{self.turns:,} trained turn{'' if self.turns == 1 else 's'}"
         return (
-            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is not learned; first in row "
-            f"{self.row + 1:,}, message {self.message}: {self.example!r}; to keep it, {self.keep}"
+            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is not learned; first in "
+            f"{self.place}, message {self.message}: {self.example!r}; to keep it, {self.keep}"
         )
 
 

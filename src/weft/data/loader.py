@@ -185,6 +185,7 @@ class SourceReader:
                 raise ConfigError(
                     f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
                 )
+            assert isinstance(dataset, StreamDataset)
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
@@ -271,8 +272,8 @@ class SourceReader:
 
 
 def type_of_rows(source: SourceSpec, usual: str) -> str:
-    """The usual type, or the one that reads Open-Assistant trees where the first row of the source is one."""
-    if usual not in OF_TREES or not source.path or source.named is not None:
+    """The usual type, or the one that reads Open-Assistant trees where the first row at the source's path is one."""
+    if usual not in OF_TREES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
     return OF_TREES[usual] if not isinstance(row, Unreadable) and is_tree(row) else usual

@@ -78,7 +78,7 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
         missing = {path for path, mark in marks.items() if mark not in shown}
         fields = [path for path in marks if path in missing and path not in _calls(marks)]
         if any(_is_lost(call, marks, missing) for call in _calls(marks)):
-            fields.append("tool_calls")
+            fields = [*(path for path in fields if not path.startswith("tool_calls[")), "tool_calls"]
         said = messages[index]["content"]
         if messages[index]["role"] != "assistant" and "content" not in missing and not holds(text, said):
             fields.append(IN_PART)
@@ -94,7 +94,7 @@ def _calls(marks: Mapping[str, str]) -> list[str]:
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
     """Return whether the name of a call is missing, or all of its arguments."""
     arguments = [path for path in marks if path.startswith(f"{call}.")]
-    return call in missing or (bool(arguments) and missing.issuperset(arguments))
+    return call in missing or (bool(arguments) and missing >= set(arguments))
 
 
 def writes(text: str, content: str) -> bool:

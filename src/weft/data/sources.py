@@ -20,6 +20,7 @@ from weft.reading import check_file, files_below, reading, reason, refuse_url
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
 ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
 SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")  # hold no rows where `datasets` saved Arrow files
+CACHED = "cache-"  # begins the names of files that `datasets` keeps beside them
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -66,7 +67,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     below = [f for f in files_below(place, path, DataError) if f.name.endswith(SUFFIXES)]
     files = sorted(f for f in below if f.exists() and not _hidden(f.relative_to(place)))
     if any(f.name.endswith(arrow.ARROW) for f in files):
-        files = [f for f in files if f.name not in SIDECARS]
+        files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
     kept = (

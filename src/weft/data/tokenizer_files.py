@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from weft.data import hub, spm
 from weft.data.chat_templates import TEMPLATES, text_of
+from weft.data.normalizer_check import check_growth
 from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
@@ -69,6 +70,7 @@ def read(
     asked = _named(path, option, own=own)
     if place.is_file():
         if place.suffix == ".json":
+            check_growth(place, asked)
             with reading(f"{asked}: is no tokenizer.json", UserError):
                 return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
@@ -93,6 +95,8 @@ def read(
         if not place.is_dir() and not trust_remote_code:
             place = hub.folder(path)
         source = str(place) if place.is_dir() else path
+        if (place / "tokenizer.json").is_file():
+            check_growth(place / "tokenizer.json", f"{asked}: {place / 'tokenizer.json'}")
         try:
             own_config = _plain_config(source)
             hf = _tried(AutoTokenizer.from_pretrained(source, config=own_config, trust_remote_code=trust_remote_code))

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Protocol
@@ -91,7 +92,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     form.check(tokenizer)
     files = find_files(source.path, source.split)
     if source.most is not None:
-        return _first_samples(Job(form, lengths, tokenizer), files, source, source.most)
+        return _with_places(_first_samples(Job(form, lengths, tokenizer), files, source, source.most), files)
     kept = _cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
@@ -102,7 +103,17 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
             f"{source.name or source.path}: no row is left: all {table.report.rows} are longer than the limits; "
             "raise dataset.max_seqlen or dataset.max_prompt_len"
         )
-    return table
+    return _with_places(table, files)
+
+
+def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
+    """The table with the places of what its report names; a table from the cache may come from files of other names."""
+    cuts = table.report.cut
+    if not cuts:
+        return table
+    read = (str(place) for file in files for place, _ in read_rows(file))
+    places = list(islice(read, max(cut.row for cut in cuts) + 1))
+    return replace(table, report=replace(table.report, cut=tuple(replace(cut, place=places[cut.row]) for cut in cuts)))
 
 
 def _refusing(tokenizer: Tokenizer, lengths: Lengths) -> Tokenizer:

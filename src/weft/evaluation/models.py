@@ -155,7 +155,8 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     from weft.models.network.parameters import values
     from weft.topology import whole
 
-    network = peft_io.load_adapted(base, adapter, "lm", torch.float32)
+    stored = hf_io.Reader(hf_io.resolve(base), "lm").dtype
+    network = peft_io.load_adapted(base, adapter, "lm", torch.promote_types(stored, torch.float32), exact=True)
     if network.config != hf_io.read_config(base)[1]:
         raise CheckpointError(
             f"{adapter} has another vocabulary than {base}, or an output matrix apart from the embedding; merge it into its "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.options import option
+from weft.redaction import is_secret
 
 TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGT]?")
@@ -20,7 +21,7 @@ def _env_problem(env: Mapping[str, str]) -> str | None:
     for name in env:
         if not VARIABLE.fullmatch(name):
             return f"{name!r} is not a valid environment variable name; write letters, digits and _, no digit first"
-        if SECRET.fullmatch(name):
+        if is_secret(name) or SECRET.fullmatch(name):
             return (
                 f"{name} looks like a secret, and options are written to config.yaml; export it in the shell instead, from "
                 "where workers have it"

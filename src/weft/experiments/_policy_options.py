@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from weft.algorithms.covariance import METHODS
 from weft.algorithms.sampler import CORRECTIONS
 from weft.data.spec import DatasetSpec
 from weft.engine.limits import MOST_PASSES
-from weft.engine.service_spec import ServedSpec
+from weft.engine.service_spec import NO_NETWORK, ServedSpec
 from weft.engine.spec import GenerationSpec, ModelSpec, OptimizerSpec
 from weft.errors import ConfigError
 from weft.experiments.common import MFCOptions, RunConfig
@@ -117,6 +118,9 @@ class PolicyOptions(SamplingOptions):
         return {name: getattr(self, name) for name in names}
 
 
+REWARD_VARIABLE = "TRITON_HOST_RM"  # host:port/model of a reward model's server that speaks gRPC
+
+
 @dataclass
 class SamplingConfig(RunConfig):
     """Options of every method that trains on completions it has sampled and rewarded."""
@@ -157,6 +161,13 @@ class SamplingConfig(RunConfig):
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the reference")
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
+
+    def missing(self) -> list[str]:
+        """Return a phrase for each option without which there is no run, the reward among them."""
+        model = self.rew.path or self.rew.url or self.rew.backend in NO_NETWORK or os.environ.get(REWARD_VARIABLE)
+        if model or self.reward is not None or self.reward_column is not None:
+            return super().missing()
+        return [*super().missing(), "reward=FUNCTION or rew.path=MODEL (what gives the reward)"]
 
 
 @dataclass

@@ -11,9 +11,9 @@ from weft.engine.service_spec import SERVICE, ServedSpec
 from weft.engine.spec import AUTO, ModelSpec
 from weft.errors import ConfigError
 from weft.experiments._assemble import check
-from weft.experiments._policy_options import SamplingConfig, SamplingOptions
+from weft.experiments._policy_options import REWARD_VARIABLE, SamplingConfig, SamplingOptions
 
-VARIABLES = {"rew": "TRITON_HOST_RM", "ref": "TRITON_HOST_REF"}  # host:port/model of a server that speaks gRPC
+VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}  # host:port/model of a server that speaks gRPC
 
 
 def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar, Protocol
 
-from weft.engine.spec import FLASH
+from weft.data.spec import DatasetSpec
+from weft.engine.service_spec import NO_NETWORK
+from weft.engine.spec import FLASH, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Control, Experiment
 from weft.experiments import _checks as checks
@@ -145,8 +147,14 @@ class RunConfig(ABC):
     generation: ClassVar[str] = ""  # the option group of sampling, such as "ppo.gen"
     spellings: ClassVar[Mapping[str, str]] = {}
 
-    experiment_name: str = option("", "first folder of the run: letters, digits, . and -")
-    trial_name: str = option("", "second folder of the run: letters, digits, . and -")
+    experiment_name: str = option(
+        "", "first folder of the run: letters, digits, . and -; on the command line the recipe or algorithm when absent"
+    )
+    trial_name: str = option(
+        "",
+        "second folder of the run: letters, digits, . and -; on the command line, when absent, the number of the newest "
+        "unfinished run of the same configuration, or the next number",
+    )
     fileroot: str = option(
         "./runs",
         "folder of all runs; this one's is fileroot/experiment_name/trial_name",
@@ -183,8 +191,12 @@ class RunConfig(ABC):
         check=checks.allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "what allocation_mode=search and --dry-run reckon with")
-    total_train_epochs: int = option(1, "passes over the training data", at_least=1)
-    max_steps: int | None = option(None, "stop after this many steps", at_least=1)
+    total_train_epochs: int = option(1, "passes over the training data, where max_steps is absent", at_least=1)
+    max_steps: int | None = option(
+        None,
+        "length of a run in steps, in place of total_train_epochs; gen ends with its prompts if these are fewer",
+        at_least=1,
+    )
     save_freq_steps: int | None = option(None, "steps between checkpoints; the last step is always saved", at_least=1)
     save_freq_epochs: int | None = option(None, "epochs between checkpoints", at_least=1)
     save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)
@@ -281,6 +293,21 @@ class RunConfig(ABC):
         """Return the experiment, under the name that ReaL has for it. A subclass overrides this method or `build`, not both."""
         return self.build()
 
+    def missing(self) -> list[str]:
+        """Return a phrase for each option without which there is no run, and which is not set."""
+        names = [
+            f"{name}=NAME (a folder's name)" for name in ("experiment_name", "trial_name") if not getattr(self, name)
+        ]
+        model = getattr(self, self.main_role, None)
+        if isinstance(model, ModelSpec) and model.path is None and model.backend not in NO_NETWORK:
+            names.append(f"{self.main_role}.path=MODEL (a Hugging Face directory, a hub name, or a run)")
+        data = getattr(self, "dataset", None)
+        if isinstance(data, DatasetSpec) and not (
+            data.train_path or data.path or data.sources or data.named or data.args
+        ):
+            names.append("dataset.path=ROWS (a JSON, JSONL or Parquet file, a directory, or a hub name)")
+        return names
+
     def control(self) -> Control:
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
@@ -316,6 +343,9 @@ def build_experiment(config: Buildable) -> Experiment:
     """
     if not isinstance(config, RunConfig):
         return config.build()
+    missing = config.missing()
+    if len(missing) > 1:  # one alone has a message of its own, where it is needed
+        raise ConfigError(f"these options are missing: {'; '.join(missing)}")
     return replace(_build(config), left_at_default=_left_at_default(config))
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
-from weft.errors import ConfigError, DataError, unknown_name
+from weft.errors import ConfigError, DataError, UserError, unknown_name
+from weft.host._results import MOST_REWARD
 from weft.host._rows import Rows, Vector
 from weft.host.base import HostContext, Stateless
 
@@ -94,7 +95,20 @@ class AdvantageFunction(Stateless):
             context.record("reward", float(np.mean(given["rewards"])))
         context.record("advantage_std", float(made.std()))
         each = np.repeat(made, rows.lengths) if self.per == "completion" else made
-        return rows.sample(advantages=np.where(rows.mask != 0.0, each, 0.0))
+        advantages = np.where(rows.mask != 0.0, each, 0.0)
+        self._check_size(advantages, rows)
+        return rows.sample(advantages=advantages)
+
+    def _check_size(self, advantages: Vector, rows: Rows) -> None:
+        """Raise `UserError` for the advantage of a trained token with which the loss would not be finite."""
+        wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
+        if len(wrong):
+            completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
+            raise UserError(
+                f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a completion of "
+                f"{rows.batch.ids[int(rows.group[completion])]}; it is a number of at most {MOST_REWARD:g} in size, or the "
+                "loss is not finite"
+            )
 
 
 @dataclass

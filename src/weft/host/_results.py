@@ -12,6 +12,9 @@ Value = (
 )  # of a completion; of its tokens; of steps by where they end
 
 
+MOST_REWARD = 1e18  # in size: the square of a larger number leaves float32, in which losses are computed
+
+
 class Refused(Exception):
     """A result, or a signature, that cannot be used: why, and which of the completions showed it."""
 
@@ -106,4 +109,9 @@ def _number(value: Any, index: int) -> float | None:
         raise Refused(f"it returned {what}", index) from None
     if not math.isfinite(number):
         raise Refused(f"it returned {number}; return a finite number, or None where the reward does not apply", index)
+    if abs(number) > MOST_REWARD:
+        raise Refused(
+            f"it returned {number:g}; a reward is at most {MOST_REWARD:g} in size, or the loss is not finite: scale it",
+            index,
+        )
     return number

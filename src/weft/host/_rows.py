@@ -12,6 +12,7 @@ from weft.algorithms.base import host_array
 from weft.algorithms.kl import kl_estimate
 from weft.data.sample import SequenceSample
 from weft.errors import DataError
+from weft.host._results import MOST_REWARD
 from weft.host.base import HostContext
 
 Vector = npt.NDArray[np.float64]
@@ -42,6 +43,18 @@ class Rows:
         if len(values) == self.batch.num_ids:
             return values[group]
         raise DataError(f"key {key!r} holds {len(values)} values; there are {len(group)} completions")
+
+    def rewards(self) -> Vector:
+        """The key "rewards" [S]. Raises `DataError` for one with which the loss would leave float32, naming its completion."""
+        values = self.sequences("rewards")
+        large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
+        if len(large):
+            at = int(large[0])
+            raise DataError(
+                f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; a reward is at most "
+                f"{MOST_REWARD:g} in size, or the loss is not finite: look at the reward model, or scale what it gives"
+            )
+        return values
 
     def either(self, key: str) -> Vector:
         """A key of one value a completion or an id [S], or else of one a token [T]."""

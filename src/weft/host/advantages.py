@@ -130,7 +130,7 @@ class GAEAdvantages:
         self, rows: Rows, mask: Vector, penalty: Vector, ended: npt.NDArray[np.bool_], context: HostContext
     ) -> Vector:
         """-penalty at every token, the rewards of single tokens, and at the last trained one the rest, shaped."""
-        raw, finished = rows.sequences("rewards"), rows.sequences("finished")
+        raw, finished = rows.rewards(), rows.sequences("finished")
         by_token = np.zeros_like(mask)
         if "token_rewards" in rows.batch.data:
             by_token = np.nan_to_num(rows.tokens("token_rewards")) * mask
@@ -225,7 +225,7 @@ class GroupAdvantages(Stateless):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        raw, finished, mask = rows.sequences("rewards"), rows.sequences("finished"), rows.mask
+        raw, finished, mask = rows.rewards(), rows.sequences("finished"), rows.mask
         context.record("reward", float(raw.mean()))
         trained = (mask != 0.0).astype(np.float64)
         if self.mask_truncated:

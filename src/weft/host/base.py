@@ -68,6 +68,13 @@ class KeepsAll(HostCallable, Protocol):
     keeps_all: Literal[True]
 
 
+@runtime_checkable
+class HasNotes(HostCallable, Protocol):
+    """A host function with lines for people at the start of a run."""
+
+    notes: Sequence[str]
+
+
 class Stateless:
     """For host functions whose result depends on the batch alone: nothing to save."""
 

@@ -17,10 +17,11 @@ from weft.algorithms.base import host_array
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError, RunError, UserError
 from weft.host._pool import Pool, Reply
-from weft.host._results import Value
+from weft.host._results import MOST_REWARD, Value
 from weft.host._routes import Route, Routes
 from weft.host._texts import Texts
 from weft.host.base import HostContext, Stateless
+from weft.host.verifiers._sandbox import described, protections
 from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
@@ -28,6 +29,7 @@ MOST_WORKERS = 8
 CALLS_PER_WORKER = 4  # a hung call then loses a small part of the batch
 KEPT = 1  # batches that a head start outlives, for ids that come later than others
 SHOWN = 5  # ids in a message
+CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
 @register_function("reward")
@@ -84,6 +86,9 @@ class RewardFunction(Stateless):
             raise ConfigError(f"reward: keep_parts has one column a part, and column={self.column!r} lets rows differ")
         self.pool = Pool(self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
         self.pool.start()
+        self.notes: Sequence[str] = ()
+        if any(target.module == CODE for target in self.routes.targets):
+            self.notes = described(protections())
         self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
         self._batches = 0  # that were computed
 
@@ -113,6 +118,7 @@ class RewardFunction(Stateless):
         rewards = self._with_scores(sums, batch, context)
         if self.on_timeout is not None:
             context.record("timeouts", sums.timeouts)
+        self._check_size(rewards, texts)
         record_rewards(rewards, texts.group, context)
         return self._sample(rewards, sums, batch)
 
@@ -125,6 +131,16 @@ class RewardFunction(Stateless):
         if self.by_token:
             made = made.update(batch.like("completion", token_rewards=sums.by_token.astype(np.float32)))
         return made
+
+    def _check_size(self, rewards: Vector, texts: Texts) -> None:
+        """Raise `UserError` for a sum of parts that is too large, though none of them is. Scores that are not finite are the
+        reward model's: training names them."""
+        large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
+        if len(large):
+            raise UserError(
+                f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the weights of "
+                f"{', '.join(self.routes.labels)}; it is at most {MOST_REWARD:g} in size, or the loss is not finite: lower them"
+            )
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
         """All completions, those of consecutive prompts together that the same functions reward, `chunk_size` prompts at a

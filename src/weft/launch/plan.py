@@ -113,7 +113,10 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
     epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
     yield "epoch", ", ".join([*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})])
     limit = experiment.control.max_steps
-    told = many(experiment.control.total_train_epochs, "epoch") if limit != horizon.steps else f"max_steps={limit}"
+    epochs = experiment.control.total_train_epochs
+    told = many(epochs, "epoch") if limit != horizon.steps else f"max_steps={limit}"
+    if limit == horizon.steps and epochs > 1:
+        told += f", which goes before total_train_epochs={epochs}"
     trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
     yield "run", ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)])
 

@@ -20,6 +20,7 @@ from weft.launch.recover import Driven
 from weft.observe.configuration import flat, left_open
 from weft.observe.sinks import check_sinks
 from weft.options import to_mapping
+from weft.redaction import MASK, masked_options
 from weft.registry import import_user_code
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
     experiment = built(config)
     mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
     check_mode(mode)
+    check_no_masks(experiment)
     os.environ.update(experiment.control.env)
     import_user_code(experiment.control.imports)
     experiment.check()
@@ -149,6 +151,16 @@ def check_devices(experiment: Experiment) -> None:
         raise ConfigError(
             f"the layouts take {count} devices, and n_nodes={control.n_nodes} x n_gpus_per_node={control.n_gpus_per_node} are "
             f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or leave n_gpus_per_node out"
+        )
+
+
+def check_no_masks(experiment: Experiment) -> None:
+    """Raises `ConfigError` for a configuration that was read back from where its secrets are not stored."""
+    hidden = list(masked_options(experiment.config))
+    if hidden:
+        raise ConfigError(
+            f"{', '.join(hidden)}: the value is {MASK}, which stands for a secret that was not stored; give it again, best "
+            "by an environment variable: write ${oc.env:NAME} as the value and export NAME"
         )
 
 

@@ -25,6 +25,7 @@ from weft.experiments.common import Buildable
 from weft.launch.run import built, dry_run, with_files, without_weights
 from weft.observe.lenient import read_json
 from weft.options import read, validate
+from weft.redaction import masked_words
 from weft.registry import import_user_code
 from weft.writing import write
 
@@ -63,6 +64,12 @@ def start(
     from weft.runtime.directory import RunDirectory, admit
 
     experiment = _experiment(config)
+    shown = masked_words(command)
+    if shown != list(command):
+        raise ConfigError(
+            f"mode=slurm: the command is written into the job's script, and holds a secret: {shlex.join(shown)}; write "
+            "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
+        )
     directory = RunDirectory.of(experiment.control)
     request = request_of(experiment, command, directory.path, asked)
     _check_networks(experiment)

@@ -22,6 +22,7 @@ from weft.observe.run_list import RECORD, diagnose
 from weft.observe.run_record import RunRecord
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
+from weft.redaction import redacted
 
 METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
 
@@ -147,7 +148,8 @@ class Observer:
         self.timeline.add(name, track, began, seconds, **args)
 
     def note(self, line: str) -> None:
-        """A line for people: into log.txt and onto the terminal."""
+        """A line for people, redacted: into log.txt and onto the terminal."""
+        line = redacted(line)
         self._log(line)
         self._view.note(line)
 
@@ -191,7 +193,7 @@ class Observer:
 
     def _log(self, line: str) -> None:
         with self._told(LOG):
-            append(self.directory, line)
+            append(self.directory, redacted(line))
 
     @contextmanager
     def _told(self, file: str) -> Iterator[None]:

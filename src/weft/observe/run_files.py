@@ -15,10 +15,10 @@ from weft.observe.diagnosis import Diagnosis, judge
 from weft.observe.filmstrip import FILE as FILMSTRIP
 from weft.observe.jsonl import read_rows
 from weft.observe.lenient import cleaned, read_config, read_json
-from weft.observe.masking import masked
 from weft.observe.metrics import LARGEST
 from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
+from weft.redaction import masked, redacted
 
 CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
 HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
@@ -67,12 +67,12 @@ class RunFiles:
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
-            config=masked_config(directory / CONFIG),
-            log=(_text(directory / LOG) or "").splitlines()[-LOG_LINES:],
+            config=read_options(directory / CONFIG),
+            log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
             traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
-            record=read_json(directory / RECORD),
+            record=masked(read_json(directory / RECORD)),
             answers=list(read_rows(directory / FILMSTRIP)),
         )
 
@@ -132,7 +132,7 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def masked_config(path: Path) -> dict[str, Any]:
+def read_options(path: Path) -> dict[str, Any]:
     """The options of a run with secrets masked; empty where they cannot be read."""
     try:
         return dict(masked(read_config(path)))

@@ -17,7 +17,7 @@ from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
 from weft.observe.jsonl import read_row
 from weft.observe.lenient import cleaned, read_json
 from weft.observe.metrics import EVAL, finite, is_step, leading
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet, masked_config
+from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet, read_options
 from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
@@ -127,7 +127,7 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None) -> Diagnosis | None:
     """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read already."""
     metrics = end_lines(run / METRICS) if lines is None else lines
-    return judge(metrics, algorithm, cache(lambda: masked_config(run / CONFIG)), end_lines(run / SAMPLES))
+    return judge(metrics, algorithm, cache(lambda: read_options(run / CONFIG)), end_lines(run / SAMPLES))
 
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -179,7 +179,7 @@ def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> lis
                 rows += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    read = map(read_row, rows)
+    read = map(read_row, rows)  # None: torn, or the rest of a line that begins before its part
     return [cleaned(line) for line in read if line is not None]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from weft.errors import DataError
-from weft.protocol.tensors import DATATYPES, Tensor, datatype_of, from_bytes, known
+from weft.protocol.tensors import DATATYPES, PART, Tensor, datatype_of, from_bytes, known
 
 SERVICE = "inference.GRPCInferenceService"
 CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
@@ -125,8 +125,9 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
             raw = raws[index]
         else:
             values = getattr(tensor.contents, CONTENTS[datatype]) if datatype in CONTENTS else ()
+            parts = (values[at : at + PART] for at in range(0, len(values), PART))
             try:
-                raw = np.array(list(values), DATATYPES[datatype]).tobytes()
+                raw = b"".join(np.array(part, DATATYPES[datatype]).tobytes() for part in parts)
             except OverflowError:
                 raise DataError(f"tensor {tensor.name!r}: a number is out of range for {datatype}") from None
         made[tensor.name] = from_bytes(tensor.name, datatype, shape, raw)

@@ -18,6 +18,7 @@ from weft.errors import DataError
 
 Tensor = npt.NDArray[Any]
 
+PART = 8192  # numbers that are written at a time
 LENGTH_HEADER = "Inference-Header-Content-Length"  # bytes of JSON in front of the tensors' bytes
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"), "INT8": np.dtype("<i1"), "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"),
@@ -35,26 +36,47 @@ def pack(
     header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
 ) -> tuple[bytes, int | None]:
     """(body, bytes of JSON in it; None where all of it is JSON): `header` with the tensors as its list `key`."""
-    entries, raws = [], []
+    entries, raws = list[str](), list[bytes]()
     for name, tensor in tensors.items():
         dtype = DATATYPES[datatype_of(tensor)]
         entry: dict[str, Any] = {"name": name, "datatype": datatype_of(tensor), "shape": list(tensor.shape)}
         if name in binary:
             raws.append(np.ascontiguousarray(tensor, dtype).tobytes())
-            entry["parameters"] = {"binary_data_size": len(raws[-1])}
+            entries.append(json.dumps(entry | {"parameters": {"binary_data_size": len(raws[-1])}}))
         else:
-            entry["data"] = tensor.ravel().tolist()
-        entries.append(entry)
-    text = json.dumps({**header, key: entries}).encode()
+            entries.append(_extended(entry, "data", f"[{_numbers(tensor.ravel())}]"))
+    text = _extended(header, key, f"[{', '.join(entries)}]").encode()
     return b"".join([text, *raws]), len(text) if raws else None
+
+
+def _extended(values: Mapping[str, Any], key: str, text: str) -> str:
+    """A JSON object with one entry more, whose value is JSON already."""
+    return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
+
+
+def _numbers(tensor: Tensor) -> str:
+    """Numbers as JSON without the brackets, made in parts: other threads get their turn between them."""
+    parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
+    return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
+
+
+def header_size(body: bytes, header_length: int | None) -> int:
+    """Bytes of the JSON at the body's beginning. Raises `DataError`."""
+    size = len(body) if header_length is None else header_length
+    if not 0 <= size <= len(body):
+        raise DataError(f"{LENGTH_HEADER}={size}: the body has {len(body)} bytes")
+    return size
 
 
 def unpack(body: bytes, header_length: int | None, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(the JSON, its tensors of the list `key`). Raises `DataError` for what is no such body."""
-    size = len(body) if header_length is None else header_length
-    if not 0 <= size <= len(body):
-        raise DataError(f"{LENGTH_HEADER}={size}: the body has {len(body)} bytes")
+    size = header_size(body, header_length)
     header = read_object(body[:size])
+    return header, tensors_of(body, size, header, key)
+
+
+def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> dict[str, Tensor]:
+    """The tensors of the list `key` of `header`, which the first `size` bytes of the body are, in JSON. Raises `DataError`."""
     entries = header.get(key)
     if not isinstance(entries, list):
         raise DataError(f"{key} must be a list of tensors")
@@ -72,7 +94,7 @@ def unpack(body: bytes, header_length: int | None, key: str) -> tuple[dict[str, 
             at += count
     if at != len(body):
         raise DataError(f"the body has {len(body) - at} bytes more than its tensors")
-    return header, tensors
+    return tensors
 
 
 def read_object(text: bytes) -> dict[str, Any]:
@@ -132,7 +154,7 @@ def _parameter(entry: Mapping[str, Any], name: str) -> int | None:
 
 def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
     """A tensor of nested or flat lists of numbers."""
-    if not isinstance(data, list):
+    if not isinstance(data, (list, np.ndarray)):
         raise DataError(f"tensor {name!r} has neither data nor binary_data_size")
     kind = DATATYPES[datatype].kind
     try:

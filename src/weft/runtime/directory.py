@@ -19,6 +19,7 @@ from weft.errors import ConfigError
 from weft.experiment import Control
 from weft.observe.lenient import read_json
 from weft.reading import make_folder, read_text, reading, refuse_url
+from weft.redaction import masked
 from weft.runtime import disk
 from weft.writing import opened
 
@@ -131,7 +132,7 @@ def admit(
         raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
     if control.resume_from is not None:
         return True
-    changed = differences(directory.read_config(), as_plain(config), unset=left_at_default)
+    changed = differences(masked(directory.read_config()), masked(as_plain(config)), unset=left_at_default)
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(

@@ -15,7 +15,7 @@ from weft.errors import RunError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef
 from weft.graph.ready import Firing
-from weft.host.base import HostCallable, HostContext, KeepsAll, SupportsPrefetch, make_host_function
+from weft.host.base import HasNotes, HostCallable, HostContext, KeepsAll, SupportsPrefetch, make_host_function
 from weft.runtime import background, events
 from weft.runtime.edges import on_edges, read_inputs
 from weft.runtime.events import Announced, Task
@@ -68,6 +68,11 @@ class HostFunctions:
             return Outcome(firing, meta, context.metrics, started, seconds, kept)
 
         threading.Thread(target=events.run, args=(task, work, self._group.events), name=what, daemon=True).start()
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people at the start of the run."""
+        return [line for function in self.by_node.values() if isinstance(function, HasNotes) for line in function.notes]
 
     def may_drop(self, node: HostFunction) -> bool:
         """Whether it may be a filter."""

@@ -73,11 +73,13 @@ class Master:
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
         self._experiment, self._graph, self._group = experiment, experiment.graph, group
-        self._loader = Prefetched(loader, experiment.control.total_train_epochs)
+        self._loader = Prefetched(loader, experiment.most_epochs)
         self.listener: Listener | None = None
         self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
         self._buffer, self._books, self._metas = Buffer(), Books(), TensorStore()
         self.position = Position()
+        self._step_of_epoch = 0  # made when the epoch under way began
+        self._barren_epochs = 0  # one after the other that made no step: filters left no row, and no epoch will
         self._lanes = {call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()}
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._runs_ahead = runs_ahead(self._graph)
@@ -87,6 +89,11 @@ class Master:
         ] = []  # of host functions that may drop ids: what they keep is not yet taken into account
         self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
         self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines for people at the start of the run."""
+        return self._runner.functions.notes
 
     def step(self) -> StepResult | None:
         """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
@@ -240,7 +247,9 @@ class Master:
             self._ahead = set()
             self._finish()  # the next epoch has the same ids
             self._turn_epoch()
-        if self.position.epochs_done >= self._experiment.control.total_train_epochs:
+            self._barren_epochs = 0 if self.position.step > self._step_of_epoch else self._barren_epochs + 1
+            self._step_of_epoch = self.position.step
+        if self.position.epochs_done >= self._experiment.most_epochs or self._barren_epochs > 1:
             return False
         self._take_in_rows()
         return True
@@ -304,6 +313,7 @@ class Master:
         state = read_state(directory / MASTER)
         self._group.restore(directory / WORKERS)
         self.position = Position(**state["position"])
+        self._step_of_epoch, self._barren_epochs = -1, 0  # of the epoch's steps some may be made already
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._buffer.load_state_dict(state["buffer"])
         self._books.load_state_dict(state.get("books", ()))  # older points have nothing in flight

@@ -12,10 +12,10 @@ from weft.runtime import background
 
 
 class Prefetched:
-    """`loader`, one batch ahead, up to the end of the last of `epochs`. An error of the loader is raised by the call that asks
-    for the batch. While a batch is being made nobody else may use the loader."""
+    """`loader`, one batch ahead, up to the end of the last of `epochs` (infinite: there is none). An error of the loader is
+    raised by the call that asks for the batch. While a batch is being made nobody else may use the loader."""
 
-    def __init__(self, loader: Loader, epochs: int) -> None:
+    def __init__(self, loader: Loader, epochs: float) -> None:
         self._loader, self._epochs = loader, epochs
         self._ahead: Future[SequenceSample] | None = None
         self._look()

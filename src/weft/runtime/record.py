@@ -14,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft import __version__
-from weft.observe.masking import masked_words
 from weft.observe.run_list import RECORD
 from weft.observe.run_record import RunRecord, Start
+from weft.redaction import masked_words
 from weft.runtime import disk
 
 LIBRARIES = ("torch", "transformers")

@@ -16,8 +16,8 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class Horizon:
-    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's length; filters that drop ids
-    can only make it shorter."""
+    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's length: `max_steps` of one that
+    trains, however many epochs that takes, else `total_train_epochs`. Filters that drop ids can only make it shorter."""
 
     num_ids: int
     firings: Mapping[str, int]
@@ -35,7 +35,7 @@ class Horizon:
         by_batch = experiment.node(experiment.steps_follow).batch_size == 0
         steps = loader.num_batches(epochs) if by_batch else per_epoch * epochs
         if control.max_steps is not None:
-            steps = min(steps, control.max_steps)
+            steps = control.max_steps if steps and math.isinf(experiment.most_epochs) else min(steps, control.max_steps)
         if steps < 1:
             raise ConfigError(
                 f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, max_steps={control.max_steps}; "

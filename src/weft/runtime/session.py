@@ -17,6 +17,7 @@ from weft.observe.plan import Plan
 from weft.observe.progress import Show
 from weft.observe.run_files import HARDWARE, PROFILE
 from weft.observe.sinks import RunInfo
+from weft.redaction import masked
 from weft.runtime import disk
 from weft.runtime.checkpoints import Checkpoints
 from weft.runtime.directory import RunDirectory, Status
@@ -200,7 +201,7 @@ class Session:
             observer.log_plan(self.plan)
             if not parts.plan_shown:
                 self._show.plan(self.plan, observer.view)
-        for note in self._notes:
+        for note in [*self._notes, *self._master.notes]:
             observer.note(note)
 
     # -- the run
@@ -248,7 +249,7 @@ class Session:
         position, control = self._master.position, self._control
         if control.max_steps is not None and position.step >= control.max_steps:
             return True
-        return position.epochs_done >= control.total_train_epochs
+        return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _between(self, result: StepResult) -> None:
         """After a step: measure, write the line, save, write a recovery point. A signal ends the run here."""
@@ -335,8 +336,9 @@ def resumable(control: Control, point: int, step: int | None = None) -> str:
 
 
 def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
-    """What a run's directory holds from the beginning; the configuration. `anew`: a process begins to work on the run."""
-    directory, config = parts.directory, parts.experiment.resolved()
+    """Write what a run's directory holds from the beginning, and return the configuration, without its secrets. `anew`: a
+    process begins to work on the run."""
+    directory, config = parts.directory, masked(parts.experiment.resolved())
     directory.write_config(config)
     directory.set_status("running", step)
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))

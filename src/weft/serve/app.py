@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import DataError, UserError
-from weft.protocol.tensors import read_object
 from weft.serve.asgi import Exchange, Gone, Message, Refused
+from weft.serve.front import Front, decompressed
 from weft.serve.inference_api import MODEL, Inference
+from weft.serve.limits import Limits
 from weft.serve.metrics import Metrics
 from weft.serve.openai_api import Completions
 from weft.serve.served import Served
@@ -26,18 +27,6 @@ OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the server takes of one request, and of all of them."""
-
-    body_bytes: int = 16 * 2**20
-    body_seconds: float = 30.0
-    seconds: float = 600.0  # from a request's arrival to the end of its answer
-    most_prompt: int = 16384
-    most_new: int = 1024
-    most_load: int = 1024  # completions and rows, waiting and under way, of one model
-
-
-@dataclass(frozen=True)
 class App:
     """An ASGI application. `token` is what a request must carry as `Authorization: Bearer`; None lets everybody in."""
 
@@ -46,6 +35,7 @@ class App:
     token: str | None
     metrics: Metrics
     started: int
+    front: Front
 
     @property
     def policy(self) -> Served | None:
@@ -53,7 +43,7 @@ class App:
 
     @property
     def inference(self) -> Inference:
-        return Inference(self.models, self.metrics, self.limits.most_load)
+        return Inference(self.models, self.metrics, self.limits.most_load, self.front)
 
     async def __call__(
         self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
@@ -102,8 +92,7 @@ class App:
         raise Refused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
     async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
-        limits = self.limits
-        body = read_object(await exchange.body(limits.body_bytes, limits.body_seconds))
+        body = await self.front.read(await self._body(exchange))
         name, policy = body.get("model"), self.policy
         if not isinstance(name, str):
             raise Refused(400, "model is missing, or no text", param="model")
@@ -114,8 +103,14 @@ class App:
             )
             what = "writes no text" if name in self.models else "unknown model"
             raise Refused(404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found")
-        completions = Completions(policy, self.metrics, limits.most_prompt, limits.most_new, limits.most_load)
-        await completions.answer(exchange, body, chat=chat)
+        await Completions(policy, self.metrics, self.limits, self.front).answer(exchange, body, chat=chat)
+
+    async def _body(self, exchange: Exchange) -> bytes:
+        """The request's body, decompressed."""
+        limit = self.limits.body_bytes
+        body = await exchange.body(limit, self.limits.body_seconds)
+        encoding = exchange.headers.get("content-encoding", "").strip().lower()
+        return await self.front.run(decompressed, body, encoding, limit) if encoding else body
 
     async def _model(self, exchange: Exchange, name: str, version: str | None, rest: str | None) -> None:
         served = self.inference.model(name, version)
@@ -125,8 +120,7 @@ class App:
         elif rest == "/ready":
             await exchange.reply(200 if served.worker.alive else 503, b"")
         elif rest == "/infer":
-            body = await exchange.body(self.limits.body_bytes, self.limits.body_seconds)
-            await self.inference.answer(exchange, body, served)
+            await self.inference.answer(exchange, await self._body(exchange), served)
         else:
             raise Refused(404, "a model's configuration is Triton's own; this server has /v2/models/NAME")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,6 +13,8 @@ from typing import Any, TypeVar
 Message = dict[str, Any]
 T = TypeVar("T")
 
+WORTH_COMPRESSING = 4096  # bytes
+ENCODINGS = ("gzip", "deflate")
 DRAIN = 4  # times the limit that is read of a body too large, so that its sender can read the answer
 
 
@@ -87,8 +91,22 @@ class Exchange:
     async def reply(
         self, status: int, body: bytes, kind: str = "application/json", headers: Mapping[str, str] | None = None
     ) -> None:
-        await self._start(status, {"content-type": kind, "content-length": str(len(body)), **(headers or {})})
+        """The whole reply, compressed where the client takes that and it is worth the time."""
+        more = dict(headers or {})
+        encoding = self._encoding() if len(body) >= WORTH_COMPRESSING else None
+        if encoding is not None:
+            body = await asyncio.to_thread(compressed, body, encoding)
+            more |= {"content-encoding": encoding, "vary": "accept-encoding"}
+        await self._start(status, {"content-type": kind, "content-length": str(len(body)), **more})
         await self.send({"type": "http.response.body", "body": body})
+
+    def _encoding(self) -> str | None:
+        """The first of our encodings that the client takes."""
+        taken = {}
+        for entry in self.headers.get("accept-encoding", "").lower().split(","):
+            name, _, weight = entry.partition(";")
+            taken[name.strip()] = weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+        return next((name for name in ENCODINGS if taken.get(name, False)), None)
 
     async def reply_json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.reply(status, json.dumps(value).encode(), headers=headers)
@@ -107,3 +125,7 @@ class Exchange:
         self.status = status
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self.send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def compressed(body: bytes, encoding: str) -> bytes:
+    return gzip.compress(body, 1, mtime=0) if encoding == "gzip" else zlib.compress(body, 1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -21,7 +22,8 @@ from weft.serve.served import VERSION
 
 log = logging.getLogger(__name__)
 
-THREADS = 64  # requests at a time; others wait
+THREADS = 64  # calls at a time
+SPARE = 8  # of them that inference does not take, so that health and metadata are answered
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -35,6 +37,7 @@ class Calls:
 
     app: App
     loop: asyncio.AbstractEventLoop
+    inferring: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(THREADS - SPARE))
 
     def answer(self, name: str, request: Any, context: Any) -> Any:
         """One call. Ends it with a status where it cannot be answered."""
@@ -81,6 +84,14 @@ class Calls:
         )
 
     def _ModelInfer(self, request: Any, context: Any) -> Any:
+        if not self.inferring.acquire(blocking=False):
+            raise Refused(429, "the server has as many requests as it takes; ask again later")
+        try:
+            return self._infer(request, context)
+        finally:
+            self.inferring.release()
+
+    def _infer(self, request: Any, context: Any) -> Any:
         served = self.app.inference.model(request.model_name, request.model_version)
         inputs = messages.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:

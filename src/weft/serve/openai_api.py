@@ -11,10 +11,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from weft.data.messages import normalise
+from weft.data.template_check import TookTooLong, within
 from weft.engine.base import TokenEvent
 from weft.errors import UserError
 from weft.serve.asgi import Exchange, Refused
+from weft.serve.front import Front
+from weft.serve.limits import Limits
 from weft.serve.metrics import Metrics
 from weft.serve.openai_fields import Asked, read_asked
 from weft.serve.served import Served
@@ -22,70 +27,97 @@ from weft.serve.text import GrowingText, Said
 from weft.serve.worker import Job
 
 MOST_PROMPTS = 128
+TEMPLATE_SECONDS = 2.0  # for a conversation; what a template has made in longer takes too long to clear away
+PAUSE = 16  # tokens that one request reads in a row
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Both endpoints. `most_prompt` and `most_new` are the most tokens of a prompt and of a completion."""
+    """Both endpoints."""
 
     policy: Served
     metrics: Metrics
-    most_prompt: int
-    most_new: int
-    most_load: int
+    limits: Limits
+    front: Front
 
     async def answer(self, exchange: Exchange, body: Mapping[str, Any], *, chat: bool) -> None:
         """Answer a request. Raises `Refused`."""
-        asked = read_asked(body, self.most_new, self._stop_ids, chat=chat)
-        prompts = [self._chat_prompt(body.get("messages"))] if chat else self._prompts(body.get("prompt"))
+        asked = read_asked(body, self.limits.most_new, self._stop_ids, chat=chat)
+        if chat:
+            prompts = [await self.front.run(self._chat_prompt, body.get("messages"))]
+        else:
+            prompts = await self.front.run(self._prompts, body.get("prompt"))
         limits = [self.limit(prompt, asked) for prompt in prompts]
-        if self.policy.worker.load + asked.count * len(prompts) > self.most_load:
+        if self.policy.worker.load + asked.count * len(prompts) > self.limits.most_load:
             raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
         form = Form.of(self.policy.name, chat)
         run = Run(self, asked, prompts, limits, form)
         if asked.stream:
             await exchange.unless_gone(run.stream(exchange))
         else:
-            await exchange.reply_json(await exchange.unless_gone(run.whole()))
+            await exchange.reply(200, await exchange.unless_gone(run.whole()))
 
     @property
     def _stop_ids(self) -> Sequence[int]:
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     def _chat_prompt(self, messages: Any) -> list[int]:
-        tokenizer = self.policy.tokenizer
+        tokenizer = self.front.tokenizer(self.policy.tokenizer)
         if messages is None:
             raise Refused(400, "messages is missing", param="messages")
         if tokenizer.chat_template is None:
             raise Refused(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
+        self._check_bytes(num_bytes(messages), "messages")
+        began = time.monotonic()
         try:
-            return tokenizer.encode_chat(normalise(messages), add_generation_prompt=True)
-        except UserError as error:
-            raise Refused(400, str(error), param="messages") from None
+            tokenizer.check_template()
+            with within(TEMPLATE_SECONDS):
+                text = tokenizer.render(normalise(messages), add_generation_prompt=True)
+            self._check_bytes(num_bytes(text), "messages")  # a template may repeat them
+            return tokenizer.encode(text, bos=tokenizer.chat_bos)
+        except (UserError, TookTooLong) as error:
+            late = time.monotonic() - began > TEMPLATE_SECONDS
+            said = (
+                f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages" if late else str(error)
+            )
+            raise Refused(400, said, param="messages") from None
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        """A text, token ids, or a list of either."""
-        if isinstance(prompt, str):
-            return [self.policy.tokenizer.encode(prompt)]
-        if isinstance(prompt, list) and prompt:
-            if all(type(each) is int for each in prompt):
-                return [prompt]
+        """A text, token ids, or a list of either; ids may be an array."""
+        self._check_bytes(num_bytes(prompt), "prompt")
+        if isinstance(prompt, str) or is_ids(prompt):
+            return [self._prompt(prompt)]
+        if isinstance(prompt, list) and prompt and len(prompt) <= MOST_PROMPTS:
             texts = all(isinstance(each, str) for each in prompt)
-            ids = all(isinstance(each, list) and each and all(type(id) is int for id in each) for each in prompt)
-            if (texts or ids) and len(prompt) <= MOST_PROMPTS:
-                return [self.policy.tokenizer.encode(each) if texts else each for each in prompt]
+            if texts or all(is_ids(each) for each in prompt):
+                return [self._prompt(each) for each in prompt]
         raise Refused(
             400, f"prompt must be a text, token ids, or a list of up to {MOST_PROMPTS} of either", param="prompt"
         )
+
+    def _prompt(self, prompt: Any) -> list[int]:
+        """The ids of a text, or those that are given."""
+        if isinstance(prompt, str):
+            return self.front.tokenizer(self.policy.tokenizer).encode(prompt)
+        self._check_length(len(prompt))
+        return [int(id) for id in prompt]
+
+    def _check_bytes(self, size: int, param: str) -> None:
+        if size > (most := self.limits.prompt_bytes):
+            said = f"the request's text has {size} bytes and may have {most}, the server's --max-prompt-kb"
+            raise Refused(400, said, param=param, code="context_length_exceeded")
+
+    def _check_length(self, length: int) -> None:
+        if length > self.limits.most_prompt:
+            said = f"the prompt has {length} tokens and may have {self.limits.most_prompt}"
+            raise Refused(400, said, code="context_length_exceeded")
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
         """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
             said = f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
             raise Refused(400, said, param="prompt")
-        if len(prompt) > self.most_prompt:
-            said = f"the prompt has {len(prompt)} tokens and may have {self.most_prompt}"
-            raise Refused(400, said, code="context_length_exceeded")
+        self._check_length(len(prompt))
         context = self.policy.context
         room = asked.max_new_tokens if context is None else context - len(prompt)
         if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):
@@ -94,6 +126,21 @@ class Completions:
             )
             raise Refused(400, said, code="context_length_exceeded")
         return min(room, asked.max_new_tokens)
+
+
+def is_ids(value: Any) -> bool:
+    """Return whether this is a list of token ids, which a large request has as an array."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind == "i"
+    return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
+
+
+def num_bytes(value: Any) -> int:
+    """Bytes of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return sum(map(num_bytes, parts))
 
 
 @dataclass(frozen=True)
@@ -130,25 +177,32 @@ class Form:
         if said is None:
             return None
         if self.chat:
-            content = [{**_token(s.text, s.logprob), "top_logprobs": [_token(*other) for other in s.top]} for s in said]
+            content = [
+                {**_token(s.piece, s.logprob), "top_logprobs": [_token(*other) for other in s.top]} for s in said
+            ]
             return {"content": content, "refusal": None}
         return {
-            "tokens": [s.text for s in said],
+            "tokens": [_text(s.piece) for s in said],
             "token_logprobs": [s.logprob for s in said],
             "top_logprobs": [_by_text(s) for s in said] if any(s.top for s in said) else None,
             "text_offset": [s.offset for s in said],
         }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def _token(piece: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _text(piece), "logprob": logprob, "bytes": list(piece)}
+
+
+def _text(piece: bytes) -> str:
+    """A token's text; a part of a character shows as U+FFFD, and is whole in `bytes` alone."""
+    return piece.decode(errors="replace")
 
 
 def _by_text(said: Said) -> dict[str, float]:
     """The likeliest tokens, and the one that was taken; of tokens with equal texts the likeliest."""
     found: dict[str, float] = {}
-    for text, logprob in (*said.top, (said.text, said.logprob)):
-        found.setdefault(text, logprob)
+    for piece, logprob in (*said.top, (said.piece, said.logprob)):
+        found.setdefault(_text(piece), logprob)
     return found
 
 
@@ -162,17 +216,23 @@ class Run:
     limits: Sequence[int]  # tokens of a completion of each
     form: Form
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece."""
+    async def whole(self) -> bytes:
+        """The answer in one piece, as JSON."""
         texts = self._texts()
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 texts[index].feed(event)
-        choices = [
-            self.form.choice(index, text.text, text.finish, text.take() if self.asked.logprobs is not None else None)
+        return await self.of.front.run(self._written, texts)
+
+    def _written(self, texts: Sequence[GrowingText]) -> bytes:
+        """The whole answer, choice by choice: other threads get their turn between them."""
+        wanted = self.asked.logprobs is not None
+        choices = (
+            json.dumps(self.form.choice(index, text.text, text.finish, text.take() if wanted else None))
             for index, text in enumerate(texts)
-        ]
-        return {**self.form.head(chunk=False), "choices": choices, "usage": self._usage(texts)}
+        )
+        rest = json.dumps({**self.form.head(chunk=False), "usage": self._usage(texts)})
+        return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     async def stream(self, exchange: Exchange) -> None:
         """The answer as server-sent events."""
@@ -218,6 +278,8 @@ class Run:
                 if isinstance(event, Exception):
                     raise event
                 made += 1
+                if made % PAUSE == 0:
+                    await asyncio.sleep(0)  # a queue that is never empty lets nobody else run
                 left[event.id] -= event.finish is not None
                 yield places[event.id] * n + event.k, event
         finally:
@@ -233,9 +295,9 @@ class Run:
         return Job(id, prompt, asked.count, self.limits[index], asked.sampling, tell, named)
 
     def _texts(self) -> list[GrowingText]:
-        tokenizer = self.of.policy.tokenizer
+        tokenizer, pieces = self.of.policy.tokenizer, self.of.policy.pieces
         return [
-            GrowingText(tokenizer, [] if self.form.chat else prompt, self.asked.stops)
+            GrowingText(tokenizer, [] if self.form.chat else prompt, self.asked.stops, pieces)
             for prompt in self.prompts
             for _ in range(self.asked.count)
         ]

@@ -6,15 +6,18 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.data.pieces import Pieces
 from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.protocol.tensors import Tensor
+from weft.serve.front import Front
 from weft.serve.worker import Rows, Worker
 
 PLATFORM = "weft"
@@ -34,6 +37,11 @@ class Served:
     output: str
     context: int | None = None  # most tokens of a sequence, where the model says
     spec: GenerationSpec | None = None  # how a policy samples where a request does not say; None: it does not sample
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The tokenizer's tokens as bytes."""
+        return Pieces(self.tokenizer)
 
     def metadata(self) -> dict[str, Any]:
         """What the inference protocol says of a model."""
@@ -59,17 +67,19 @@ class Served:
                 f"input {IDS!r} has the shape {list(ids.shape)} and must have [rows, tokens], neither of them 0"
             )
         begins, ends = _spans(inputs.get(MASK), ids.shape)
-        tokens = [row[begin:end].tolist() for row, begin, end in zip(ids, begins, ends, strict=True)]
+        tokens = [row[begin:end] for row, begin, end in zip(ids, begins, ends, strict=True)]
         self._check(tokens)
         return Rows(tokens, self._starts(inputs.get(STARTS), tokens)), begins
 
-    async def infer(self, inputs: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Tensor]:
+    async def infer(
+        self, inputs: Mapping[str, Tensor], parameters: Mapping[str, Any], front: Front
+    ) -> dict[str, Tensor]:
         """The model's output for token ids `input_ids` [B, T], of which those count where `attention_mask` is 1.
 
         `rewards` [B, 1], or `logprobs` [B, T] of each token after those before it, at the parameter `temperature`: 0 on the
         first `prompt_length` [B, 1] tokens of a row (1 where it is absent) and on padding. Raises `DataError`.
         """
-        rows, begins = self.rows(inputs)
+        rows, begins = await front.run(self.rows, inputs)
         temperature = _temperature(parameters, self.output)
         if self.output == REWARDS:
             scores = await self._score(rows, "scores", 1.0)
@@ -86,15 +96,15 @@ class Served:
     async def _score(self, rows: Rows, want: Any, temperature: float) -> list[npt.NDArray[np.float32]]:
         return await asyncio.wrap_future(self.worker.score(rows, want, temperature))
 
-    def _check(self, tokens: Sequence[Sequence[int]]) -> None:
+    def _check(self, tokens: Sequence[npt.NDArray[np.int64]]) -> None:
         most = min(self.worker.max_tokens, self.context or self.worker.max_tokens)
         for index, row in enumerate(tokens):
             if not 0 < len(row) <= most:
                 raise DataError(f"row {index} has {len(row)} tokens and may have 1 to {most}")
-            if min(row) < 0 or max(row) >= self.known:
+            if row.min() < 0 or row.max() >= self.known:
                 raise DataError(f"row {index} has a token id that is none of the model's, 0 to {self.known - 1}")
 
-    def _starts(self, given: Tensor | None, tokens: Sequence[Sequence[int]]) -> list[int]:
+    def _starts(self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]) -> list[int]:
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]
         if given is None:

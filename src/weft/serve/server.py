@@ -16,8 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.serve.app import App, Limits
+from weft.serve.app import App
 from weft.serve.asgi import Exchange, Message, Refused
+from weft.serve.front import Front
+from weft.serve.limits import Limits
 from weft.serve.metrics import TYPE, Metrics
 from weft.serve.served import Served
 
@@ -45,6 +47,7 @@ class Server:
     token: str | None
     urls: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
+    front: Front = field(default_factory=Front)
     _loop: asyncio.AbstractEventLoop | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
     _servers: list[Any] = field(default_factory=list)  # uvicorn's
@@ -52,8 +55,9 @@ class Server:
 
     def __enter__(self) -> Server:
         """Listen, or raise `ConfigError` for a port that is taken."""
-        app = App({model.name: model for model in self.models}, self.limits, self.token, self.metrics, int(time.time()))
-        http = _listening("--http-port", self.ports.host, self.ports.http)
+        models = {model.name: model for model in self.models}
+        app = App(models, self.limits, self.token, self.metrics, int(time.time()), self.front)
+        http = _listening("--port", self.ports.host, self.ports.http)
         try:
             own = None
             if self.ports.metrics is not None:
@@ -85,6 +89,7 @@ class Server:
             thread.join()
         for model in self.models:
             model.worker.stop()
+        self.front.close()
 
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
         """Run an application on a socket in a thread, until `close`."""

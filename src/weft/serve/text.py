@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.data.pieces import Pieces
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import TokenEvent
 
@@ -13,13 +14,13 @@ CONTEXT = 4  # tokens of the prompt that the first ones' text may depend on
 
 @dataclass(frozen=True)
 class Said:
-    """A token whose text has been shown: its text by itself, its log-prob, and where in the completion it begins. `top` are
-    the likeliest tokens in its place, with their log-probs."""
+    """A token whose text has been shown: its bytes, its log-prob, and where in the completion it begins. `top` are the
+    likeliest tokens in its place, with their log-probs."""
 
-    text: str
+    piece: bytes
     logprob: float
     offset: int
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[tuple[bytes, float], ...] = ()
 
 
 class GrowingText:
@@ -28,8 +29,10 @@ class GrowingText:
     Text that may be the beginning of a stop text is held back. End tokens, and those of the stop text, are not said.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), pieces: Pieces | None = None
+    ) -> None:
+        self._pieces, self._stops = pieces or Pieces(tokenizer), [stop for stop in stops if stop]
         self._decoder = StreamDecoder(tokenizer)
         self._decoder.feed(list(prompt)[-CONTEXT:])
         self._text, self._shown = "", 0
@@ -45,8 +48,8 @@ class GrowingText:
     def feed(self, event: TokenEvent) -> str:
         """The text that this token lets be shown."""
         self.count += 1
-        top = tuple((self._tokenizer.decode([id]), logprob) for id, logprob in event.top)
-        self._held.append(Said(self._tokenizer.decode([event.token]), event.logprob, len(self._text), top))
+        top = tuple((self._pieces.of(id), logprob) for id, logprob in event.top)
+        self._held.append(Said(self._pieces.of(event.token), event.logprob, len(self._text), top))
         self._text += self._decoder.feed([event.token])
         self.finish = event.finish
         if self.finish is not None:

@@ -55,7 +55,7 @@ class Job:
 class Rows:
     """Token sequences to score; `starts[i]` is the first token of row i that is: the tokens before it are its prompt."""
 
-    tokens: Sequence[Ids]
+    tokens: Sequence[Ids | npt.NDArray[np.int64]]
     starts: Sequence[int]
 
 
@@ -272,15 +272,16 @@ class Worker:
             self._load += more
 
 
-def as_sample(tokens: Sequence[Ids], starts: Sequence[int]) -> SequenceSample:
+def as_sample(tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]) -> SequenceSample:
     """One id a row, prompt and completion."""
     ids = [str(index) for index in range(len(tokens))]
     lengths = {
         "prompt": [[start] for start in starts],
         "completion": [[len(row) - start] for row, start in zip(tokens, starts, strict=True)],
     }
+    rows = [np.asarray(row, np.int64) for row in tokens]  # row by row: other threads get their turn between them
     parts = {
-        "prompt": [token for row, start in zip(tokens, starts, strict=True) for token in row[:start]],
-        "completion": [token for row, start in zip(tokens, starts, strict=True) for token in row[start:]],
+        "prompt": np.concatenate([row[:start] for row, start in zip(rows, starts, strict=True)]),
+        "completion": np.concatenate([row[start:] for row, start in zip(rows, starts, strict=True)]),
     }
-    return SequenceSample.from_groups(ids, lengths, {key: np.array(ids, np.int64) for key, ids in parts.items()})
+    return SequenceSample.from_groups(ids, lengths, parts)

@@ -22,6 +22,7 @@ from weft.engine import checkpoint
 from weft.engine.hf.imported import Conv1D, PreTrainedModel
 from weft.engine.spec import LoRASpec
 from weft.errors import ConfigError, nearest
+from weft.models.network.lora import merged_weight
 from weft.writing import write
 
 BASE = ".base"  # what wrapping puts into a parameter's name
@@ -53,10 +54,11 @@ class Adapted(nn.Module):
         return y + self.scale * F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.lora_a), self.lora_b)
 
     def merged(self, a: Tensor, b: Tensor) -> Tensor:
-        """The base's weight with the adapter's matrices added, summed in float32."""
-        update = self.scale * (b.detach().float() @ a.detach().float())
+        """The base's weight with the adapter's matrices added."""
         weight = self.base.weight.detach()
-        return (weight.float() + (update.T if self.transposed else update)).to(weight.dtype)
+        if self.transposed:
+            return merged_weight(weight.T, a, b, self.scale).T.contiguous()
+        return merged_weight(weight, a, b, self.scale)
 
 
 def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Code: whether a completion's Python program passes its tests, run in a process with limits."""
+"""Code: run a completion's Python program and its tests, in two processes behind the system's protections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.errors import DataError
-from weft.host.verifiers._sandbox import Limits, runs_to_its_end
+from weft.host.verifiers._sandbox import Limits, Task, passes
 from weft.registry import register_verifier
 
 FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -51,7 +51,9 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion's program followed by the row's tests runs to its end, else 0; None for rows without tests.
+    """1 if the completion's program and then the row's tests run to their end, else 0; None for rows without tests.
+
+    The tests run in another process, which calls the program's functions; docs/code-reward.md says what protects the machine.
 
     Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert f(1) == 2`, MBPP's
     form), and `entry_point`, the function's name, where the completion may go on from the prompt's code. `seconds` and
@@ -67,6 +69,6 @@ def code(
         if test is None:
             rewards.append(None)
             continue
-        program = f"{program_of(prompt, completion, entry_point)}\n\n{tests_of(test, entry_point)}\n"
-        rewards.append(float(runs_to_its_end(program, limits)))
+        program = program_of(prompt, completion, entry_point)
+        rewards.append(float(passes(Task(program, tests_of(test, entry_point), prompt, entry_point), limits)))
     return rewards

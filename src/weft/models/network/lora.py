@@ -11,6 +11,7 @@ comes from the pack's keys (`weft.models.network.dropout`), so it repeats after 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,10 +139,17 @@ def is_adapter(name: str) -> bool:
 
 
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Canonical parameters without adapters: weight + scale B A, summed in float32, in the weight's dtype."""
+    """Canonical parameters without adapters: weight + scale B A, in the weight's dtype, summed in the widest dtype of the three
+    and at least in float32."""
     merged = {name: value.detach() for name, value in parameters.items() if not is_adapter(name)}
     for layer, scale in scales.items():
-        weight = merged[f"{layer}.weight"]
-        a, b = (parameters[f"{layer}.{part}"].detach().float() for part in (A, B))
-        merged[f"{layer}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+        weight, a, b = merged[f"{layer}.weight"], parameters[f"{layer}.{A}"], parameters[f"{layer}.{B}"]
+        merged[f"{layer}.weight"] = merged_weight(weight, a, b, scale)
     return merged
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """weight + scale B A in the weight's dtype, summed in the widest dtype of the three and at least in float32."""
+    wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
+    update = scale * (b.detach().to(wide) @ a.detach().to(wide))
+    return (weight.detach().to(wide) + update).to(weight.dtype)

@@ -1,0 +1,272 @@
+"""Linux protections around a process that runs untrusted code, through `ctypes`. Imports nothing of weft: the launcher
+loads this file by its path.
+
+`enter` puts the calling process behind the protections it is asked for and raises `OSError` for one that the system refuses;
+`weft.host.verifiers._sandbox` finds out once which ones work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import re
+import resource
+import signal
+import site
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+NOBODY = 65534  # the other user, who owns nothing
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
+PR_SET_NO_NEW_PRIVS = 38
+EPERM = 1
+
+# Numbers of system calls on x86-64 and on ARM64.
+CALLS: Mapping[str, tuple[int, int]] = {
+    "capset": (126, 91), "pivot_root": (155, 41),
+    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
+}  # fmt: skip
+# What a program that computes never needs. With these refused it opens no socket, reaches no other process, leaves its process
+# group not, and gets no new namespace, mount, key, or memory that outlives it.
+DENIED: Mapping[str, tuple[int, int]] = {
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
+    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "setsid": (112, 157), "setpgid": (109, 154),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
+    "mount_setattr": (442, 442), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "memfd_create": (319, 279),
+}  # fmt: skip
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000  # from here on x86-64 has the same calls again, under other numbers
+
+# Landlock's rights: execute 1, write 2, read a file 4, read a folder 8, then all that makes and removes.
+LANDLOCK_READ, LANDLOCK_DEVICE = 1 | 4 | 8, 2 | 4
+LANDLOCK_ALL = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+}  # by version; later ones add what is not needed here
+O_PATH = 1 << 21
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM = (
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/localtime"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The protections to put up, by name, and what they need. `folder` is an empty one; with `files` it is where the new root
+    is mounted, and the program works in `/tmp`, of `disk_mb` at most."""
+
+    protections: frozenset[str]
+    limits: Mapping[str, int]
+    folder: str
+    disk_mb: int
+
+
+def readable() -> list[str]:
+    """Folders and files a Python program needs: the system's libraries, and the installation it runs in."""
+    found: list[str] = []
+    for path in [*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, *site.getsitepackages()]:
+        known = any(path == other or path.startswith(other + "/") for other in found)
+        if not known and os.path.exists(path):
+            found.append(path)
+    if "/" in found:
+        raise OSError("Python is installed in /, so that there is nothing to hide")
+    return found
+
+
+def die_with_parent() -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends, so that none can leave."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Process ids of this process's children; none where the system does not list them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(number) for number in file.read().split()]
+    except OSError:
+        return []
+
+
+def hide_memory() -> None:
+    """Let no process of the same user read this one's memory and environment, or trace it."""
+    with contextlib.suppress(OSError):
+        _prctl(PR_SET_DUMPABLE, 0)
+
+
+def enter(wanted: Wanted) -> None:
+    """Put this process behind the protections. With `namespaces` it goes on as a grandchild, behind the first process of the
+    new PID namespace; the processes in between wait, and the first one's end kills all the others."""
+    if "namespaces" in wanted.protections:
+        _unshare()
+        _fork_and_wait()
+        die_with_parent()
+    if "files" in wanted.protections:
+        _own_files(wanted)
+    else:
+        os.chdir(wanted.folder)
+    if "namespaces" in wanted.protections:
+        _fork_and_wait()
+    if "landlock" in wanted.protections:
+        _landlock(os.getcwd())
+    if "user" in wanted.protections and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    if sys.platform == "linux":
+        die_with_parent()  # a change of the user has ended this
+        _prctl(PR_SET_NO_NEW_PRIVS, 1)
+        _drop_capabilities()
+    if "seccomp" in wanted.protections:
+        _refuse_calls()
+    for name, value in wanted.limits.items():
+        with contextlib.suppress(ValueError, OSError):  # a lower hard limit holds already
+            resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _unshare() -> None:
+    flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        with contextlib.suppress(OSError):
+            _checked(_libc().unshare(flags))
+            return
+    _checked(_libc().unshare(flags | NEWUSER))
+    inside = 0 if uid == 0 else NOBODY
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def _fork_and_wait() -> None:
+    """Go on in a child; the parent ends with it."""
+    child = os.fork()
+    if child:
+        with contextlib.suppress(OSError):
+            while os.wait()[0] != child:
+                pass
+        os._exit(0)
+
+
+def _own_files(wanted: Wanted) -> None:
+    """Change to a new root: the readable folders, read-only, four devices and an empty /tmp of limited size; no /proc."""
+    root = wanted.folder
+    _mount("none", "/", "", MS_REC | MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in (*readable(), *DEVICES):
+        place = root + path
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        if os.path.islink(path) and path in SYSTEM and os.path.isdir(path):
+            os.symlink(os.readlink(path), place)
+            continue
+        if os.path.isdir(path):
+            os.makedirs(place, exist_ok=True)
+        else:
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+        _mount(path, place, "", MS_BIND | MS_REC)
+    os.mkdir(f"{root}/tmp")
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        places = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4]) for line in file]
+    for place in places:
+        if place == root or place.startswith(root + "/"):
+            kept = os.statvfs(place).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
+            device = place.removeprefix(root) in DEVICES
+            _mount("none", place, "", MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY))
+    size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
+    os.chdir(root)
+    _call("pivot_root", b".", b".")
+    _checked(_libc().umount2(b".", MNT_DETACH))
+    os.chdir("/tmp")
+
+
+def _landlock(work: str) -> None:
+    """Let this process read the readable folders, write in `work`, and open no other file."""
+    version = _call("landlock_create_ruleset", None, 0, 1)
+    rights = LANDLOCK_ALL[min(version, 3)]
+    fields = [rights]
+    if version >= 4:
+        fields.append(1 | 2)  # bind and connect TCP sockets
+    if version >= 6:
+        fields.append(1 | 2)  # abstract sockets and signals
+    content = struct.pack(f"<{len(fields)}Q", *fields)
+    rules = _call("landlock_create_ruleset", content, len(content), 0)
+    allowed = [(path, rights & LANDLOCK_READ) for path in readable()]
+    allowed += [(path, LANDLOCK_DEVICE) for path in DEVICES] + [(work, rights)]
+    for path, right in allowed:
+        with contextlib.suppress(FileNotFoundError):
+            opened = os.open(path, O_PATH | os.O_CLOEXEC)
+            right = right if os.path.isdir(path) else right & ~8
+            _call("landlock_add_rule", rules, 1, struct.pack("<Qi", right, opened), 0)
+            os.close(opened)
+    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+    _call("landlock_restrict_self", rules, 0)
+    os.close(rules)
+
+
+def _drop_capabilities() -> None:
+    header = struct.pack("<Ii", 0x20080522, 0)
+    _call("capset", header, bytes(24))
+
+
+def _refuse_calls() -> None:
+    """A seccomp filter that answers the calls in `DENIED` with EPERM, and calls of another architecture with death."""
+    machine = platform.machine()
+    column = list(AUDIT).index(machine)
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
+    kill, refuse, allow = 0x80000000, 0x00050000 | EPERM, 0x7FFF0000
+    numbers = sorted(pair[column] for pair in DENIED.values())
+    tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
+    code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
+    for left, (kind, value) in zip(range(len(tests), 0, -1), tests, strict=True):
+        code.append((kind, left, 0, value))  # to the last line, behind the one that allows
+    code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
+    filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))
+    _prctl(PR_SET_SECCOMP, 2, ctypes.cast(ctypes.create_string_buffer(filter_), ctypes.c_void_p))
+
+
+def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    words = [os.fsencode(word) for word in (source, target, kind)]
+    _checked(_libc().mount(*words, ctypes.c_ulong(flags), os.fsencode(options) or None), target)
+
+
+def _prctl(option: int, *values: object) -> None:
+    given = [value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value))) for value in values]
+    _checked(_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
+
+
+def _call(name: str, *values: object) -> int:
+    """A system call without a function in the C library."""
+    column = list(AUDIT).index(platform.machine())
+    given: list[object] = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
+    return _checked(_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str = "") -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what or None)
+    return result

@@ -1,0 +1,203 @@
+"""Forks a process for each program and its tests: `python -I -B _launcher.py`, with a Unix socket as its standard input.
+Imports nothing of weft, and holds no secret.
+
+Through the socket come pairs of descriptors, one to read from and one to write to; the answer is the process id of the fork
+that serves them. It reads two messages: (protections, limits, folders, program), then (tests, prompt, entry point, word). The
+program gets a process before the second is read, so neither the tests nor the word are ever in it. The process that runs the
+tests calls the program's functions (`_peer.py`), and writes the word after the last test.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Modules that tests may use by these names without importing them; they never come from the program.
+MODULES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch")}}
+
+
+def _sibling(name: str) -> Any:
+    """A module from this file's folder, which is not on the path."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+isolation, peers = _sibling("_isolation"), _sibling("_peer")
+
+
+def main() -> None:
+    server = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need not be waited for
+    while True:
+        message, descriptors, *_ = socket.recv_fds(server, 1, 2)
+        if not message:
+            return
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                server.detach()
+                launch(*descriptors)
+            finally:
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        server.sendall(child.to_bytes(4, "little"))
+
+
+def launch(given: int, out: int) -> None:
+    """Run one program and its tests, and end when all their processes have ended."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    signal.signal(signal.SIGTERM, lambda *_: _end())
+    if sys.platform == "linux":
+        isolation.die_with_parent()
+        isolation.adopt_orphans()
+    first = _read(given)
+    ours, theirs = socket.socketpair()
+    wanted = [
+        isolation.Wanted(frozenset(first["protections"]), first["limits"], folder, first["disk_mb"])
+        for folder in first["folders"]
+    ]
+    _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
+    theirs.close()
+    second = _read(given)
+    os.close(given)
+    checks = _start(wanted[1], ours.fileno(), lambda: _check(second, ours.fileno(), out), out)
+    ours.close()
+    with contextlib.suppress(ChildProcessError):
+        while os.wait()[0] != checks:
+            pass
+    _end()
+
+
+def _read(descriptor: int) -> Any:
+    """The next message, and no byte behind it: what follows must not be in this process when the program's process begins."""
+    content, left = b"", 8
+    while left:
+        part = os.read(descriptor, left)
+        if not part:
+            os._exit(1)
+        content += part
+        left = 8 + int.from_bytes(content[:8], "little") - len(content) if len(content) >= 8 else 8 - len(content)
+    return json.loads(content[8:])
+
+
+def _end() -> None:
+    """Kill the children, then those that become children by that, and end when none is left."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for child in isolation.children() or CHILDREN:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(child, signal.SIGKILL)
+            os.wait()
+    os._exit(0)
+
+
+CHILDREN: list[int] = []
+
+
+def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> int:
+    """Have a new process enter its protections and do the work; it holds no descriptor but the channel and `kept`."""
+    child = os.fork()
+    if child:
+        CHILDREN.append(child)
+        return child
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if sys.platform == "linux":
+            isolation.die_with_parent()
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            if descriptor > 2 and descriptor not in (channel, *kept):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        isolation.enter(wanted)
+        work()
+    finally:
+        os._exit(1)
+    raise AssertionError("the process has ended")
+
+
+def _main_module() -> dict[str, Any]:
+    """The names of a new module `__main__`."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return vars(module)
+
+
+def _run(program: str, channel: int) -> None:
+    """The program's process: run it to its end, then answer calls of its functions."""
+    peer = peers.Peer(channel, guarded=False)
+    sys.stdout = peer.printed
+    names = _main_module()
+    exec(compile(program, "program.py", "exec"), names)
+    peer.serve(names)
+
+
+def _check(given: dict[str, Any], channel: int, out: int) -> None:
+    """The tests' process: run them on the program's functions, then write the word."""
+    isolation.hide_memory()
+    tests, prompt, entry_point = given["tests"], given["prompt"], given["entry_point"]
+    peer = peers.Peer(channel, guarded=True)
+    names = _main_module()
+    if entry_point is not None:
+        _define_helpers(prompt, names)
+        names.pop(entry_point, None)
+    wanted = [name for name in _names_of(tests) if name not in names]
+    modules, plain, own = _sorted_names(tests, wanted)
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            names[name] = importlib.import_module(MODULES.get(name, name))
+    found = peer.request("names", None, [[*own, *plain]], {})
+    if not any(name in found for name in own):
+        own = [*own, *plain]  # a program may be asked for a function `sum`, and the tests use nothing else of it
+    names.update({name: found[name] for name in own if name in found})
+    exec(compile(tests, "tests.py", "exec"), names)
+    os.write(out, given["word"].encode())
+
+
+def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
+    """Run the prompt where it is code: tests may use its functions, and must not get them from the program."""
+    try:
+        exec(compile(prompt, "prompt.py", "exec"), names)
+    except Exception:  # a text, or code that goes on in the completion
+        return
+
+
+def _names_of(tests: str) -> list[str]:
+    return sorted({node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)})
+
+
+def _sorted_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """(known modules of which the tests use attributes, names of built-ins, names of the program)."""
+    with_attributes = {
+        node.value.id
+        for node in ast.walk(ast.parse(tests))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    known = sys.stdlib_module_names | MODULES.keys()
+    modules = [name for name in names if name in known and name in with_attributes]
+    plain = [name for name in names if hasattr(builtins, name) and name not in modules]
+    return modules, plain, [name for name in names if name not in modules and name not in plain]
+
+
+if __name__ == "__main__":
+    main()

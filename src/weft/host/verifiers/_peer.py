@@ -1,0 +1,444 @@
+"""Calls between the process that runs a program and the one that runs its tests. Imports nothing of weft: the launcher loads
+this file by its path.
+
+Plain values travel as JSON that says their type, and arrive as new objects of the built-in types; nothing that comes from the
+program is unpickled or evaluated. Any other object stays where it is, and the other side holds a `Remote`, whose calls,
+attributes and items are asked for. A `Remote` is unequal to every plain value, so that an object of the program cannot claim to
+equal what a test expects.
+"""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import io
+import json
+import operator
+import os
+import pickle
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MOST_BYTES = 64 << 20  # of one message
+MOST_PRINTED = 1 << 20  # characters that are passed on at a time
+SAFE_INTEGER = 1 << 62
+DUNDERS = ("__name__", "__doc__", "__qualname__")
+# Methods of texts, numbers and sets that answer yes or no: an object in the place of a plain value could answer always yes.
+ANSWERS = frozenset(
+    name
+    for kind in (str, bytes, float, set, range)
+    for name in dir(kind)
+    if not name.startswith("_") and name.startswith(("is", "startswith", "endswith"))
+) | {"equals", "equal"}
+TEXTUAL: dict[str, Callable[[str], Any]] = {
+    "Decimal": decimal.Decimal,
+    "datetime": datetime.datetime.fromisoformat,
+    "date": datetime.date.fromisoformat,
+    "time": datetime.time.fromisoformat,
+}
+OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
+
+
+class ProtocolError(Exception):
+    """A message that cannot be read, or asks for what is not allowed."""
+
+
+class Remote:
+    """An object that lives in the other process."""
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        object.__setattr__(self, "_weft", (peer, number))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _ask(self, "call", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in DUNDERS:
+            raise AttributeError(name)
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "setattr", name, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        items = _ask(self, "iter")
+        while (item := _ask(items, "next")) != []:
+            yield item[0]
+
+    def __next__(self) -> Any:
+        item = _ask(self, "next")
+        if not item:
+            raise StopIteration
+        return item[0]
+
+    def __len__(self) -> int:
+        return int(_ask(self, "len"))
+
+    def __bool__(self) -> bool:
+        return bool(_ask(self, "bool"))
+
+    def __getitem__(self, key: Any) -> Any:
+        return _ask(self, "getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _ask(self, "setitem", key, value)
+
+    def __str__(self) -> str:
+        return str(_ask(self, "str"))
+
+    def __repr__(self) -> str:
+        return str(_ask(self, "repr"))
+
+    def __enter__(self) -> Any:
+        return _ask(self, "enter")
+
+    def __exit__(self, *error: Any) -> None:
+        _ask(self, "exit")
+
+    def __eq__(self, other: Any) -> Any:
+        return bool(_ask(self, "eq", other)) if _is_remote(other) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_place(self)[1])
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return _is_remote(value) and bool(_ask(self, "isinstance", value))
+
+
+def _combining(name: str) -> Callable[[Remote, Any], Any]:
+    def combine(self: Remote, other: Any) -> Any:
+        return _ask(self, name, other) if _is_remote(other) else NotImplemented
+
+    return combine
+
+
+for _name in OPERATORS:
+    setattr(Remote, f"__{_name.strip('_')}__", _combining(_name))
+
+
+def _is_remote(value: Any) -> bool:
+    return type(value) is Remote
+
+
+def _place(remote: Any) -> tuple[Peer, int]:
+    found: tuple[Peer, int] = object.__getattribute__(remote, "_weft")
+    return found
+
+
+def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
+    peer, number = _place(remote)
+    if peer.guarded and operation == "getattr" and args[0] in ANSWERS:
+        raise AttributeError(f"{args[0]!r} of an object of the program is not asked: only plain values answer that")
+    return peer.request(operation, number, args, kwargs)
+
+
+def _next(items: Any) -> list[Any]:
+    try:
+        return [next(items)]
+    except StopIteration:
+        return []
+
+
+DO: dict[str, Callable[..., Any]] = {
+    "call": lambda of, *args, **kwargs: of(*args, **kwargs),
+    "getattr": getattr, "setattr": setattr, "iter": iter, "next": _next, "len": len, "bool": bool, "str": str, "repr": repr,
+    "getitem": operator.getitem, "setitem": operator.setitem, "eq": operator.eq,
+    "enter": lambda of: of.__enter__(), "exit": lambda of: of.__exit__(None, None, None),
+    "isinstance": lambda of, value: isinstance(value, of), **{name: getattr(operator, name) for name in OPERATORS},
+}  # fmt: skip
+
+
+class Peer:
+    """One end of the channel. The `guarded` end runs the tests: it lets the other one do nothing but call functions that it
+    was handed, and read and set the attributes and items of objects whose classes the tests define."""
+
+    def __init__(self, descriptor: int, *, guarded: bool) -> None:
+        self.guarded = guarded
+        self.printed = io.StringIO()
+        self._descriptor = descriptor
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._remotes: dict[int, Any] = {}
+
+    def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
+        """Have the other side do something, and return or raise what came of it."""
+        self._send(["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)])
+        while (message := self._receive())[0] == "?":
+            self._answer(message)
+        kind, value, printed, *rest = message
+        if printed:
+            sys.stdout.write(str(printed))
+        if kind == "!":
+            for index, changed in rest[0].items():
+                _replace(args[int(index)], self.decode(changed))
+            return self.decode(value)
+        raise self._error(value, *rest)
+
+    def serve(self, names: dict[str, Any]) -> None:
+        """Do what the other side asks, until it closes the channel. `names` are the globals it may ask for."""
+        while True:
+            message = self._receive()
+            if message[1] == "names":
+                held = {name: self.encode(names[name]) for name in self.decode(message[3][0]) if name in names}
+                self._send(["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}])
+            else:
+                self._answer(message)
+
+    def _answer(self, message: Any) -> None:
+        _, operation, number, given, named = message
+        try:
+            args, kwargs = [self.decode(arg) for arg in given], self.decode(named)
+            of = self._objects[number]
+            self._check_allowed(of, operation, args)
+            value = self.encode(DO[operation](of, *args, **kwargs))
+            changed = {}
+            if operation == "call" and not self.guarded:
+                for index, arg in enumerate(args):
+                    if type(arg) in CHANGEABLE and (now := self.encode(arg)) != given[index]:
+                        changed[index] = now
+            self._send(["!", value, self._print(), changed])
+        except BaseException as error:  # the other side raises it
+            text = [self.encode(arg) if _is_plain(arg) else str(arg)[:1000] for arg in error.args]
+            own = type(error).__module__ != "builtins"
+            kind = {"r": self._number(type(error))} if own else None
+            self._send(["x", _base(type(error)), self._print(), text, kind])
+
+    def _check_allowed(self, of: Any, operation: str, args: Any) -> None:
+        if not self.guarded:
+            return
+        allowed = type(of).__module__ == "__main__"
+        if operation in ("getattr", "setattr"):
+            allowed = allowed and type(args[0]) is str and not args[0].startswith("_")
+        elif operation == "call" and isinstance(of, (types.FunctionType, types.MethodType, type)):
+            allowed = of.__module__ == "__main__"
+        elif operation in ("iter", "next") and isinstance(of, types.GeneratorType):
+            allowed = True
+        if not allowed:
+            raise ProtocolError(f"{operation} is not allowed on this object of the tests")
+
+    def _error(self, base: Any, text: Any, kind: Any) -> BaseException:
+        found = getattr(builtins, str(base), Exception)
+        if kind is not None:
+            found = self._remotes.get(kind["r"], found)
+        args = [self.decode(value) for value in text]
+        try:
+            error = found(*args)
+        except Exception:  # its constructor wants something else
+            error = RuntimeError(*args)
+        return error if isinstance(error, BaseException) else RuntimeError(*args)
+
+    def _print(self) -> str:
+        text = self.printed.getvalue()[:MOST_PRINTED]
+        self.printed.seek(0)
+        self.printed.truncate()
+        return text
+
+    # -- values
+
+    def encode(self, value: Any) -> Any:
+        """The JSON form of a value."""
+        if value is None or type(value) is bool:
+            return value
+        if type(value).__module__ == "numpy" and (packed := _packed(value)) is not None:
+            return {"a": packed}
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, int):
+            number = int.__int__(value)
+            return number if -SAFE_INTEGER < number < SAFE_INTEGER else {"i": hex(number)}
+        if isinstance(value, tuple):
+            items = [self.encode(item) for item in value]
+            fields = getattr(type(value), "_fields", None)
+            return {"t": items} if fields is None else {"n": [type(value).__name__, list(fields), items]}
+        for kind, tag in TAGS.items():
+            if isinstance(value, kind):
+                return self._container(tag, value)
+        if type(value) in (decimal.Decimal, datetime.datetime, datetime.date, datetime.time):
+            text = str(value) if isinstance(value, decimal.Decimal) else value.isoformat()
+            return {"w": [type(value).__name__, text]}
+        if isinstance(value, type) and value.__module__ == "builtins" and hasattr(builtins, value.__name__):
+            return {"x": value.__name__}
+        return self._reference(value)
+
+    def _container(self, tag: str, value: Any) -> Any:
+        if tag == "l":
+            return [self.encode(item) for item in list.__iter__(value)]
+        if tag in "dCO":
+            return {tag: [[self.encode(key), self.encode(item)] for key, item in dict.items(value)]}
+        if tag in "bB":
+            return {tag: base64.b64encode(value).decode()}
+        if tag == "q":
+            return {tag: [self.encode(value.numerator), self.encode(value.denominator)]}
+        if tag == "c":
+            return {tag: [value.real, value.imag]}
+        if tag == "R":
+            return {tag: [self.encode(part) for part in (value.start, value.stop, value.step)]}
+        if tag == "T":
+            return {tag: [value.days, value.seconds, value.microseconds]}
+        if tag == "D":
+            return {tag: [value.maxlen, [self.encode(item) for item in value]]}
+        return {tag: [self.encode(item) for item in value]}
+
+    def _reference(self, value: Any) -> Any:
+        if _is_remote(value):
+            return {"y": _place(value)[1]}
+        for number, remote in self._remotes.items():
+            if remote is value:  # an exception class that stands for one of the other side
+                return {"y": number}
+        if self.guarded and getattr(value, "__module__", type(value).__module__) != "__main__":
+            try:
+                return {"p": base64.b64encode(pickle.dumps(value)).decode()}
+            except Exception:  # it cannot travel, and is asked for
+                return {"r": self._number(value)}
+        found: dict[str, Any] = {"r": self._number(value)}
+        if isinstance(value, type) and issubclass(value, BaseException):
+            found |= {"e": _base(value), "name": value.__name__}
+        return found
+
+    def _number(self, value: Any) -> int:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)  # kept, so that its id stays its own
+        return number
+
+    def decode(self, value: Any) -> Any:
+        """The value that a JSON form means. Raises `ProtocolError`."""
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "r" in value:
+            return self._remote(value)
+        ((tag, content),) = value.items()
+        if tag == "y":
+            return self._objects[content]
+        if tag == "p" and not self.guarded:
+            return pickle.loads(base64.b64decode(content))
+        if tag == "x" and isinstance(found := getattr(builtins, content), type):
+            return found
+        if tag == "n":
+            name, fields, items = content
+            return collections.namedtuple(name, fields)(*self.decode(items))
+        if tag not in MAKE:
+            raise ProtocolError(f"unknown kind of value {tag!r:.20}")
+        return MAKE[tag](self.decode(content))
+
+    def _remote(self, value: dict[str, Any]) -> Any:
+        number = int(value["r"])
+        if number not in self._remotes:
+            if "e" in value:
+                base = getattr(builtins, str(value["e"]))
+                self._remotes[number] = type(str(value["name"]), (base,), {})
+            else:
+                self._remotes[number] = Remote(self, number)
+        return self._remotes[number]
+
+    # -- messages: four bytes that say how long it is, and JSON
+
+    def _send(self, message: Any) -> None:
+        content = json.dumps(message).encode()
+        if len(content) > MOST_BYTES:
+            raise ProtocolError(f"a message has {len(content)} bytes; it may have {MOST_BYTES}")
+        left = memoryview(struct.pack("<I", len(content)) + content)
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def _receive(self) -> Any:
+        (size,) = struct.unpack("<I", self._read(4))
+        if size > MOST_BYTES:
+            raise ProtocolError(f"a message has {size} bytes; it may have {MOST_BYTES}")
+        return json.loads(self._read(size))
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = os.read(self._descriptor, min(size, 1 << 20))
+            if not part:
+                raise EOFError("the other process has ended")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+TAGS: dict[type, str] = {
+    list: "l", collections.Counter: "C", collections.OrderedDict: "O", dict: "d", set: "s", frozenset: "f", bytes: "b",
+    bytearray: "B", fractions.Fraction: "q", complex: "c", range: "R", datetime.timedelta: "T", collections.deque: "D",
+}  # fmt: skip
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "t": tuple, "s": set, "f": frozenset, "d": dict, "C": lambda pairs: collections.Counter(dict(pairs)),
+    "O": collections.OrderedDict, "b": base64.b64decode, "B": lambda text: bytearray(base64.b64decode(text)),
+    "i": lambda text: int(text, 16), "q": lambda parts: fractions.Fraction(*parts), "c": lambda parts: complex(*parts),
+    "R": lambda parts: range(*parts), "T": lambda parts: datetime.timedelta(*parts),
+    "D": lambda parts: collections.deque(parts[1], parts[0]), "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
+    "a": lambda parts: _unpacked(*parts),
+}  # fmt: skip
+CHANGEABLE = (list, dict, set, bytearray, collections.deque)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Give an argument the content that the call left in it."""
+    if isinstance(old, list):
+        old[:] = new
+    else:
+        old.clear()
+        (old.extend if isinstance(old, (bytearray, collections.deque)) else old.update)(new)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, bool, type(None)))
+
+
+def _base(kind: type) -> str:
+    """The nearest built-in exception."""
+    return next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+
+
+def _packed(value: Any) -> list[Any] | None:
+    """An array of numbers or texts, or a number of numpy's."""
+    numpy = sys.modules["numpy"]
+    array = numpy.asarray(value)
+    if array.dtype.kind not in "biufcSU" or not isinstance(value, (numpy.ndarray, numpy.generic)):
+        return None
+    content = base64.b64encode(numpy.ascontiguousarray(array).tobytes()).decode()
+    return [array.dtype.str, list(array.shape), content, isinstance(value, numpy.generic)]
+
+
+@functools.cache
+def _numpy() -> Any:
+    import numpy
+
+    return numpy
+
+
+def _unpacked(dtype: str, shape: list[int], content: str, single: bool) -> Any:
+    if dtype[1:2] not in "biufcSU":
+        raise ProtocolError(f"unknown kind of array {dtype!r:.20}")
+    array = _numpy().frombuffer(base64.b64decode(content), dtype).reshape(shape).copy()
+    return array[()] if single else array

@@ -1,0 +1,149 @@
+"""The one redaction: passwords, keys and tokens in all that weft shows and stores. The name stays, the value does not.
+
+Errors (`weft.errors`), lines for people, logs, `run.json`, `config.yaml`, reports and what loggers send go through it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+MASK = "***"
+# A name whose last word is one of these, or that has one of the second kind anywhere, as a word.
+LAST = re.compile(
+    r"(?:^|[_\-.\s])(?:api_?key|access_?key|private_?key|key|token|secrets?|password|passwd|pwd|passphrase|credentials?"
+    r"|auth|authorization|bearer|cookies?)$",
+    re.IGNORECASE,
+)
+ANYWHERE = re.compile(r"(?:^|[_\-.\s])(?:password|passwd|passphrase|secret|authorization)(?=[_\-.\s]|$)", re.IGNORECASE)
+# Names of variables and files that hold a secret, words of a vocabulary, and names of columns, which tell nothing.
+KNOWN = re.compile(
+    r"(?:[_-](?:env|file|path|name|variable)"
+    r"|(?:^|[._-])(?:(?:(?:add|use|num)_)?(?:bos|eos|pad|sep|unk|mask|cls|image|stop|next|last|first|special|end|per|by)_token"
+    r"|(?:prompt|answer|messages|chosen|rejected|replies|id|text|label|input|output|group|column|response|question"
+    r"|reward|image|sort|dataset|rank)_key))$",
+    re.IGNORECASE,
+)
+CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>`\\]+")
+BARE_USER = re.compile(r"(?<![\w@/.:])[^\s:/@'\"{}\[\](),=]+:[^\s/@'\"]+@(?=[\w\-.\[]+(?::\d|[/.\]]|$|[\s'\",)]))")
+ASSIGNED = re.compile(r"([\w.\-]+)=(?!=)(\"[^\"]*\"|'[^']*'|[^\s,;&{}\[\]()'\"]+)")
+IN_MAPPING = re.compile(r"([{,]\s*)(['\"]?)([\w.\-]+)\2(\s*:\s*)(\"[^\"]*\"|'[^']*'|[^\s,{}\[\]'\"][^,{}\[\]]*)")
+HEADER = re.compile(
+    r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)", re.IGNORECASE
+)
+PLAIN = ("none", "null", "true", "false", "value", "")  # `key=value` is how options are written
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a value of this name is to be hidden: HF_TOKEN, apiKey, my.secret, but not eos_token or answer_key."""
+    spaced = CAMEL.sub("_", name)
+    return (LAST.search(spaced) or ANYWHERE.search(spaced)) is not None and KNOWN.search(spaced) is None
+
+
+def redacted_urls(text: str) -> str:
+    """The text with user, password, values of the query and fragment of every URL masked."""
+    if "@" not in text and "://" not in text:
+        return text
+    return BARE_USER.sub(f"{MASK}@", URL.sub(lambda found: _redacted_url(found[0]), text))
+
+
+def _redacted_url(url: str) -> str:
+    end = url[len(url.rstrip(".,;:)]")) :] if "?" in url or "#" in url else ""  # of the sentence around it
+    scheme, _, rest = url.removesuffix(end).partition("://")
+    place, mark, query = rest, "", ""
+    if found := re.search(r"[?#]", rest):
+        place, mark, query = rest[: found.start()], found[0], rest[found.end() :]
+    authority, slash, path = place.partition("/")
+    odd = re.search(r":(?!\d*$)", authority) is not None and "@" not in authority and not authority.startswith("[")
+    if odd and "@" in rest:  # a password with a slash or a question mark in it
+        place, mark, query = f"{MASK}@{rest.rpartition('@')[2]}", "", ""
+    elif "@" in authority:
+        place = f"{MASK}@{authority.rpartition('@')[2]}{slash}{path}"
+    return f"{scheme}://{place}{mark}{re.sub(r'[^&#]+', _redacted_entry, query)}{end}"
+
+
+def _redacted_entry(found: re.Match[str]) -> str:
+    name, equals, _ = found[0].partition("=")
+    return f"{name}={MASK}" if equals else MASK
+
+
+def redacted(text: str) -> str:
+    """A message with the secrets in its URLs masked, and the values of telling names: `api_key=...`, `{'token': ...}`."""
+    if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
+        return text
+    text = redacted_urls(text)
+    text = ASSIGNED.sub(lambda found: f"{found[1]}={_hidden(found[1], found[2])}", text)
+    text = IN_MAPPING.sub(
+        lambda found: f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hidden(found[3], found[5])}", text
+    )
+    return HEADER.sub(lambda found: f"{found[1]}{MASK}", text)
+
+
+def _hidden(name: str, value: str) -> str:
+    return MASK if is_secret(name) and value.strip("'\" .:").lower() not in PLAIN else value
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """The words of a command: of `name=value` and `--name value` with a telling name the value is masked, also in mappings.
+    `${oc.env:NAME}` tells nothing and stays."""
+    found: list[str] = []
+    hide = False
+    for word in words:
+        found.append(MASK if hide and not word.startswith("-") else _masked_word(word))
+        hide = word.startswith("--") and "=" not in word and is_secret(word.lstrip("-"))
+    return found
+
+
+def _masked_word(word: str) -> str:
+    name, equals, value = word.partition("=")
+    if equals and re.fullmatch(r"[-+~]*[\w.\-]+", name):
+        hidden = is_secret(name.lstrip("-+~")) and not value.startswith("${oc.env:")
+        return f"{name}={MASK if hidden else _masked_text(value)}"
+    return _masked_text(word)
+
+
+def _masked_text(text: str) -> str:
+    kept: list[str] = []
+
+    def keep(found: re.Match[str]) -> str:
+        kept.append(found[0])
+        return f"\0{len(kept) - 1}\0"
+
+    text = re.sub(r"\$\{oc\.env:[^}]*\}", keep, text)
+    text = IN_MAPPING.sub(
+        lambda found: (
+            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}"
+            + (found[5] if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", found[5]) else _hidden(found[3], found[5]))
+        ),
+        redacted_urls(text),
+    )
+    return re.sub(r"\0(\d+)\0", lambda found: kept[int(found[1])], text)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Nested plain values, such as a configuration, with every telling value masked."""
+    hide = name != "" and is_secret(name)
+    if isinstance(value, Mapping):
+        return {key: masked(each, name if hide else str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(each, name if hide else "") for each in value]
+    if hide and value is not None and not isinstance(value, bool) and value != "":
+        return MASK
+    return redacted_urls(value) if isinstance(value, str) else value
+
+
+def masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
+    """Dotted names of the values that were masked when this configuration was stored."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from masked_options(each, f"{name}.{key}".lstrip("."), telling=telling or is_secret(str(key)))
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from masked_options(each, f"{name}[{index}]", telling=telling)
+    elif isinstance(value, str) and MASK in value:
+        in_url = any(MASK in url for url in URL.findall(value)) or value.startswith(f"{MASK}@")
+        if in_url or (telling and value == MASK):
+            yield name

@@ -1,0 +1,107 @@
+"""What a request needs before the network, off the event loop: reading bodies, templates, tokenizing, writing answers.
+
+Threads suffice where the work lets go of the interpreter now and then (the tokenizers' Rust code, templates, numpy on parts).
+Reading large JSON does not, and is done by another process (`_read_json.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from weft.data.tokenizer import Tokenizer
+from weft.errors import DataError, RunError
+from weft.protocol.tensors import read_object
+from weft.serve.asgi import Refused
+
+T = TypeVar("T")
+
+THREADS = 4
+LARGE = 1 << 16  # bytes of JSON that another process reads
+GZIP_OR_ZLIB = 47  # what zlib takes for either kind of header
+
+
+class Front:
+    """Threads, the process that reads JSON, and each thread's own tokenizers: one is not to be used by two at a time."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-requests")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="weft-json")
+        self._reader: subprocess.Popen[bytes] | None = None
+        self._own = threading.local()
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """The result of `work` in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
+
+    async def read(self, text: bytes) -> dict[str, Any]:
+        """A JSON object; of a large one, lists of numbers are arrays. Raises `DataError` for anything else."""
+        if len(text) <= LARGE:
+            return read_object(text)
+        return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, text)
+
+    def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        """This thread's copy."""
+        name = f"tokenizer-{id(tokenizer)}"
+        if name not in self._own.__dict__:
+            self._own.__dict__[name] = replace(tokenizer, hf=copy.deepcopy(tokenizer.hf))
+        own: Tokenizer = self._own.__dict__[name]
+        return own
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        if self._reader is not None:
+            self._reader.kill()
+            self._reader.communicate()
+
+    def _read(self, text: bytes) -> dict[str, Any]:
+        if self._reader is None or self._reader.poll() is not None:
+            command = [sys.executable, "-m", "weft.serve._read_json"]
+            self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        given, answers = self._reader.stdin, self._reader.stdout
+        assert given is not None and answers is not None, "both are pipes"
+        try:
+            given.write(len(text).to_bytes(8, "little"))
+            given.write(text)
+            given.flush()
+            size = int.from_bytes(answers.read(8), "little")
+            content = answers.read(size)
+        except OSError as error:
+            raise RunError(f"the process that reads JSON has ended: {error}") from error
+        if not size or len(content) < size:
+            raise RunError("the process that reads JSON has ended")
+        status, value = pickle.loads(content)
+        if status == "error":
+            raise DataError(value)
+        if not isinstance(value, dict):
+            raise DataError("the body must be a JSON object")
+        return value
+
+
+def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body without its content encoding. Raises `Refused` for an unknown one, and for more than `limit` bytes, without making
+    them."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise Refused(415, f"content-encoding {encoding[:40]!r} is not supported; send gzip, deflate or no encoding")
+    reader = zlib.decompressobj(GZIP_OR_ZLIB)
+    try:
+        made = reader.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise Refused(400, f"the body is not {encoding}: {error}") from None
+    if len(made) > limit:
+        raise Refused(413, f"the body has more than {limit} bytes once decompressed, the server's --max-body-mb")
+    if not reader.eof or reader.unused_data:
+        raise Refused(400, f"the body is not {encoding}: it ends too early, or something follows it")
+    return made
