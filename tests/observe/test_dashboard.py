@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
-from tests.observe.test_report import EVIL, Page, write_run
+from tests.observe.test_report import EVIL, Page, line, write_run
 from weft.observe.dashboard import Dashboard, age, size
 
 
@@ -66,3 +67,12 @@ def test_more_runs_than_colours_are_refused_in_words(tmp_path: Path) -> None:
 def test_sizes_and_ages_read_well() -> None:
     assert [size(n) for n in (12, 1500, 4_400_000, 23 * 10**9)] == ["12 B", "1.5 kB", "4.4 MB", "23 GB"]
     assert [age(s) for s in (3.0, 130, 7300, 100_000, 200_000)] == ["3 s", "2 min", "2 h", "1 day", "2 days"]
+
+
+def test_a_run_in_which_something_is_out_of_range_is_told_apart(tmp_path: Path) -> None:
+    rows = [line(step) | {"actor_train/kl": 4.0} for step in range(1, 13)]
+    write_run(tmp_path / "exp" / "bad", metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows))
+    write_run(tmp_path / "exp" / "good")
+    page = Page(Dashboard(tmp_path).answer("", {}).body)
+    assert page.text.count("KL 4 nats per token (usual: at most 1)") == 1 and page.text.count("finished !") == 1
+    assert "KL 4 nats" in Page(Dashboard(tmp_path).answer("run", {"name": ["exp/bad"]}).body).text

@@ -158,3 +158,12 @@ def test_closing_leaves_one_line_and_notes_scroll_by() -> None:
     last = told(console).rstrip("\n").splitlines()[-1]
     assert line.startswith("stopped after step 3") and line in last and "■ e/t" in last
     assert "a note [/bold]" in told(console)
+
+
+def test_a_run_in_which_something_is_out_of_range_gets_no_tick() -> None:
+    for flagged, sign in ((False, "✓ e/t"), (True, "! e/t")):
+        console = terminal()
+        view = LiveView("e/t", console)
+        view.step(LINE, shown=True)
+        view.close("finished", flagged=flagged)
+        assert told(console).startswith(f"{sign} finished after step 3")

@@ -1,4 +1,5 @@
-"""Show a run: how it stands, its command and versions, options that are not the defaults, checkpoints, last metrics."""
+"""Show a run: how it stands, what is out of range in it, its command and versions, options that are not the defaults,
+checkpoints, last metrics."""
 
 from __future__ import annotations
 
@@ -64,6 +65,8 @@ def page(run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str,
     """The lines."""
     state = summary.status if summary.step is None else f"{summary.status}, {steps(summary)} steps"
     yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size(summary.num_bytes)}, written {age(summary.changed)} ago"
+    if summary.diagnosis is not None:
+        yield f"check: {summary.diagnosis}"
     yield ""
     yield from _started(run, record)
     changed, said = _changed(config, summary.algorithm)
