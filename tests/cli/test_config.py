@@ -97,6 +97,38 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
     assert "bad.yaml:7: d is right for sft" in captured.out
 
 
+@pytest.mark.parametrize(
+    ("section", "problem"),
+    [
+        ("{model.path: ./absent}", "model.path='./absent': there is no such file or directory"),
+        ("{model.tokenizer.path: ./absent.json}", "model.tokenizer.path='./absent.json': there is no such file"),
+        ("{dataset.path: rows.jsonl}", "dataset.path='rows.jsonl': there is no such file or directory"),
+        ("{dataset.type: prompt_answr}", "did you mean prompt_answer"),
+        ("{ppo.kl_ctl: 0.1, reward: 'mine.py:score'}", "mine.py"),
+        ("{ppo.kl_ctl: 0.1, reward: gsm9k}", "did you mean gsm8k"),
+        ("{ppo.kl_ctl: 0.1, rew_inf.interface: scring}", "rew_inf.interface: unknown interface 'scring'"),
+        ("{ppo.kl_ctl: 0.1, actor_train.post_hooks: [napp]}", "actor_train.post_hooks: unknown host function 'napp'"),
+        ("{imports: [mine.py]}", "mine.py"),
+    ],
+)
+def test_validate_looks_for_files_and_functions(
+    section: str, problem: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "mine.yaml").write_text(f"a: {section}\n")
+    assert main(["config", "validate", "mine.yaml"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_validate_finds_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (here / "scores_of_mine.py").write_text("def score(prompts, completions):\n    return [1.0 for _ in completions]\n")
+    (here / "mine.yaml").write_text(
+        "a: {ppo.kl_ctl: 0.1, dataset.path: rows.jsonl, reward: 'scores_of_mine.py:score'}\n"
+    )
+    assert main(["config", "validate", "mine.yaml"]) == 0
+    assert "mine.yaml:1: a is right for ppo" in capsys.readouterr().out
+
+
 def test_a_file_that_cannot_be_read_is_listed_with_its_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "configs").mkdir()
     (here / "configs" / "bad.yaml").write_text("a: {b: [1\n")

@@ -15,9 +15,12 @@ from weft.cli.parsing import Parser
 from weft.cli.sections import READY, SHIPPED, SUFFIXES, Contents, Library, Section, read_file, shipped_file, yaml_files
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
-from weft.errors import ConfigError
-from weft.experiments._checks import check_dataset
-from weft.experiments.common import RunConfig
+from weft.engine.spec import ModelSpec
+from weft.errors import CheckpointError, ConfigError, set_for, unknown_name
+from weft.experiments._checks import check_dataset, check_local
+from weft.experiments.common import MFCOptions, RunConfig, parse_hooks
+from weft.graph.mfc import Call
+from weft.host.spec import locate, parse_reward
 from weft.options import validate as check
 from weft.reading import make_folder, reading
 from weft.redaction import redacted
@@ -267,11 +270,50 @@ def _checked(names: Sequence[str], library: Library, quickstart: str, given: Ite
     try:
         config, _ = configure(base, stack.overrides)
         check(config)
+        _check_named(config)
     except ConfigError as error:
         raise stack.explain(error) from error
+    except CheckpointError as error:
+        raise stack.explain(ConfigError(str(error))) from error
     if "dataset.sources" in stack.origins:
         _check_sources(config, stack)
     return stack
+
+
+def _check_named(config: RunConfig) -> None:
+    """Look for the files, functions and interfaces that the options name. Raises `UserError` for one that is not there."""
+    registry.import_user_code(config.imports)
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if isinstance(value, ModelSpec):
+            for option, path in (
+                (f"{spec.name}.path", value.path),
+                (f"{spec.name}.tokenizer.path", value.tokenizer.path),
+            ):
+                if path is not None:
+                    check_local(option, path)
+        elif isinstance(value, MFCOptions):
+            _check_call(spec.name, value)
+        elif isinstance(value, DatasetSpec):
+            if value.type is not None and value.type not in registry.datasets:
+                raise set_for(f"{spec.name}.type", unknown_name("dataset type", value.type, registry.datasets.names()))
+            if value.path is not None or value.train_path is not None:
+                check_dataset(value)
+    reward = getattr(config, "reward", None)
+    for part in parse_reward(reward) if reward is not None else ():
+        locate(part)
+
+
+def _check_call(name: str, call: MFCOptions) -> None:
+    """The interface and the hooks of a call are registered, or can be imported."""
+    if call.interface is not None and call.interface not in registry.interfaces:
+        raise set_for(f"{name}.interface", unknown_name("interface", call.interface, registry.interfaces.names()))
+    for kind in ("pre_hooks", "post_hooks"):
+        for hook in parse_hooks(getattr(call, kind)):
+            if isinstance(hook, Call) and hook.function not in registry.functions:
+                raise set_for(
+                    f"{name}.{kind}", unknown_name("host function", hook.function, registry.functions.names())
+                )
 
 
 def _check_sources(config: RunConfig, stack: Stack) -> None:

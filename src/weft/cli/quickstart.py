@@ -180,7 +180,8 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
 
     if speaks():
         ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
-        make_view("", progress=False).note(f"starting {experiment.control.trial_name}: loading torch{ray}")
+        name = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
+        make_view("", progress=False).note(f"starting {name}: loading torch{ray}, then reading rows")
 
 
 def tell(notes: Sequence[str]) -> None:

@@ -113,7 +113,7 @@ def _mended(name: str) -> str:
 def check_model(role: str, spec: ModelSpec) -> None:
     """That a role has a model to load and one device to be on. Hub names are looked up later, local paths here."""
     if spec.tokenizer.path is not None:
-        _check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
+        check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
     if spec.backend in NO_NETWORK:
         if spec.path is None and spec.tokenizer.path is None:
             raise ConfigError(
@@ -125,7 +125,7 @@ def check_model(role: str, spec: ModelSpec) -> None:
     check_quantize(spec, role)
     if spec.path is None:
         raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
-    directory = _check_local(f"{role}.path", spec.path)
+    directory = check_local(f"{role}.path", spec.path)
     if directory is not None:
         _check_directory(role, spec, directory)
 
@@ -140,7 +140,7 @@ def is_local(path: str) -> bool:
     return Path(path).expanduser().exists() or HUB_NAME.fullmatch(path) is None
 
 
-def _check_local(option: str, path: str) -> Path | None:
+def check_local(option: str, path: str) -> Path | None:
     """The path on this machine, or None for a hub name. Raises `CheckpointError` where nothing is there."""
     if not is_local(path):
         return None
@@ -184,7 +184,7 @@ def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
             f"{option}: is a prefix of {found.num_tokens} tokens, and {role}.prefix.num_tokens={asked}; write "
             f"{role}.prefix.num_tokens={found.num_tokens} to train it further, or {role}.path={found.base} for its model"
         )
-    base = _check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", found.base)
+    base = check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", found.base)
     if base is not None:
         _check_directory(role, replace(spec, path=found.base, prefix=PrefixSpec()), base)
 
