@@ -77,8 +77,10 @@ def test_reward_model_then_ppo_with_it_and_a_function(material: Path, tmp_path: 
     assert line["actor_train/sampler_logprob_diff"] <= 1e-6
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["actor", "critic"]
     log = (directory / "log.txt").read_text()
-    assert "4 prompts x 1 = 4 completions of at most 4 tokens" in log
-    assert "4 completions x 2 epochs, minibatches of 2: 4 optimizer steps of actor and of critic" in log
+    assert (
+        "4 prompts x 1 = 4 completions, 4 optimizer steps per model" in log and "completions of at most 4 tokens" in log
+    )
+    assert "a step's completions are trained on in minibatches of 2, for 2 epochs" in log
 
 
 def test_dpo(material: Path, tmp_path: Path) -> None:

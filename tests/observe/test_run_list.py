@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from weft.observe import run_list
 from weft.observe.run_list import list_runs
@@ -133,3 +134,17 @@ def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_va
     rows[14] |= {"eval/reward": 0.56}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == ("eval/reward", 0.56)
+
+
+def test_options_are_read_without_the_whole_of_yaml(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    values = {
+        "seed": 1, "grpo": {"kl_coef": 1e-6, "gen": {"max_new_tokens": 64, "stop": ["a: 1"]}, "loss_type": "dapo"},
+        "actor": {"optimizer": {"lr": 3e-5}, "path": None, "compile": True}, "reward": "gsm8k",
+    }  # fmt: skip
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    found = run_list._scalars(config)
+    assert found["grpo"]["kl_coef"] == 1e-6 and found["grpo"]["gen"]["max_new_tokens"] == 64
+    assert found["grpo"]["loss_type"] == "dapo" and found["actor"]["optimizer"]["lr"] == 3e-5
+    assert found["actor"]["path"] is None and found["actor"]["compile"] is True and found["reward"] == "gsm8k"
+    assert run_list._scalars(tmp_path / "nowhere") == {}

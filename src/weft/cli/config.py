@@ -134,7 +134,7 @@ def _listed(sections: Sequence[Section]) -> Iterator[str]:
 
 
 def _recipe(section: Section) -> str | None:
-    """What a recipe is for and the GPU that it fits, from the head of its file; None for other sections."""
+    """Return a recipe's purpose and the GPU that it fits, from the head of its file; None for other sections."""
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
     rows = shipped_file(section.file).read_text(encoding="utf-8").splitlines()

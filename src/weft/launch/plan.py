@@ -265,7 +265,7 @@ def _sources(data: LoadedData) -> list[str]:
 
 
 def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
-    """What the plan's table does not tell of single nodes: which of several samples how much, and which begins later."""
+    """Lines on single nodes that the plan's table has not: which of several samples how much, and which begins later."""
     sampling = list(_sampling(experiment))
     if len(sampling) > 1:
         yield from (f"{call.name}: {many(samples, 'completion')} of each prompt" for call, samples in sampling)
@@ -276,8 +276,8 @@ def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
 
 
 def _roles(experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """What the plan's table leaves out of each role: the whole path, the learning rate, and all of it where a row of the table
-    is of several models."""
+    """Lines on each role that the plan's table leaves out: the whole path, the learning rate, and all of it
+    where a row of the table is of several models."""
     merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""

@@ -130,14 +130,14 @@ def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
 
 
 def _decider(listed: Sequence[Named]) -> list[str] | None:
-    """What each run calls the metric that decides which is better; None where they share none that can be compared."""
+    """Return each run's name for the metric that decides which is better; None where they share none that can be compared."""
     names = _wanted(listed)
     runs = [each.run for each in listed]
     return None if names is None or _is_policy_loss(runs, names) or apart(runs, names) else names
 
 
 def _wanted(listed: Sequence[Named]) -> list[str] | None:
-    """What each run calls its headline, of the validation rows where all have such; None where that is another measure."""
+    """Return each run's name for its headline, of the validation rows where all have such; None where measures differ."""
     runs = [each.run for each in listed]
     own = [headline(run.names, run.record.get("algorithm")) for run in runs]
     valid = [evaluation_of(name, run.names) for name, run in zip(own, runs, strict=True)]
@@ -225,7 +225,7 @@ def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -
 
 
 def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Why the runs' headlines cannot be compared."""
+    """Say why the runs' headlines cannot be compared."""
     what, different = last_part(names[0]), apart(runs, names)
     if what == REWARD and any(option in SOURCES for option in different):
         return "The rewards come from different sources and cannot be compared."

@@ -28,7 +28,7 @@ COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
 def heading(run: RunFiles) -> str:
-    """What the samples are: written by the model, or rows that it was trained on."""
+    """Name the samples: answers of the model, or rows that it was trained on."""
     rows = run.samples
     if not rows or any(not of_dataset(row) for row in rows):
         return "Completions"

@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong with a run; nothing, where `findings` is empty."""
+    """The findings on a run; none where nothing is out of range."""
 
     findings: Sequence[Finding] = ()
 
@@ -342,12 +342,11 @@ def _policy(run: Judged) -> Iterator[Finding]:
 
 def _text(run: Judged) -> Iterator[Finding]:
     """Completions of the last step that repeat themselves, where those of the first step did not."""
-    written = [
-        row for row in run.samples if not {"rank", "loss"} & row.keys() and isinstance(row.get("completion"), str)
-    ]
-    if not written:
-        return
+    answers = (row for row in run.samples if "reward" in row or "finished" in row)
+    written = [row for row in answers if isinstance(row.get("completion"), str)]
     steps = [float(row["step"]) for row in written if finite(row.get("step"))]
+    if not steps:
+        return
     last = [str(row["completion"]) for row in written if row.get("step") == max(steps)]
     first = (
         [str(row["completion"]) for row in written if row.get("step") == min(steps)] if min(steps) < max(steps) else []

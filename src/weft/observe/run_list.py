@@ -16,15 +16,18 @@ from weft.observe import trend
 from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
 from weft.observe.jsonl import read_row
 from weft.observe.lenient import cleaned, read_json
-from weft.observe.metrics import EVAL, finite, is_step, leading
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet, read_options
+from weft.observe.metrics import EVAL, finite, is_step, last_part, leading
+from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet
 from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
 RECORD = "run.json"  # who started the run, how, and with what
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
-WHOLE_BYTES = 1 << 20  # of a file of lines that is read whole; of a longer one half as much at each end
+WHOLE_BYTES = 1 << 19  # of metrics.jsonl that is read whole; of a longer one half as much at each end
+SAMPLE_BYTES = 1 << 15  # the same of samples.jsonl
+REWARD = "reward"
+KEY = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
 TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
 
@@ -127,7 +130,9 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None) -> Diagnosis | None:
     """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read already."""
     metrics = end_lines(run / METRICS) if lines is None else lines
-    return judge(metrics, algorithm, cache(lambda: read_options(run / CONFIG)), end_lines(run / SAMPLES))
+    rewarded = any(last_part(name) == REWARD for line in metrics[-1:] for name in line)
+    samples = end_lines(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
+    return judge(metrics, algorithm, cache(lambda: _scalars(run / CONFIG)), samples)
 
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
@@ -156,15 +161,45 @@ def _top_keys(config: Path) -> dict[str, str]:
         return {}
 
 
+def _scalars(config: Path) -> dict[str, Any]:
+    """The options of a config.yaml that are single values, nested as they stand there, as weft writes the file."""
+    if not config.is_file():
+        return {}
+    try:
+        text = read_text(config, str(config), UserError, MOST_YAML)
+    except UserError:
+        return {}
+    found: dict[str, Any] = {}
+    inside: list[tuple[int, dict[str, Any]]] = [(-1, found)]  # (indentation, mapping) of the groups around a line
+    for indent, name, value in KEY.findall(text):
+        while len(inside) > 1 and inside[-1][0] >= len(indent):
+            inside.pop()
+        if value.strip():
+            inside[-1][1][name] = _scalar(value.strip())
+        else:
+            group = inside[-1][1][name] = {}
+            inside.append((len(indent), group))
+    return found
+
+
+def _scalar(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"null": None, "true": True, "false": False}.get(text, text.strip("'\""))
+
+
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
     """The last lines that have a step, oldest first."""
     return _lines(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
-def end_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that have a step, oldest first; of a long file those at its two ends."""
-    half = WHOLE_BYTES // 2
-    return _lines(path, lambda size: [(0, size)] if size <= WHOLE_BYTES else [(0, half), (size - half, size)])
+def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
+    """The lines of a file that have a step, oldest first; of one of more than `most` bytes those at its two ends."""
+    half = most // 2
+    return _lines(path, lambda size: [(0, size)] if size <= most else [(0, half), (size - half, size)])
 
 
 def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:

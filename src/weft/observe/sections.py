@@ -37,7 +37,7 @@ def lede(run: RunFiles) -> str:
 
 
 def shown_metrics(run: RunFiles) -> list[str]:
-    """What a run is judged by: its validation metric where it has one, then that of training."""
+    """Names of the metrics that a run is judged by: of the validation rows where there are any, then of training."""
     name = headline(run.names, run.record.get("algorithm"))
     evaluated = evaluation_of(name, run.names)
     return [each for each in (evaluated, name) if each is not None]
@@ -65,7 +65,7 @@ def status(word: str, *, flagged: bool = False) -> str:
 
 
 def verdict(found: Diagnosis | None) -> str:
-    """What is out of range, and what to try, as a line of the first screen; empty for a run that cannot be judged yet."""
+    """Render what is out of range, and what to try, as a line of the first screen; empty for a run that is too short."""
     if found is None:
         return ""
     kind, word = ("fine", "Check") if found.sound else ("wrong", "Look at this")
