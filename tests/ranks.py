@@ -12,10 +12,11 @@ import gc
 import itertools
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from tests.processes import fork_server
 
+GRACE = 10.0  # seconds that the others have once a rank has failed
 DEADLINE = 120.0  # seconds that a function may take, and a rank to start
 
 
@@ -49,15 +51,23 @@ class Ranks:
         """What the function returns on each rank. Raises `AssertionError` with a rank's traceback."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
-        failures, results = [], []
-        for rank, pipe in enumerate(self._pipes):
-            assert pipe.poll(DEADLINE), f"rank {rank} does not answer"
-            good, found = pipe.recv()
-            results.append(found)
-            if not good:
-                failures.append(f"rank {rank}:\n{found}")
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        results: dict[int, Any] = {}
+        failures: list[str] = []
+        end = time.monotonic() + DEADLINE
+        while len(results) < len(ranks):
+            left = [pipe for pipe, rank in ranks.items() if rank not in results]
+            ready = wait(left, max(0.0, end - time.monotonic()))
+            if not ready:  # the others may wait for one that has failed
+                silent = ", ".join(str(ranks[pipe]) for pipe in left)
+                raise AssertionError("\n".join([*failures, f"no answer from ranks {silent}"]))
+            for pipe in ready:
+                good, results[ranks[pipe]] = pipe.recv()  # type: ignore[union-attr]
+                if not good:
+                    failures.append(f"rank {ranks[pipe]}:\n{results[ranks[pipe]]}")
+                    end = min(end, time.monotonic() + GRACE)
         assert not failures, "\n".join(failures)
-        return results
+        return [results[rank] for rank in range(len(ranks))]
 
     def __enter__(self) -> Ranks:
         return self
