@@ -60,7 +60,8 @@ class RunRecord:
 def _start(value: Any) -> Start | None:
     if not isinstance(value, Mapping):
         return None
-    time, step = value.get("time"), value.get("step", 0)
+    time: Any = value.get("time")
+    step: Any = value.get("step", 0)
     if not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
         return None
     command, versions = value.get("command"), value.get("versions")
