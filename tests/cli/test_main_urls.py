@@ -68,3 +68,11 @@ def test_arguments_that_are_paths(words: list[str], capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "OUT/x.jsonl" in said and "is a URL" in said, said
     assert {path.name for path in folder.iterdir()} == {"runs", "x.jsonl"}, "nothing is made"
+
+
+def test_a_place_for_answers_that_is_no_folder_is_refused_before_a_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    (folder / "file").write_text("a")
+    assert main(["sample", "report", "nothing/here", "--prompts", "p.txt", "--out", "file"]) == 2
+    assert capsys.readouterr().err == "error: --out file: is no folder; name another\n"

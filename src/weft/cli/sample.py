@@ -99,6 +99,9 @@ def _positive(text: str) -> int:
 def main(argv: Sequence[str]) -> int:
     """Run `weft sample ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
     given = parser().parse_args(list(argv))
+    out: Path | None = vars(given).get("out")
+    if out is not None and out.exists() and not out.is_dir():  # before a model answers
+        raise ConfigError(f"--out {out}: is no folder; name another")
     run: Callable[[argparse.Namespace], None] = given.run
     run(given)
     return 0

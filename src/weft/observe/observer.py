@@ -23,6 +23,7 @@ from weft.observe.run_record import RunRecord
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline
 from weft.redaction import redacted
+from weft.writing import destination
 
 METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
 
@@ -64,8 +65,10 @@ class Observer:
     ) -> Observer:
         """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.resumed_step` steps, and
         shows `view`, or else the live view where the output is a terminal and `progress` is on. Raises `UserError` where a
-        logger cannot start."""
+        logger cannot start, or something that is no file has the name of one."""
         earlier = max((int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row), default=0)
+        for name in (METRICS, SAMPLES):
+            destination(run.directory / name)  # refused before the first step
         run = replace(run, logged=earlier)
         view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)

@@ -60,8 +60,9 @@ class RunRecord:
 def _start(value: Any) -> Start | None:
     if not isinstance(value, Mapping):
         return None
-    time, step = value.get("time"), value.get("step", 0)
-    if time is None or not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
+    time: Any = value.get("time")
+    step: Any = value.get("step", 0)
+    if not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
         return None
     command, versions = value.get("command"), value.get("versions")
     return Start(
