@@ -8,6 +8,7 @@ with opened(path, "ab") as file: ...          # to append to a file or to change
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +50,8 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block fails, the file is removed and `path` stays as it was. A file that is replaced keeps its permissions.
     """
     target = destination(path)
-    partial = target.with_name(f".{target.name}{TEMPORARY}")
-    partial.unlink(missing_ok=True)  # of a killed process
+    own = secrets.token_hex(4)  # several processes may write one file at once, as the ranks of a role do
+    partial = target.with_name(f".{target.name}.{own}{TEMPORARY}")
     try:
         partial.touch(exist_ok=False)
         mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
