@@ -19,6 +19,7 @@ WRITES = re.compile(
 )
 # Places that write only into a folder which they have just made, or into another process.
 OWN_FOLDERS = {
+    "host/verifiers/_isolation.py": "what a process says of itself in /proc, in folders that it alone sees",
     "writing.py": "the one place",
     "engine/hf/lora.py": "the folder of an unfinished checkpoint",
     "host/_worker.py": "standard output",
