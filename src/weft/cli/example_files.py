@@ -1,16 +1,18 @@
-"""The files of `weft examples write`: sums of two digits as rows of every form, and a small model without training. The same
-bytes on every machine."""
+"""The files of `weft examples write`: sums of two digits as rows of every form, and two small models without training: one
+reads sums, the other any text. The same bytes on every machine."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 CHARACTERS = "0123456789+="
 SPECIAL = ("<pad>", "</s>", "<unk>")
-HIDDEN, INNER, LAYERS, HEADS, CONTEXT = 96, 288, 3, 4, 64
+TEXT_SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 RIGHT = 0.7  # share of the SFT answers that are right, so that there is something left to learn from a reward
 LESSONS = 8  # SFT rows a sum
 SEED = 1
@@ -20,6 +22,27 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}="
     "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    context: int
+    tied: bool
+
+
+SUMS = Shape(hidden=96, inner=288, layers=3, heads=4, kv_heads=4, context=64, tied=True)
+TEXT = Shape(hidden=32, inner=64, layers=2, heads=4, kv_heads=2, context=512, tied=False)
+TEXT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -38,8 +61,9 @@ def files() -> dict[str, bytes]:
         "pairs.jsonl": [{"prompt": _asked(each), "chosen": _answer(each), "rejected": wrong} for each, wrong in slips],
         "prompts.jsonl": [{"prompt": _asked(each), "answer": _answer(each)} for each in sums],
     }
+    models = {"model": _sums_model(), "text-model": _text_model()}
     return {name: _lines(each) for name, each in rows.items()} | {
-        f"model/{name}": content for name, content in _model().items()
+        f"{folder}/{name}": content for folder, made in models.items() for name, content in made.items()
     }
 
 
@@ -67,38 +91,63 @@ def _lines(rows: Iterable[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def _model() -> dict[str, bytes]:
+def _sums_model() -> dict[str, bytes]:
     """A Hugging Face directory: a Llama of some 400,000 random weights, with a token a character."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    pattern = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    core = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"}
+    tokenizer = _tokenizer(vocabulary, SPECIAL, pattern, {"type": "Fuse"}, core)
+    return _model(SUMS, vocabulary, tokenizer, {**special, "chat_template": CHAT_TEMPLATE})
+
+
+def _text_model() -> dict[str, bytes]:
+    """A Hugging Face directory: a Llama of some 40,000 random weights, with a token a byte and a chat template."""
+    vocabulary = {token: i for i, token in enumerate([*TEXT_SPECIAL, *_letters_of_bytes()])}
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    core = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    tokenizer = _tokenizer(vocabulary, TEXT_SPECIAL, level, level, core)
+    return _model(TEXT, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE})
+
+
+def _letters_of_bytes() -> list[str]:
+    """The letter that stands for each byte in byte-level vocabularies: its own where that can be printed, else one from U+0100
+    on (Radford et al. 2019, GPT-2)."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(0x100)
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
+
+
+def _model(shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]) -> dict[str, bytes]:
+    """The files of a Llama with random weights. `named`: special tokens and chat template."""
     from safetensors.numpy import save
 
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
+    ids = {f"{name}_token_id": vocabulary.get(named.get(f"{name}_token", "")) for name in ("bos", "eos", "pad")}
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": len(vocabulary),
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "head_dim": HIDDEN // HEADS,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.hidden // shape.heads,
         "hidden_act": "silu",
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": shape.context,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": vocabulary["</s>"],
-        "pad_token_id": vocabulary["<pad>"],
+        "tie_word_embeddings": shape.tied,
+        **ids,
         "dtype": "float32",
     }
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "chat_template": CHAT_TEMPLATE}
+    more = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "model_max_length": shape.context}
     return {
         "config.json": _json(config),
-        "tokenizer.json": _json(_tokenizer(vocabulary)),
-        "tokenizer_config.json": _json({**named, "model_max_length": CONTEXT}),
-        "model.safetensors": save(_weights(len(vocabulary)), metadata={"format": "pt"}),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": _json(more),
+        "model.safetensors": save(_weights(shape, len(vocabulary)), metadata={"format": "pt"}),
     }
 
 
@@ -106,23 +155,25 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _tokenizer(vocabulary: dict[str, int]) -> dict[str, Any]:
-    """tokenizer.json: a token a character."""
+def _tokenizer(
+    vocabulary: dict[str, int], special: Iterable[str], pieces: Any, decoder: Any, core: dict[str, Any]
+) -> bytes:
+    """tokenizer.json: how a text is cut into `pieces`, and the `core` that gives them numbers."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
+    return _json({
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": vocabulary[token], "content": token, **flags} for token in SPECIAL],
+        "added_tokens": [{"id": vocabulary[token], "content": token, **flags} for token in special],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": pieces,
         "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<unk>"},
-    }
+        "decoder": decoder,
+        "model": core,
+    })  # fmt: skip
 
 
-def _weights(vocabulary: int) -> dict[str, Any]:
+def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
     """Random weights by their names. `RandomState` draws the same numbers in every version of numpy."""
     import numpy as np
 
@@ -131,14 +182,16 @@ def _weights(vocabulary: int) -> dict[str, Any]:
     def matrix(rows: int, columns: int) -> Any:
         return draw.uniform(-bound, bound, (rows, columns)).astype(np.float32)
 
-    weights = {"model.embed_tokens.weight": matrix(vocabulary, HIDDEN)}
-    for layer in range(LAYERS):
+    hidden, narrow = shape.hidden, shape.hidden // shape.heads * shape.kv_heads
+    weights = {"model.embed_tokens.weight": matrix(vocabulary, hidden)}
+    for layer in range(shape.layers):
         own = f"model.layers.{layer}"
-        for name in ("q", "k", "v", "o"):
-            weights[f"{own}.self_attn.{name}_proj.weight"] = matrix(HIDDEN, HIDDEN)
+        for name, rows in (("q", hidden), ("k", narrow), ("v", narrow), ("o", hidden)):
+            weights[f"{own}.self_attn.{name}_proj.weight"] = matrix(rows, hidden)
         for name in ("gate", "up"):
-            weights[f"{own}.mlp.{name}_proj.weight"] = matrix(INNER, HIDDEN)
-        weights[f"{own}.mlp.down_proj.weight"] = matrix(HIDDEN, INNER)
+            weights[f"{own}.mlp.{name}_proj.weight"] = matrix(shape.inner, hidden)
+        weights[f"{own}.mlp.down_proj.weight"] = matrix(hidden, shape.inner)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{own}.{name}.weight"] = np.ones(HIDDEN, np.float32)
-    return {**weights, "model.norm.weight": np.ones(HIDDEN, np.float32)}
+            weights[f"{own}.{name}.weight"] = np.ones(hidden, np.float32)
+    weights["model.norm.weight"] = np.ones(hidden, np.float32)
+    return weights if shape.tied else {**weights, "lm_head.weight": matrix(vocabulary, hidden)}

@@ -18,6 +18,7 @@ WHAT = {
     "pairs.jsonl": "a right and a wrong answer to each prompt: rw, dpo",
     "prompts.jsonl": "prompts with the right answer, for a verifier: ppo, grpo, gen",
     "model": "a Llama of 400,000 random weights that reads digits, + and =",
+    "text-model": "a Llama of 40,000 random weights that reads any text, byte by byte: for the tutorials",
 }
 
 
