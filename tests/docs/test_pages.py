@@ -7,6 +7,7 @@ or a GPU: their options are checked. `MODEL` on a page is a model directory; her
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -114,6 +115,10 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
     run_commands(tmp_path, page.commands, forked=False)
     runs = {path.parent.name for path in tmp_path.glob("runs/first/*/report.html")}
     assert runs == {"sft", "rw", "dpo", "ppo", "grpo", "python"}
+    for trial, metric, least in (("grpo", "reward/reward", 0.15), ("ppo", "rew_inf/reward", 0.1)):
+        lines = (tmp_path / "runs" / "first" / trial / "metrics.jsonl").read_text().splitlines()
+        values = [json.loads(line)[metric] for line in lines]
+        assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + least, "the first results that a reader sees rise"
 
 
 @pytest.mark.slow
