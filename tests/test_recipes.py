@@ -120,7 +120,7 @@ def test_a_recipe_is_read_from_any_folder_and_named_among_the_sections(
     ]
     assert weft.main([*words, "--cfg", "job"]) == 0 and "Qwen/Qwen3-0.6B" in capsys.readouterr().out
     assert weft.main(["config", "ls", "gsm8k-qwen3-0.6b"]) == 0
-    assert "weft:ready/grpo-gsm8k-qwen3-0.6b.yaml" in capsys.readouterr().out
+    assert "  grpo-gsm8k-qwen3-0.6b  Arithmetic word problems" in capsys.readouterr().out
     assert weft.main(["config", "show", "rw-ultrafeedback-qwen3-0.6b"]) == 0
     assert capsys.readouterr().out.startswith("weft quickstart rw --configs rw-ultrafeedback-qwen3-0.6b")
     (tmp_path / "recipes").mkdir()
