@@ -340,6 +340,8 @@ def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
         return truth
     if hint is str:
         if not isinstance(value, str):
+            if isinstance(value, Mapping | list | tuple):
+                raise _wrong(name, value, "must be a text")
             spelled = "null" if value is None else value
             raise _wrong(name, value, f"must be a text; quote it: {name}='{spelled}'")
         return value

@@ -109,6 +109,7 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
         ("{ppo.kl_ctl: 0.1, rew_inf.interface: scring}", "rew_inf.interface: unknown interface 'scring'"),
         ("{ppo.kl_ctl: 0.1, actor_train.post_hooks: [napp]}", "actor_train.post_hooks: unknown host function 'napp'"),
         ("{imports: [mine.py]}", "mine.py"),
+        ("{eval_prompts: asked.txt}", "eval_prompts='asked.txt': there is no such file"),
     ],
 )
 def test_validate_looks_for_files_and_functions(

@@ -144,6 +144,13 @@ def test_an_option_set_to_several_values_is_told() -> None:
 
 
 def test_an_error_shows_values_as_they_were_written() -> None:
-    with pytest.raises(ConfigError) as caught:
-        configure(SFTConfig(), overrides.parse(["model.path={a: 1, b: [x, 2.5]}"]))
-    assert "model.path={'a': 1, 'b': ['x', 2.5]}" in str(caught.value) and "Scalar" not in str(caught.value)
+    for word, shown in (
+        ("model.path={a: 1, b: [x, 2.5]}", "model.path={'a': 1, 'b': ['x', 2.5]}: must be a text"),
+        ("model.type.is_here=true", "model.type={'is_here': True}: must be a text"),
+        ("model.path=[1, true]", "model.path=[1, True]: must be a text"),
+        ("model.lora.r=[1, true]", "model.lora.r=[1, True]: must be a whole number, such as 8"),
+        ("dataset.args=[1]", "dataset.args=[1]: must be a mapping"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configure(SFTConfig(), overrides.parse([word]))
+        assert str(caught.value).startswith(shown) and "Scalar" not in str(caught.value)

@@ -137,6 +137,14 @@ def test_each_other_name_has_a_note_that_says_what_became_of_it() -> None:
     assert notes == ["actor_gen.parallel.* is read as actor_gen.layout=d4p2"]
 
 
+@pytest.mark.parametrize("name", ["rew_inf.args.debug", "dataset.args.n_mbs", "launch.env.use_cuda_graph"])
+def test_entries_of_a_mapping_are_nobody_elses_options(name: str) -> None:
+    """They are the user's own, whatever they are called."""
+    config, notes = made(PPOConfig(), f"{name}='3'")
+    group, _, key = name.rpartition(".")
+    assert value(config, group) == {key: "3"} and notes == []
+
+
 @pytest.mark.parametrize(
     ("nodes", "mesh", "expected"),
     [
@@ -172,6 +180,14 @@ def test_slurm_is_given_the_list_of_nodes() -> None:
         (PPOConfig, ["ref_inf.parallel.data_parallel_size=x"], "must be a whole number, at least 1"),
         (PPOConfig, ["ref_inf.layout=d2", "ref_inf.parallel.data_parallel_size=2"], "unknown option 'ref_inf.parallel"),
         (SFTConfig, ["exp_ctrl.no_such=1"], "unknown option 'no_such'"),
+        (PPOConfig, ["nodelist='n[-]'"], "nodelist"),
+        (PPOConfig, ["ref_inf.device_mesh='n1:0,'"], "must be devices such as 0-7, or ReaL's NODE01:0,1"),
+        (PPOConfig, ["ref_inf.device_mesh='n1:0-9999999999'"], "must be devices such as 0-7"),
+        (
+            PPOConfig,
+            ["n_gpus_per_node=many", "ref_inf.device_mesh='n1:0'"],
+            "n_gpus_per_node='many': must be a whole number",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused(base: type[RunConfig], words: list[str], message: str) -> None:

@@ -41,11 +41,11 @@ def shipped_config(path: str) -> dict[str, Any] | None:
 
     A plan reads them. A run has fetched the file before it looks.
     """
+    if path not in shipped_configs() or Path(path).exists():
+        return None
     from huggingface_hub import try_to_load_from_cache
 
-    if path not in shipped_configs() or Path(path).exists() or isinstance(try_to_load_from_cache(path, CONFIG), str):
-        return None
-    return dict(shipped_configs()[path])
+    return None if isinstance(try_to_load_from_cache(path, CONFIG), str) else dict(shipped_configs()[path])
 
 
 def values_of(path: str) -> Mapping[str, Any]:

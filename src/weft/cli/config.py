@@ -299,6 +299,8 @@ def _check_named(config: RunConfig) -> None:
                 raise set_for(f"{spec.name}.type", unknown_name("dataset type", value.type, registry.datasets.names()))
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
+    if config.eval_prompts is not None and not Path(config.eval_prompts).expanduser().is_file():
+        raise ConfigError(f"eval_prompts={config.eval_prompts!r}: there is no such file; check the spelling")
     reward = getattr(config, "reward", None)
     for part in parse_reward(reward) if reward is not None else ():
         locate(part)

@@ -53,7 +53,7 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with a name for its run, and a line about it where nobody has given one.
+    """Return the configuration with a name for its run; where nobody has given one, also a line that says the name.
 
     The experiment is `asked_for`, a recipe or an algorithm. The trial is the newest unfinished one of the same configuration,
     among those that have a number for a name; else it takes the next number.
@@ -69,11 +69,12 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     following = replace(config, trial_name=str(max(numbers, default=0) + 1))
     if config.recover_mode == "disabled" or config.resume_from is not None:
         return following, f"this run is {folder / following.trial_name}"
-    experiment_made = build_experiment(following)
+    asked = build_experiment(following)
     for number in numbers:
-        if _goes_on(RunDirectory(folder / str(number)), experiment_made):
-            trial = replace(config, trial_name=str(number))
-            return trial, f"continuing {folder / str(number)}, an unfinished run of this configuration"
+        if _goes_on(RunDirectory(folder / str(number)), asked):
+            return replace(
+                config, trial_name=str(number)
+            ), f"continuing {folder / str(number)}, an unfinished run of this configuration"
     return following, f"this run is {folder / following.trial_name}"
 
 

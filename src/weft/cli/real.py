@@ -22,7 +22,8 @@ SIZES = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
 SEQUENCE = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
 TYPE = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
 HALF = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
-NODE = re.compile(r"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>[\d,-]+)\])?(?::(?P<devices>[\d,-]+))?")
+SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
+NODE = re.compile(rf"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>{SPANS})\])?(?::(?P<devices>{SPANS}))?")
 
 RENAMED = {
     "partition": "slurm.partition",
@@ -48,7 +49,7 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _Renaming:
-    """What the words of one command line say together, and what was made of them so far."""
+    """The assignments of one command line, and those that they have been turned into so far."""
 
     config: RunConfig
     known: frozenset[str]  # options of the configuration
@@ -103,10 +104,12 @@ def _rename_one(done: _Renaming, override: Override) -> None:
         _read_half(done, override, found["role"], found["kind"])
     elif name == "nodelist":
         _read_nodes(done, override)
-    elif name == "ppo.init_critic_from_actor" or last == "init_critic_from_actor":
-        done.put(override, "ppo.critic_init", "actor" if plain(override.value) else None)
+    elif any(name.startswith(f"{option}.") for option in done.known):
+        done.made.append(override)  # an entry of a mapping, which is the user's own
     elif name in RENAMED:
         done.put(override, RENAMED[name], override.value)
+    elif last == "init_critic_from_actor":
+        done.put(override, "ppo.critic_init", "actor" if plain(override.value) else None)
     elif last in LEFT_OUT:
         done.leave_out(override, LEFT_OUT[last])
     else:
@@ -184,6 +187,7 @@ def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> Non
 
 def _read_nodes(done: _Renaming, override: Override) -> None:
     """Give Slurm its list of nodes. Elsewhere the names only number the devices."""
+    _node_names(str(plain(override.value)))  # raises for what is no list of nodes
     if done.given.get("mode") == "slurm":
         done.put(override, "slurm.nodelist", override.value)
     else:
@@ -195,7 +199,9 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
 
     A node without numbers is all of its devices. Raises `ConfigError` for a node that `nodelist` does not have.
     """
-    size = done.given.get("n_gpus_per_node") or GPUS_PER_NODE
+    size = done.given.get("n_gpus_per_node")
+    if not isinstance(size, int) or size < 1:  # absent, or refused by its own rule
+        size = GPUS_PER_NODE
     devices: list[int] = []
     found = NODE.fullmatch(text)
     if found is None:

@@ -33,7 +33,7 @@ class SourceCount:
         return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
 
     def notes(self, limits: str) -> list[str]:
-        """What was cut or left out, what the chat template cuts, and unused columns, in words; nothing where there is none."""
+        """Return lines on rows that were cut or left out, on parts that the template cuts, and on unused columns."""
         by_template = [] if self.report is None else [f"{self.label}: {cut}" for cut in self.report.cut]
         return [*self._left_out(limits), *by_template, *self.unused_notes()]
 

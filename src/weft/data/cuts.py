@@ -43,7 +43,7 @@ class Cut:
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """The same part of several turns as one, named where it is first."""
+    """Merge cuts of one kind: one cut for each part, remedy and template, with the place of the first turn."""
     found: dict[tuple[str, str, str], Cut] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
@@ -90,7 +90,7 @@ class Turn:
         return Cut(part, keep, self.template.name, self.index + 1, example)
 
     def _thoughts_stay(self) -> str:
-        """What would keep the turn's thoughts that stand in a field of their own."""
+        """Return what a user can do to keep the thoughts of the turn, which stand in a field of their own."""
         own = {key: value for key, value in self.message.items() if key != REASONING}
         inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
         if self._alone_writes({**self.message, REASONING: MARK}):
@@ -100,7 +100,7 @@ class Turn:
         return f"{self._another_template()} (such as {KEPT_WHOLE}, with <think>...{END_OF_THOUGHT} in content)"
 
     def _content_stays(self) -> str:
-        """What would keep what precedes the end of the turn's thoughts in its content."""
+        """Return what a user can do to keep the thoughts at the beginning of the turn's content."""
         _, _, said = self.message["content"].rpartition(END_OF_THOUGHT)
         apart = {**self.message, "content": said.strip(), REASONING: MARK}
         inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{said.strip()}"}

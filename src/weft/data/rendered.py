@@ -103,7 +103,7 @@ def writes(text: str, content: str) -> bool:
 
 
 def holds(text: str, content: str) -> bool:
-    """Whether a rendered text holds a content; blanks and quoting do not count."""
+    """Return whether a rendered text holds a content; blanks and quoting do not count."""
     said = content.strip()
     if said in text:
         return True
@@ -118,8 +118,10 @@ def bare(text: str) -> str:
 
 
 def check(lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()) -> frozenset[str]:
-    """What of a conversation is in no token, as columns are named, but for `trained` messages: see `cuts`. Templates leave out
-    the reasoning of other turns on purpose. `name` is the tokenizer's.
+    """Return the parts of a conversation that are in no token, named as columns are.
+
+    Parts of the `trained` messages are left to `cuts`; templates leave out the reasoning of the other turns on purpose. `name`
+    is the tokenizer's.
 
     Raises `DataError` where the model would not see what was said: the user's or a tool's words, the assistant's tool calls, or
     all that the assistant says.

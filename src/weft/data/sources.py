@@ -31,8 +31,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row stands; written `FILE:LINE` (in Parquet and Arrow files the row's number), or `FILE` where `line` is 0: the
-    row was made of several."""
+    """The place of a row, written `FILE:LINE`; in Parquet and Arrow files the line is the row's number. A row that was made of
+    several has line 0, and is written `FILE`."""
 
     file: str
     line: int

@@ -30,8 +30,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the rows of a source: how many there were, samples that were cut (`both_cut`: prompt and answer) and left
-    out; columns `read`, columns that hold anything; parts of trained turns that the chat template `cut`."""
+    """Counts of the rows of a source, and of the samples that were cut (`both_cut`: prompt and answer) or left out; columns
+    `read`, columns that hold anything; parts of trained turns that the chat template `cut`."""
 
     rows: int = 0
     prompts_cut: int = 0

@@ -317,14 +317,14 @@ def epochs(count: int) -> str:
 
 
 def pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """How a step's completions are trained on, where that is not all of them once."""
+    """Return a line on how a step's completions are trained on, where that is not all of them once."""
     if passes == minibatches == 1:
         return []
     return [f"a step's completions are trained on in minibatches of {completions // minibatches}, for {epochs(passes)}"]
 
 
 def _step_notes(policy: Policy) -> list[str]:
-    """What one step does beside the counts of the plan's table."""
+    """Return lines on what one step does, beside the counts of the plan's table."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [

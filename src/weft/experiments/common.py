@@ -350,16 +350,19 @@ def build_experiment(config: Buildable) -> Experiment:
 
 
 def _left_at_default(config: RunConfig) -> frozenset[str]:
-    """Return the dotted names of the options that nobody has set; none where the class has no configuration of its own."""
+    """Return the dotted names of the options that nobody has set.
+
+    The set is empty for a class that cannot be built without arguments: its defaults are not known.
+    """
     try:
         usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
-    except TypeError:  # a user's class that takes arguments
+    except TypeError:
         return frozenset()
     return frozenset(leaf.name for leaf in leaves(config) if leaf.name in usual and usual[leaf.name] == leaf.default)
 
 
 def _build(config: RunConfig) -> Experiment:
-    """The experiment, by the method that the class of `config` overrides."""
+    """Build the experiment by the method that the class of `config` overrides."""
     own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__
@@ -374,12 +377,12 @@ def _build(config: RunConfig) -> Experiment:
         return config.initial_setup()
     except AttributeError as error:
         if type(error.obj).__module__.startswith("weft."):
-            raise ConfigError(_missing(name, error)) from error
+            raise ConfigError(_explain_attribute(name, error)) from error
         raise
 
 
-def _missing(name: str, error: AttributeError) -> str:
-    """What to write in place of an attribute that ReaL's objects have and weft's do not."""
+def _explain_attribute(name: str, error: AttributeError) -> str:
+    """Return the message for an attribute that ReaL's objects have and weft's do not: what to write in its place."""
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"
     return f"{name}.initial_setup: weft's {type(error.obj).__name__} has no {error.name}; see docs/coming-from/real.md"

@@ -278,7 +278,7 @@ class _Distillation:
         )  # fmt: skip
 
     def notes(self) -> list[str]:
-        """What one step does beside the counts of the plan's table."""
+        """Return lines on what one step does, beside the counts of the plan's table."""
         options, lines = self.options, list[str]()
         if self.share:
             rows = f"about {self.share:.0%} of the rows, drawn anew each step, get " if self.share < 1.0 else ""

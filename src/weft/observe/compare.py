@@ -169,7 +169,7 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 
 def verdict(listed: Sequence[Named]) -> str:
-    """Which run was better, in a sentence or two; or why that cannot be said."""
+    """Return a sentence or two on which run was better, or on why that cannot be said."""
     runs, names = [each.run for each in listed], _wanted(listed)
     if names is None:
         own = [(each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed]

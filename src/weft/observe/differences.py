@@ -67,7 +67,9 @@ def _called(name: str, real: Sequence[str | None]) -> str:
 
 
 def meaning(run: RunFiles, name: str) -> dict[str, str]:
-    """What a metric's number depends on beside the model, by option: numbers of runs can be compared where it is the same.
+    """Return the options that a metric's number depends on beside the model, with their values.
+
+    Numbers of two runs can be compared where these are the same.
 
     A loss depends on the algorithm and its options, a reward on what gives it, and both on the rows they are measured on. Time,
     memory, lengths and the like depend on none of these.

@@ -125,7 +125,7 @@ class Pace:
         return ", ".join(self.summary_parts(status))
 
     def summary_parts(self, status: str) -> list[str]:
-        """How it ended, and its course: of the evaluations where there are any, then of the headline in training."""
+        """Return how the run ended, then the course of each evaluation and that of the headline metric in training."""
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
@@ -136,7 +136,7 @@ class Pace:
 
 
 def course(values: Sequence[float]) -> str:
-    """Where a metric began and where it ended: `0.33 -> 0.3375 (+0.0075, within noise)`."""
+    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within noise)`."""
     if len(values) == 1:
         return number(values[0])
     moved = trend.change(values)

@@ -67,7 +67,7 @@ class RunFiles:
             samples=read_samples(directory / SAMPLES),
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
-            config=read_options(directory / CONFIG),
+            config=_options(directory / CONFIG),
             log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
@@ -119,7 +119,7 @@ class RunFiles:
         return self._columns.get(name, ([], []))
 
     def diagnosis(self) -> Diagnosis | None:
-        """What is wrong with the run; None where it is too short to be judged."""
+        """The judgement of the run; None where it is too short for one."""
         algorithm = self.record.get("algorithm")
         return judge(self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples)
 
@@ -132,8 +132,8 @@ def _text(path: Path) -> str | None:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """The options of a run with secrets masked; empty where they cannot be read."""
+def _options(path: Path) -> dict[str, Any]:
+    """Return the options of a run with secrets masked; empty where they cannot be read."""
     try:
         return dict(masked(read_config(path)))
     except ConfigError:

@@ -59,7 +59,7 @@ def moved(run: RunFiles, name: str) -> str:
 
 
 def status(word: str, *, flagged: bool = False) -> str:
-    """How a run stands, as a mark; with a sign of its own where something is out of range."""
+    """Return the mark that shows how a run stands; it has a sign of its own where something is out of range."""
     kind = f"{word} flagged" if flagged else word
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 

@@ -24,8 +24,9 @@ BLOCKS, LATER = (
 
 @dataclass(frozen=True)
 class Change:
-    """From the mean of the first steps to the mean of the last. `noise` is the half-width of the change's 95% interval; None
-    where there are too few values to estimate it."""
+    """The change from the mean of the first steps to the mean of the last.
+
+    `noise` is the half-width of the change's 95% interval; None where there are too few values to estimate it."""
 
     first: float
     last: float
@@ -59,7 +60,7 @@ def num_last(count: int) -> int:
 
 
 def num_first(count: int) -> int:
-    """The same for its beginning, which is short since curves are steep there."""
+    """Number of values that the beginning of a curve of `count` values is a mean of: few, since curves are steep there."""
     return max(1, min(EDGE, count // 3))
 
 
