@@ -27,8 +27,8 @@ LIKENESS = 0.6  # of each part of a name to that of the run that may have been m
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Let a command take a run as `weft show` does, or by `-e EXPERIMENT -f TRIAL`."""
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
-    parser.add_argument("-e", "--experiment", metavar="EXPERIMENT", help="experiment_name, in place of RUN")
-    parser.add_argument("-f", "--trial", metavar="TRIAL", help="trial_name, in place of RUN")
+    parser.add_argument("-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="in place of RUN")
+    parser.add_argument("-f", "--trial", "--trial_name", metavar="TRIAL", help="in place of RUN")
     parser.add_argument("--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
 
 

@@ -21,9 +21,10 @@ KEPT_WHOLE = "chatml"  # a form of weft's own that writes a content as it is
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of trained turns that a chat template leaves out: in so many `turns`, first in message `message` (from 1) of row
-    `row` (from 0), where it is `example`. `template` names the tokenizer; `keep` says what would keep the part; `place` is that
-    of the row in its file."""
+    """A part that a chat template leaves out of trained turns.
+
+    `turns` counts these turns. The first one is message `message` (counted from 1) of row `row` (from 0), which stands at
+    `place` in its file; there the part is `example`. `template` is the name of the tokenizer, `keep` what a user can do."""
 
     part: str
     keep: str
@@ -67,7 +68,7 @@ class Turn:
         return self.messages[self.index]
 
     def cuts(self, lost: Set[str]) -> Iterator[Cut]:
-        """Everything in the turn that is not in `written`; `lost` are fields that the template leaves out by all means."""
+        """Yield each part of the turn that is not in `written`. `lost` are fields that the template never writes."""
         message = self.message
         if message.get(REASONING) and (REASONING in lost or not holds(self.written, message[REASONING])):
             yield self._cut(REASONING, self._thoughts_stay(), missing(self.written, message[REASONING]))
