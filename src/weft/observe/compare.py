@@ -15,7 +15,7 @@ from weft.observe import charts, configuration, trend
 from weft.observe.answers import answers
 from weft.observe.chart_groups import Curves, moves, node_of, parts, same
 from weft.observe.charts import Chart, Line
-from weft.observe.diagnosis import POLICIES
+from weft.observe.diagnosis import ALGORITHMS, POLICIES
 from weft.observe.differences import ALGORITHM, SOURCES, apart, differing, meaning, versions
 from weft.observe.metric_help import find
 from weft.observe.metrics import (
@@ -288,7 +288,7 @@ def _settings(listed: Sequence[Named]) -> str:
     rows += versions(runs)
     if not rows:
         return '<div class="card"><p>Their configurations are the same.</p></div>'
-    if any(name.startswith(f"{mark}.") for name, _ in rows for mark in configuration.MARKS) and len(rows) > 40:
+    if any(name.startswith(f"{mark}.") for name, _ in rows for mark in ALGORITHMS) and len(rows) > 40:
         return _table(listed, rows[:40]) + folded(f"{len(rows) - 40} more", _table(listed, rows[40:]), "more settings")
     return _table(listed, rows)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft import registry
 from weft.errors import UserError
+from weft.observe.diagnosis import ALGORITHMS
 from weft.observe.metrics import LAST_TIME, finite
 from weft.observe.page import folded, shown
 from weft.observe.run_files import RunFiles
@@ -17,7 +18,6 @@ from weft.observe.short_names import short
 from weft.options import leaves
 
 NAMES = ("experiment_name", "trial_name", "fileroot")  # of the run itself, never a difference
-MARKS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")  # groups of options that name an algorithm
 ABSENT = object()
 CHOSEN = "chosen by weft"  # beside a value that nobody set and that is not the default
 
@@ -34,7 +34,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def algorithm(run: RunFiles) -> str | None:
     """The quickstart that the run is of."""
     said = run.record.get("algorithm")
-    return str(said) if said else next((name for name in MARKS if name in run.config), None)
+    return str(said) if said else next((name for name in ALGORITHMS if name in run.config), None)
 
 
 def defaults(run: RunFiles) -> dict[str, Any] | None:

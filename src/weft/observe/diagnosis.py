@@ -18,6 +18,7 @@ from weft.observe.metrics import EVAL, TIME, evaluation_of, finite, headline, la
 
 LEAST_STEPS = 8  # that a run must have made to be judged
 FACTS, FIXES = 4, 2  # in one line
+# Shipped ones, whose names are those of their groups of options.
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
 GROUPED = ("grpo", "online_dpo")  # learn from the rewards of one prompt's completions alone

@@ -18,7 +18,8 @@ from weft.observe.metrics import finite
 from weft.observe.plan import Plan
 from weft.observe.progress import OUTCOMES, View, make_view
 from weft.observe.renewal import Renewal
-from weft.observe.run_list import RECORD, diagnose
+from weft.observe.run_files import RECORD
+from weft.observe.run_list import diagnose
 from weft.observe.run_record import RunRecord
 from weft.observe.sinks import RunInfo, Sink, make_sinks
 from weft.observe.timeline import RUN, Timeline

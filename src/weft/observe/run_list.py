@@ -17,11 +17,10 @@ from weft.observe.diagnosis import ALGORITHMS, FINE, Diagnosis, judge
 from weft.observe.jsonl import read_row
 from weft.observe.lenient import cleaned, read_json
 from weft.observe.metrics import EVAL, finite, is_step, last_part, leading
-from weft.observe.run_files import CONFIG, LOG, METRICS, STATUS, STATUSES, is_quiet
+from weft.observe.run_files import CONFIG, LOG, METRICS, RECORD, STATUS, STATUSES, is_quiet
 from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
-RECORD = "run.json"  # who started the run, how, and with what
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
 WHOLE_BYTES = 1 << 19  # of metrics.jsonl that is read whole; of a longer one half as much at each end

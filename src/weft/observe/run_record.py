@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.observe.lenient import read_json
 from weft.observe.metrics import LAST_TIME, finite, is_step
-from weft.observe.run_list import RECORD
+from weft.observe.run_files import RECORD
 
 
 @dataclass(frozen=True)

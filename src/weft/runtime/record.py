@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft import __version__
-from weft.observe.run_list import RECORD
+from weft.observe.run_files import RECORD
 from weft.observe.run_record import RunRecord, Start
 from weft.redaction import masked_words
 from weft.runtime import disk
