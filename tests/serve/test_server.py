@@ -260,7 +260,7 @@ def test_sixty_four_clients_at_once_get_what_one_gets_alone(server: Server, clie
 
     alone = [client.post("/v1/completions", json=body(number)).json()["choices"][0]["text"] for number in range(8)]
     ids = np.arange(5, 11, dtype=np.int32)[None]
-    wanted = asyncio.run(server.models[1].infer({"input_ids": ids}, {}, server.front))["rewards"].tolist()
+    wanted = asyncio.run(server.models[1].infer({"input_ids": ids}, {}, server.background))["rewards"].tolist()
 
     async def one(asking: httpx.AsyncClient, number: int) -> tuple[str, Any]:
         made = await asking.post("/v1/completions", json=body(number))
@@ -511,7 +511,7 @@ def test_the_triton_client(server: Server, kind: str) -> None:
     inputs = [module.InferInput(name, [2, 4], "INT32") for name in ("input_ids", "attention_mask")]
     for entry, values in zip(inputs, (ids, mask), strict=True):
         entry.set_data_from_numpy(values)
-    wanted = asyncio.run(server.models[1].infer({"input_ids": ids, "attention_mask": mask}, {}, server.front))[
+    wanted = asyncio.run(server.models[1].infer({"input_ids": ids, "attention_mask": mask}, {}, server.background))[
         "rewards"
     ]
     made = client.infer("reward", inputs, outputs=[module.InferRequestedOutput("rewards")], headers=headers)

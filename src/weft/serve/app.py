@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.errors import DataError, UserError
 from weft.serve.asgi import Exchange, Gone, Message, Refused
-from weft.serve.front import Front, decompressed
+from weft.serve.background import BackgroundWork, decompressed
 from weft.serve.inference_api import MODEL, Inference
 from weft.serve.limits import Limits
 from weft.serve.metrics import Metrics
@@ -35,7 +35,7 @@ class App:
     token: str | None
     metrics: Metrics
     started: int
-    front: Front
+    background: BackgroundWork
 
     @property
     def policy(self) -> Served | None:
@@ -43,7 +43,7 @@ class App:
 
     @property
     def inference(self) -> Inference:
-        return Inference(self.models, self.metrics, self.limits.most_load, self.front)
+        return Inference(self.models, self.metrics, self.limits.most_load, self.background)
 
     async def __call__(
         self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
@@ -92,7 +92,7 @@ class App:
         raise Refused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
     async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
-        body = await self.front.read(await self._body(exchange))
+        body = await self.background.read(await self._body(exchange))
         name, policy = body.get("model"), self.policy
         if not isinstance(name, str):
             raise Refused(400, "model is missing, or no text", param="model")
@@ -103,14 +103,14 @@ class App:
             )
             what = "writes no text" if name in self.models else "unknown model"
             raise Refused(404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found")
-        await Completions(policy, self.metrics, self.limits, self.front).answer(exchange, body, chat=chat)
+        await Completions(policy, self.metrics, self.limits, self.background).answer(exchange, body, chat=chat)
 
     async def _body(self, exchange: Exchange) -> bytes:
         """The request's body, decompressed."""
         limit = self.limits.body_bytes
         body = await exchange.body(limit, self.limits.body_seconds)
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
-        return await self.front.run(decompressed, body, encoding, limit) if encoding else body
+        return await self.background.run(decompressed, body, encoding, limit) if encoding else body
 
     async def _model(self, exchange: Exchange, name: str, version: str | None, rest: str | None) -> None:
         served = self.inference.model(name, version)

@@ -11,7 +11,7 @@ from weft import __version__
 from weft.errors import DataError
 from weft.protocol.tensors import LENGTH_HEADER, flag, header_size, pack, tensors_of
 from weft.serve.asgi import Exchange, Refused
-from weft.serve.front import Front
+from weft.serve.background import BackgroundWork
 from weft.serve.metrics import Metrics
 from weft.serve.served import IDS, PLATFORM, VERSION, Served
 
@@ -24,7 +24,7 @@ class Inference:
     models: Mapping[str, Served]
     metrics: Metrics
     most_load: int
-    front: Front
+    background: BackgroundWork
 
     def about(self) -> dict[str, Any]:
         return {"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS}
@@ -40,8 +40,8 @@ class Inference:
         """Answer `infer`. Raises `Refused`."""
         try:
             size = header_size(body, _length(exchange))
-            header = await self.front.read(body[:size])
-            inputs = await self.front.run(tensors_of, body, size, header, "inputs")
+            header = await self.background.read(body[:size])
+            inputs = await self.background.run(tensors_of, body, size, header, "inputs")
             wanted, binary = _outputs(header, served)
             parameters = header.get("parameters") or {}
             if not isinstance(parameters, Mapping):
@@ -53,7 +53,7 @@ class Inference:
         if header.get("id") is not None:
             head["id"] = header["id"]
         outputs = {name: made[name] for name in wanted}
-        raw, length = await self.front.run(pack, head, "outputs", outputs, binary)
+        raw, length = await self.background.run(pack, head, "outputs", outputs, binary)
         if length is None:
             await exchange.reply(200, raw)
         else:
@@ -63,7 +63,7 @@ class Inference:
         """The model's outputs. Raises `DataError`, and `Refused` where there is too much to do."""
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
             raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
-        made = await served.infer(inputs, parameters, self.front)
+        made = await served.infer(inputs, parameters, self.background)
         self.metrics.tokens(scored=int(inputs[IDS].size))
         return made
 

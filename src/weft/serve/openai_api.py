@@ -18,7 +18,7 @@ from weft.data.template_check import TookTooLong, within
 from weft.engine.base import TokenEvent
 from weft.errors import UserError
 from weft.serve.asgi import Exchange, Refused
-from weft.serve.front import Front
+from weft.serve.background import BackgroundWork
 from weft.serve.limits import Limits
 from weft.serve.metrics import Metrics
 from weft.serve.openai_fields import Asked, read_asked
@@ -38,15 +38,15 @@ class Completions:
     policy: Served
     metrics: Metrics
     limits: Limits
-    front: Front
+    background: BackgroundWork
 
     async def answer(self, exchange: Exchange, body: Mapping[str, Any], *, chat: bool) -> None:
         """Answer a request. Raises `Refused`."""
         asked = read_asked(body, self.limits.most_new, self._stop_ids, chat=chat)
         if chat:
-            prompts = [await self.front.run(self._chat_prompt, body.get("messages"))]
+            prompts = [await self.background.run(self._chat_prompt, body.get("messages"))]
         else:
-            prompts = await self.front.run(self._prompts, body.get("prompt"))
+            prompts = await self.background.run(self._prompts, body.get("prompt"))
         limits = [self.limit(prompt, asked) for prompt in prompts]
         if self.policy.worker.load + asked.count * len(prompts) > self.limits.most_load:
             raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
@@ -62,7 +62,7 @@ class Completions:
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     def _chat_prompt(self, messages: Any) -> list[int]:
-        tokenizer = self.front.tokenizer(self.policy.tokenizer)
+        tokenizer = self.background.tokenizer(self.policy.tokenizer)
         if messages is None:
             raise Refused(400, "messages is missing", param="messages")
         if tokenizer.chat_template is None:
@@ -98,7 +98,7 @@ class Completions:
     def _prompt(self, prompt: Any) -> list[int]:
         """The ids of a text, or those that are given."""
         if isinstance(prompt, str):
-            return self.front.tokenizer(self.policy.tokenizer).encode(prompt)
+            return self.background.tokenizer(self.policy.tokenizer).encode(prompt)
         self._check_length(len(prompt))
         return [int(id) for id in prompt]
 
@@ -222,7 +222,7 @@ class Run:
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 texts[index].feed(event)
-        return await self.of.front.run(self._written, texts)
+        return await self.of.background.run(self._written, texts)
 
     def _written(self, texts: Sequence[GrowingText]) -> bytes:
         """The whole answer, choice by choice: other threads get their turn between them."""

@@ -17,7 +17,7 @@ from weft.data.tokenizer import Tokenizer
 from weft.engine.spec import GenerationSpec
 from weft.errors import DataError
 from weft.protocol.tensors import Tensor
-from weft.serve.front import Front
+from weft.serve.background import BackgroundWork
 from weft.serve.worker import Rows, Worker
 
 PLATFORM = "weft"
@@ -72,14 +72,14 @@ class Served:
         return Rows(tokens, self._starts(inputs.get(STARTS), tokens)), begins
 
     async def infer(
-        self, inputs: Mapping[str, Tensor], parameters: Mapping[str, Any], front: Front
+        self, inputs: Mapping[str, Tensor], parameters: Mapping[str, Any], background: BackgroundWork
     ) -> dict[str, Tensor]:
         """The model's output for token ids `input_ids` [B, T], of which those count where `attention_mask` is 1.
 
         `rewards` [B, 1], or `logprobs` [B, T] of each token after those before it, at the parameter `temperature`: 0 on the
         first `prompt_length` [B, 1] tokens of a row (1 where it is absent) and on padding. Raises `DataError`.
         """
-        rows, begins = await front.run(self.rows, inputs)
+        rows, begins = await background.run(self.rows, inputs)
         temperature = _temperature(parameters, self.output)
         if self.output == REWARDS:
             scores = await self._score(rows, "scores", 1.0)

@@ -18,7 +18,7 @@ from typing import Any
 from weft.errors import ConfigError
 from weft.serve.app import App
 from weft.serve.asgi import Exchange, Message, Refused
-from weft.serve.front import Front
+from weft.serve.background import BackgroundWork
 from weft.serve.limits import Limits
 from weft.serve.metrics import TYPE, Metrics
 from weft.serve.served import Served
@@ -47,7 +47,7 @@ class Server:
     token: str | None
     urls: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=Metrics)
-    front: Front = field(default_factory=Front)
+    background: BackgroundWork = field(default_factory=BackgroundWork)
     _loop: asyncio.AbstractEventLoop | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
     _servers: list[Any] = field(default_factory=list)  # uvicorn's
@@ -56,7 +56,7 @@ class Server:
     def __enter__(self) -> Server:
         """Listen, or raise `ConfigError` for a port that is taken."""
         models = {model.name: model for model in self.models}
-        app = App(models, self.limits, self.token, self.metrics, int(time.time()), self.front)
+        app = App(models, self.limits, self.token, self.metrics, int(time.time()), self.background)
         http = _listening("--port", self.ports.host, self.ports.http)
         try:
             own = None
@@ -89,7 +89,7 @@ class Server:
             thread.join()
         for model in self.models:
             model.worker.stop()
-        self.front.close()
+        self.background.close()
 
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
         """Run an application on a socket in a thread, until `close`."""

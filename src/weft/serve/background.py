@@ -30,8 +30,8 @@ LARGE = 1 << 16  # bytes of JSON that another process reads
 GZIP_OR_ZLIB = 47  # what zlib takes for either kind of header
 
 
-class Front:
-    """Threads, the process that reads JSON, and each thread's own tokenizers: one is not to be used by two at a time."""
+class BackgroundWork:
+    """Worker threads, the process that reads JSON, and a copy of each tokenizer for each thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-requests")
@@ -40,17 +40,17 @@ class Front:
         self._own = threading.local()
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """The result of `work` in a thread."""
+        """Return the result of `work`, which runs in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     async def read(self, text: bytes) -> dict[str, Any]:
-        """A JSON object; of a large one, lists of numbers are arrays. Raises `DataError` for anything else."""
+        """Return a JSON object; lists of numbers in a large one are arrays. Raises `DataError` for anything else."""
         if len(text) <= LARGE:
             return read_object(text)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, text)
 
     def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """This thread's copy."""
+        """Return the copy of a tokenizer that belongs to this thread."""
         name = f"tokenizer-{id(tokenizer)}"
         if name not in self._own.__dict__:
             self._own.__dict__[name] = replace(tokenizer, hf=copy.deepcopy(tokenizer.hf))

@@ -19,7 +19,7 @@ from tests.serve.serving import TOKEN, make_reward, serving
 from tests.tiny import make_llama
 from weft.data.tokenizer import Tokenizer
 from weft.serve import openai_api
-from weft.serve.front import Front
+from weft.serve.background import BackgroundWork
 from weft.serve.served import Served
 from weft.serve.server import Server
 
@@ -152,7 +152,7 @@ def test_health_answers_while_a_request_is_prepared(slow: str, root: Path, monke
         serving(str(root / "policy")) as server,
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
-        owner = {"encode": Tokenizer, "render": Tokenizer, "rows": Served, "json": Front}[slow]
+        owner = {"encode": Tokenizer, "render": Tokenizer, "rows": Served, "json": BackgroundWork}[slow]
         name = "_read" if slow == "json" else slow
         monkeypatch.setattr(owner, name, waits(getattr(owner, name)))
         bodies = {
