@@ -17,10 +17,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+CONTEXT: BaseContext = multiprocessing.get_context("spawn")  # how sides start: with nothing imported or allocated yet
 Measured = dict[str, Any]
 Pause = Callable[[Measured], None]
 
@@ -54,10 +56,9 @@ class Side:
     """
 
     def __init__(self, target: str, log: Path, path: Path | None = None, *, rest: float = 0.0) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
+        self._connection, theirs = CONTEXT.Pipe()
         self._target, self._rest = target, rest
-        self._process = spawn.Process(target=_serve, args=(theirs, target, str(log), str(path or "")))
+        self._process = CONTEXT.Process(target=_serve, args=(theirs, target, str(log), str(path or "")))
         self._process.start()
         theirs.close()
 

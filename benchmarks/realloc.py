@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import model, results
+from benchmarks import model, pairs, results
 from weft.checkpoints.hf_io import find_family, parameter_shapes
 from weft.models.network.config import TransformerConfig
 from weft.realloc.execute import Reallocation
@@ -104,15 +103,14 @@ def row(case: Case, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def together(ranks: int, cases: Sequence[Case], shape: str, arguments: Any) -> list[list[dict[str, float]]]:
     """The times of each case, measured by so many processes."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        ours, theirs = context.Pipe()
+        ours, theirs = pairs.CONTEXT.Pipe()
         settings = {
             "cases": list(cases), "shape": shape, "repeats": arguments.repeats, "bucket": arguments.bucket * MIB,
             "threads": arguments.threads,
         }  # fmt: skip
         given = [(rank, ranks, str(Path(folder) / "store"), settings, theirs) for rank in range(ranks)]
-        processes = [context.Process(target=measure, args=each, daemon=True) for each in given]
+        processes = [pairs.CONTEXT.Process(target=measure, args=each, daemon=True) for each in given]
         for process in processes:
             process.start()
         while not ours.poll(1):
@@ -147,13 +145,13 @@ def measure_case(
     source, target = (holdings_of(parameter_shapes(config), config, mesh, tied=config.tied) for mesh in meshes)
     transfers = plan(source, target, node_of=lambda _: 0)
     ends = [Parameters(held[rank]) if rank in held else None for held in (source, target)]
-    flat, pairs = buffers(transfers, rank), doubles(transfers, rank)
+    flat, staying = buffers(transfers, rank), doubles(transfers, rank)
     reallocation = Reallocation(transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=settings["bucket"])
     sent, stays = (BYTES * sum(each.num_elements for each in transfers if each.stays is way) for way in (False, True))
     times = []
     for _ in range(settings["repeats"] + 1):
         messages = slowest(lambda: exchange(flat, rank))
-        plain = slowest(lambda: (copy(pairs), exchange(flat, rank)))
+        plain = slowest(lambda: (copy(staying), exchange(flat, rank)))
         moved = slowest(lambda: reallocation.move(*ends))
         times.append({"messages": messages, "plain": plain, "move": moved, "sent": float(sent), "copied": float(stays)})
     return times[1:]  # connections are made in the first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -104,9 +104,23 @@ def measure(settings: dict[str, Any], repeats: int, work: Path, trl_path: Path |
                     steps[name].append({**side.advance(), "tokens": tokens})
                 each = ", ".join(f"{name} {done[-1]['seconds']:.2f} s" for name, done in steps.items())
                 print(f"step {number + 1} of {len(settings['tokens'])}: {each}", flush=True)
-            for side in sides.values():
-                side.advance()  # to the end of the run
+            ends = {name: side.advance() for name, side in sides.items()}
+            check_tokens(settings, ends["trl"])
     return steps
+
+
+def check_tokens(settings: Mapping[str, Any], last: Measured) -> None:
+    """Compare TRL's own count of tokens that are no padding, in the `last` line of its log, with what this side counts.
+
+    A row that TRL cut or left out would make it look faster. Sampled completions are counted by their options alone. Raises
+    `SystemExit`.
+    """
+    expected = sum(settings["warm_tokens"]) + sum(settings["tokens"])
+    if not settings["new_tokens"] and last["num_tokens"] != expected:
+        raise SystemExit(
+            f"TRL trained on {last['num_tokens']:.0f} tokens, not on the {expected} of {settings['rows']}: "
+            "it cut rows or left some out, so its times say nothing"
+        )
 
 
 def summary(case: Case, settings: dict[str, Any], steps: dict[str, list[Measured]]) -> results.Results:

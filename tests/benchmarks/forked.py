@@ -1,4 +1,4 @@
-"""Run a module as a program in a process that is forked from one which has imported torch."""
+"""Run a benchmark as a program in a forked process, which has imported torch, and so are its sides and devices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.processes import fork_server
+import pytest
 
-DEADLINE = 300.0  # seconds
+from benchmarks import pairs
+from tests.processes import fork_server, inherit_fork_server
+from tests.runtime.forked_devices import ForkedLaunch, fork_devices
+
+DEADLINE = 600.0  # seconds
 
 
 def run_module(name: str, *words: str, cwd: Path) -> tuple[int, str, str]:
     """`python -m NAME WORDS` in the folder `cwd`: (exit code, standard output, standard error)."""
     folder = Path(tempfile.mkdtemp(prefix="program-"))
-    process = fork_server().Process(target=_run, args=(name, words, cwd, folder))
+    process = fork_server().Process(target=_run, args=(name, words, cwd, dict(os.environ), folder))
     process.start()
     process.join(DEADLINE)
     if process.is_alive():
@@ -26,13 +30,20 @@ def run_module(name: str, *words: str, cwd: Path) -> tuple[int, str, str]:
     return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
 
 
-def _run(name: str, words: tuple[str, ...], cwd: Path, folder: Path) -> None:
+def _run(name: str, words: tuple[str, ...], cwd: Path, environment: dict[str, str], folder: Path) -> None:
     for number, stream in ((1, "out"), (2, "err")):
         with (folder / stream).open("w") as file:
             os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(cwd)
     sys.path.insert(0, str(cwd))
     sys.argv = [name, *words]
+    inherit_fork_server()
+    pairs.CONTEXT = fork_server()
+    patch = pytest.MonkeyPatch()
+    fork_devices(patch.setattr)
+    patch.setattr("weft.launch.cluster.launch_devices", ForkedLaunch)  # which benchmarks.runtime calls itself
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     finally:

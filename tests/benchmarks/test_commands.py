@@ -12,41 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import dpo, rw, sft
-from benchmarks.pairs import Side
-from benchmarks.training import Case, prepare
+from benchmarks import sft
+from benchmarks.training import prepare
+from tests.benchmarks.forked import run_module
 
 pytestmark = pytest.mark.slow
 TRL_PPO = "WEFT_BENCH_TRL_PPO"
 
 
-def run(name: str, data_dir: Path, repo: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *words, "--threads", "1", "--data", str(data_dir)]
-    return subprocess.run(command, cwd=repo, capture_output=True, text=True, check=False, timeout=600)
+def run(name: str, data_dir: Path, repo: Path, *words: str) -> tuple[int, str, str]:
+    """Return (exit code, standard output, standard error)."""
+    return run_module(f"benchmarks.{name}", *words, "--threads", "1", "--data", str(data_dir), cwd=repo)
 
 
 @pytest.mark.parametrize("name", ["sft", "rw", "dpo", "grpo"])
 def test_against_trl(name: str, data_dir: Path, repo: Path) -> None:
     if importlib.util.find_spec("trl") is None:
         pytest.skip("TRL is not installed: pip install trl==1.16.0")
-    done = run(name, data_dir, repo, "--quick")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "times as fast" in done.stdout and "peak GiB" in done.stdout
-
-
-@pytest.mark.parametrize("case", [sft.CASE, rw.CASE, dpo.CASE], ids=lambda case: case.name)
-def test_trl_trains_on_the_tokens_that_are_counted(case: Case, data_dir: Path, tmp_path: Path) -> None:
-    """TRL's own count of what is no padding, over all steps; a row that it cut or left out would show."""
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("TRL is not installed: pip install trl==1.16.0")
-    small = replace(case.quick(), longest=128, batch=4, steps=2)
-    settings = prepare(small, data_dir, tmp_path, 1)
-    with Side("benchmarks.trl_side:train", tmp_path / "log") as side:
-        side.begin({**settings, "work": str(tmp_path / "run")})
-        for _ in settings["tokens"]:
-            side.advance()
-        last = side.advance()
-    assert last["num_tokens"] == sum(settings["warm_tokens"]) + sum(settings["tokens"])
+    code, out, err = run(name, data_dir, repo, "--quick")
+    assert code == 0, err[-3000:]
+    assert "times as fast" in out and "peak GiB" in out
 
 
 def test_trl_has_imported_what_it_needs_before_memory_is_counted(data_dir: Path, tmp_path: Path) -> None:
@@ -77,15 +62,15 @@ def test_trl_has_imported_what_it_needs_before_memory_is_counted(data_dir: Path,
 def test_ppo_against_the_last_trl_that_has_it(data_dir: Path, repo: Path) -> None:
     if not os.environ.get(TRL_PPO):
         pytest.skip(f"{TRL_PPO} is not set; benchmarks/README.md says how to install TRL 1.12 beside the other")
-    done = run("ppo", data_dir, repo, "--quick")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "times as fast" in done.stdout
+    code, out, err = run("ppo", data_dir, repo, "--quick")
+    assert code == 0, err[-3000:]
+    assert "times as fast" in out
 
 
 def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TRL_PPO, raising=False)
-    done = run("ppo", data_dir, repo, "--quick")
-    assert done.returncode == 2 and "pip install --no-deps --target" in done.stderr
+    code, _, err = run("ppo", data_dir, repo, "--quick")
+    assert code == 2 and "pip install --no-deps --target" in err
 
 
 @pytest.mark.parametrize(
@@ -100,6 +85,6 @@ def test_ppo_says_what_it_needs(data_dir: Path, repo: Path, monkeypatch: pytest.
     ],
 )
 def test_weft_alone_and_against_transformers(name: str, said: str, more: list[str], data_dir: Path, repo: Path) -> None:
-    done = run(name, data_dir, repo, "--quick", *more)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert said in done.stdout
+    code, out, err = run(name, data_dir, repo, "--quick", *more)
+    assert code == 0, err[-3000:]
+    assert said in out
