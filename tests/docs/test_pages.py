@@ -123,7 +123,7 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_home_page_works_in_an_empty_folder(tmp_path: Path) -> None:
-    run_commands(tmp_path, read_page(HOME).commands, forked=False)
+    run_commands(tmp_path, read_page(HOME).commands)
     assert (tmp_path / "runs" / "first" / "sft" / "report.html").exists()
 
 

@@ -108,16 +108,16 @@ def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
 
 
 def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
-    """Score, take three steps, evaluate, save and generate on one rank; None on ranks that the layout does not use."""
+    """Score, take two steps, evaluate, save and generate on one rank; None on ranks that the layout does not use."""
     parsed = Layout.parse(layout)
     if parsed.num_devices > 1 and dist.get_rank() >= parsed.num_devices:
         return None
     with float64():
         made, index = engine(path, layout, case)
-        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in range(4)]
-        scored = made.forward(parts[3], frozenset({"logprobs"}), max_tokens=MOST)
-        steps = made.train(parts[:3], Nll(), max_tokens=MOST)
-        evaluated = made.evaluate(parts[3], Nll(), max_tokens=MOST)
+        parts = [over_ranks(batch(seed), parsed.data, "sequence")[index] for seed in range(3)]
+        scored = made.forward(parts[2], frozenset({"logprobs"}), max_tokens=MOST)
+        steps = made.train(parts[:2], Nll(), max_tokens=MOST)
+        evaluated = made.evaluate(parts[2], Nll(), max_tokens=MOST)
         folder.mkdir(exist_ok=True)
         made.save_model(folder / "model", Tokenizer.load(made._spec.tokenizer, str(path)))
         (folder / "state").mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def generated(made: TorchEngine, ranks: int, index: int) -> dict[str, list[int]]
     """Sampled tokens by prompt, of this rank's prompts."""
     mine = [(f"p{n}", prompt) for n, prompt in enumerate(PROMPTS) if n % ranks == index]
     tokens: dict[str, list[int]] = {id: [] for id, _ in mine}
-    with made.generating(GenerationSpec(max_new_tokens=12, seed=5)) as generator:
+    with made.generating(GenerationSpec(max_new_tokens=8, seed=5)) as generator:
         generator.submit([Request(id, 0, prompt) for id, prompt in mine])
         while not generator.idle:
             for event in generator.step():

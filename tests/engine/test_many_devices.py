@@ -1,4 +1,4 @@
-"""Layouts of several processes compute what one process computes: scores, three steps, checkpoints, tokens, resumed runs."""
+"""Layouts of several processes compute what one process computes: scores, two steps, checkpoints, tokens, resumed runs."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_a_mixture_goes_on_in_another_layout(saved: str, resumed: str, four_rank
 
 
 def go_on(case: Case, saved: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Three steps in one layout, and one in another that takes up their state."""
+    """Two steps in one layout, and one in another that takes up their state."""
     path = layouts.write_model(case, tmp_path / "hf")
 
     def on(layout: str, function: object, *arguments: object) -> object:

@@ -77,9 +77,4 @@ def distill(root: Path, folder: str) -> DistillConfig:
     return config
 
 
-def coin(prompts: list[str], completions: list[str], **columns: list) -> list[float]:
-    """The same reward for all completions of every second prompt, so that a filter has something to drop."""
-    return [0.0 if int(p.split()[2]) % 2 else float(i % 2) for i, p in enumerate(prompts)]
-
-
 CASES = {"sft": sft, "dpo": dpo, "ppo": ppo, "grpo": grpo, "distill": distill}

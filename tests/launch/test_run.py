@@ -296,7 +296,7 @@ def test_a_run_goes_on_with_other_options_where_that_is_asked_for(root):
 
 def test_dynamic_sampling_refills_the_batch(root):
     config = grpo(root, "dynamic")
-    config.reward, config.grpo.dynamic_sampling, config.total_train_epochs = "tests.launch.cases:coin", True, 1
+    config.reward, config.grpo.dynamic_sampling, config.total_train_epochs = "tests.launch.coin:coin", True, 1
     result = run(config)
     sizes = [
         e["args"] for e in json.loads((result.directory / "timeline.json").read_text()) if e["name"] == "actor_train"

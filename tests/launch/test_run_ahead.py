@@ -42,7 +42,7 @@ def lagging(case: Any, root: Path, folder: str, staleness: int) -> RunConfig:
     options = config.ppo if case is ppo else config.grpo
     options.max_staleness = staleness
     if case is grpo:
-        config.reward = "tests.launch.cases:coin"
+        config.reward = "tests.launch.coin:coin"
     return config
 
 
@@ -172,7 +172,7 @@ def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
     """As `grpo` and `ppo` of the cases, for a command line."""
     own = {
         "ppo": [f"critic.path={root}/model", f"rew.path={root}/model", "ppo.ppo_n_minibatches=2"],
-        "grpo": ["reward=tests.launch.cases:coin", "grpo.group_size=3"],
+        "grpo": ["reward=tests.launch.coin:coin", "grpo.group_size=3"],
     }[algorithm]
     return [
         algorithm, "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
@@ -266,10 +266,11 @@ def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
 def test_more_devices_than_cores_have_a_thread_each_at_least(root: Path) -> None:
     """Devices on CPUs share the cores; without `OMP_NUM_THREADS` each computes with its share."""
     pytest.importorskip("ray")
-    devices, cores = 4, len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    devices = cores + 1
     (root / "threads").mkdir()
     count = f"actor_train.pre_hooks=[{{function: count_threads, args: {{folder: {root}/threads}}}}]"
-    one, several = (f"layouts-{name}" for name in ("d1", "d4"))
+    one, several = "threads-one", "threads-several"
     finished(*words(root, one, "grpo", "max_steps=2"))
     asked = ("max_steps=2", f"actor.layout=d{devices}", f"imports=[{root}/placed_hooks.py]", count)
     command = Command(*words(root, several, "grpo", *asked), cwd=REPOSITORY, OMP_NUM_THREADS=None)

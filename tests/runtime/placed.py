@@ -19,7 +19,9 @@ from tests.processes import run_weft
 
 HOOKS = '''
 import os
+import random
 import signal
+import threading
 import time
 
 from weft import register_function
@@ -37,6 +39,15 @@ def die(model, step, flag=None):
         if flag:
             open(flag, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@register_function("perish")
+def perish(model, seed, folder, times=3):
+    """As often as `times`, in steps drawn at random: up to a second later, whatever is under way then."""
+    done, draw = os.listdir(folder), random.Random(f"{seed}, {folder[-1]}, {model.step}")
+    if len(done) < times and str(model.step) not in done and draw.random() < 0.4:
+        open(os.path.join(folder, str(model.step)), "w").close()
+        threading.Timer(draw.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 @register_function("hang")
