@@ -11,7 +11,7 @@ import torch
 
 from tests import ray_cluster
 from tests.launch.cases import dpo, prepare
-from tests.runtime.placed import Command, timeless
+from tests.runtime.placed import Command, run_forked, timeless
 from weft.errors import ConfigError, RunError, UserError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
@@ -151,8 +151,7 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
     code, out = two.end()
     assert code == 0 and two.none_left(), out
-    alone = Command(*words(root, "alone"), cwd=tmp_path)
-    assert alone.end()[0] == 0
+    assert run_forked(*words(root, "alone"), cwd=tmp_path)[0] == 0
     assert timeless(root / "two" / "e" / "t") == timeless(root / "alone" / "e" / "t")
     assert all(process.poll() is None for process in two_nodes.nodes), "the cluster is not ours to stop"
 

@@ -161,13 +161,3 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(root
         assert re.search(where, log), log
         assert f"process {worker})" in log, log
         assert timeless(run) == timeless(whole)
-
-
-def test_a_worker_that_dies_again_and_again_ends_the_run_with_one_message(root, monkeypatch):
-    with ray_cluster.cluster() as nodes:
-        die_at_2 = "ref_inf.pre_hooks=[{function: die, args: {step: 2}}]"
-        command, run = on(nodes, root, "always", die_at_2, monkeypatch=monkeypatch)
-        code, out = command.end(SECONDS)
-        assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
-        assert "device 1 (" in errors(out)[0] and "call 'ref_inf' of role 'ref'" in errors(out)[0]
-        assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()

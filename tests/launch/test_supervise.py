@@ -86,6 +86,7 @@ def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
 @pytest.mark.slow
 def test_with_the_command_its_processes_end(root):
     command, _, _ = under_way(root, "shot")
+    assert len(command.left()) > 4, "the command, the run's process, two devices, and Ray"
     command.process.kill()
     assert command.none_left(150)
 
