@@ -53,7 +53,7 @@ def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: To
     chunks[1].append(("f:bad", {"prompt": "x"}))
     job = tokenizing.Job(PromptAnswer(), Lengths(), tokenizer)
     seen: list[int] = []
-    shared = tokenizing._in_processes(job, chunks, 2, seen.append)
+    shared = tokenizing.encode_in_processes(job, chunks, 2, seen.append)
     assert shared == [tokenizing.encode_rows(job, chunk) for chunk in chunks]
     (index, wrong, _), *others = shared[1][2]
     assert index == 512 and wrong.startswith("lacks the key 'answer'") and not others and sorted(seen) == [76, 512, 513]
@@ -80,7 +80,7 @@ def test_a_template_that_no_row_is_to_blame_for_is_one_error(source: Source, row
         with pytest.raises(UserError, match=wrong) as here:
             tokenize(Prompt(), Lengths(), tokenizer, source)
         with pytest.raises(UserError, match=wrong) as in_a_process:
-            tokenizing._in_processes(tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance)
+            tokenizing.encode_in_processes(tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance)
         assert not any(isinstance(caught.value, DataError) for caught in (here, in_a_process))
 
 

@@ -185,6 +185,34 @@ def test_what_is_wrong_with_the_rows_is_told_before_anything_is_written(root):
     assert not (root / "rows").exists()
 
 
+def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
+    monkeypatch.setattr("weft.data.ahead.TableAhead.start", lambda table, workers: None)  # made when they are asked for
+    monkeypatch.setattr("weft.data.batches.FEW", 4)
+
+    def of(folder: str, smallest: int, **more) -> tuple[list[dict[str, Any]], str]:
+        monkeypatch.setattr("weft.data.tokenizing.PARALLEL_BYTES", smallest)
+        config = small(root, folder, **{"max_steps": 9, **more})
+        config.dataset.cache_dir, config.dataset.max_seqlen = str(root / folder / "cache"), 6
+        result = run(config)
+        log = (result.directory / "log.txt").read_text()
+        return [{name: line[name] for name in line if name.startswith("train/l")} for line in result.metrics], log
+
+    first, said = of("before", 1 << 30)
+    cut = next(line for line in said.splitlines() if "sft: of 24 rows" in line).partition("sft: ")[2]
+    metrics, log = of("ahead", 0)
+    assert metrics == first
+    begun, done, told = (
+        log.index(line) for line in ("sft: 24 samples are tokenized while", "sft: all 24 samples are tokenized", cut)
+    )
+    assert begun < log.index("step 1/9") < done < told
+    config = small(root, "short", max_tokens_per_microbatch=8)
+    config.dataset.cache_dir, config.dataset.max_seqlen = str(root / "short" / "cache"), "auto"
+    with pytest.raises(
+        ConfigError, match=r"^max_tokens_per_microbatch=8: cannot hold the longest .*, a row of \d\d tokens"
+    ):
+        run(config)
+
+
 def test_two_processes_never_write_one_run(root):
     from weft.runtime.directory import RunDirectory, RunLock
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import packing
+from weft.data.ahead import TableAhead
 from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized, reads_table
 from weft.data.mixing import pair_short
 from weft.data.mixture import Index, Share, epoch_order, generator, per_epoch
@@ -19,6 +20,7 @@ from weft.data.sample import SequenceSample
 from weft.errors import DataError, UserError
 
 SIZES = ("num_ids", "num_tokens", "option")
+FEW = 512  # samples of each kind of these batches, of rows that are yet to be tokenized
 LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
 
 
@@ -84,6 +86,16 @@ class Part:
         ids = tuple(f"{self.name}/{id}" for id in chosen.ids) if self.prefix else chosen.ids
         return replace(chosen, ids=ids, metadata={"source": (self.name,) * len(ids), **chosen.metadata})
 
+    @property
+    def ahead(self) -> TableAhead | None:
+        """The table of the dataset, if its rows are tokenized while training goes on."""
+        table = self.dataset.table if isinstance(self.dataset, Tokenized) else None
+        return table if isinstance(table, TableAhead) else None
+
+    def expected_costs(self) -> npt.NDArray[Any]:
+        """Tokens of each sample, estimated where its row is not tokenized yet."""
+        return self.costs() if self.ahead is None else self.ahead.expected_costs()[self.indices]
+
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample."""
         if isinstance(self.dataset, Tokenized):
@@ -148,6 +160,7 @@ class MapLoader:
         self._position = (0, 0)  # epoch, batch
         self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
         self.epoch_done = False
+        self._expect()
 
     @property
     def epoch(self) -> int:
@@ -172,14 +185,18 @@ class MapLoader:
 
     def large_batches(self) -> list[SequenceSample]:
         """Those with the most tokens, and as many from all over the epoch, where rows may begin less alike. The first one alone
-        where the lengths of some source are not known without reading it."""
+        where the lengths of some source are not known without reading it. Fewer, and by their bytes, while rows are yet to be
+        tokenized."""
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
             return [self._batch(0, 0)]
-        costs = [part.costs() for part in self._parts]
+        number = LARGE
+        if any(part.ahead is not None for part in self._parts):
+            number = min(LARGE, max(1, FEW // max(1, bounds[1])))
+        costs = [part.expected_costs() for part in self._parts]
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
-        largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:LARGE]
-        spread = np.linspace(0, len(bounds) - 2, LARGE).astype(int)
+        largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
+        spread = np.linspace(0, len(bounds) - 2, number).astype(int)
         return [self._batch(0, batch) for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])]
 
     def _batch(self, epoch: int, batch: int) -> SequenceSample:
@@ -198,7 +215,21 @@ class MapLoader:
         sample = self._batch(epoch, batch)
         self.epoch_done = batch + 1 == len(bounds) - 1
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
+        if self.epoch_done:
+            self._expect()
         return sample
+
+    def _expect(self) -> None:
+        """Tell the sources whose rows are yet to be tokenized which of them come next."""
+        waited_for = [(number, part) for number, part in enumerate(self._parts) if part.ahead is not None]
+        if not waited_for:
+            return
+        epoch, batch = self._position
+        (source, index), bounds = self._plan(epoch)
+        source, index = source[bounds[batch] :], index[bounds[batch] :]
+        for number, part in waited_for:
+            assert part.ahead is not None, "chosen by it"
+            part.ahead.expect(part.indices[index[source == number]])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, batch = self._position
@@ -213,6 +244,7 @@ class MapLoader:
             )
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
+        self._expect()
 
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
         """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from weft.data.ahead import TableAhead
 from weft.data.chat import UNTRAINED
 from weft.data.table import Report
 
@@ -13,7 +14,8 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Samples of one source: to train on, of these in an epoch, to evaluate on. `report` is None for datasets not weft's."""
+    """Samples of one source: to train on, of these in an epoch, to evaluate on. `report` is None for datasets not weft's, and
+    where rows are tokenized while training goes on, to the table `ahead`."""
 
     name: str
     type: str
@@ -21,6 +23,7 @@ class SourceCount:
     evaluation: int
     per_epoch: int
     report: Report | None = None
+    ahead: TableAhead | None = None
 
     @property
     def label(self) -> str:
@@ -29,11 +32,14 @@ class SourceCount:
 
     def cells(self) -> tuple[str, ...]:
         done = self.report
-        cut = ("", "", "") if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
+        unknown = ("", "", "") if self.ahead is None else ("later",) * 3
+        cut = unknown if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
         return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
 
     def notes(self, limits: str) -> list[str]:
         """Return lines on rows that were cut or left out, on parts that the template cuts, and on unused columns."""
+        if self.ahead is not None:
+            return [f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"]
         by_template = [] if self.report is None else [f"{self.label}: {cut}" for cut in self.report.cut]
         return [*self._left_out(limits), *by_template, *self.unused_notes()]
 
@@ -97,5 +103,6 @@ def _by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
             evaluation=before.evaluation + count.evaluation,
             per_epoch=before.per_epoch + count.per_epoch,
             report=sum(reports, Report()) if reports else None,
+            ahead=before.ahead or count.ahead,
         )
     return list(found.values())

@@ -1,7 +1,7 @@
 """A process that encodes rows: `python -m weft.data.encode_worker`, started by `weft.data.tokenizing`.
 
-Messages are an 8-byte length and a pickle, first the job, then chunks of rows; each chunk is answered with its outcome, or with
-the error that no row is to blame for. Both ends are weft's own processes on one machine.
+Messages are an 8-byte length and a pickle, first the job, then chunks of rows; each chunk is answered with its outcome (packed
+where the job says so), or with the error that no row is to blame for. Both ends are weft's own processes on one machine.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from weft.data.tokenizing import Job, Outcome, encode_rows
+from weft.data.ahead import pack
+from weft.data.tokenizing import Job, encode_rows
 from weft.errors import UserError
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer chunks until the other end closes."""
-    job: Job = pickle.loads(_message(requests))
+    setup = _message(requests)
+    if not setup:
+        return
+    job: Job = pickle.loads(setup)
     while raw := _message(requests):
         try:
-            outcome: Outcome | UserError = encode_rows(job, pickle.loads(raw))
+            outcome: Any = encode_rows(job, pickle.loads(raw))
+            if job.packed:
+                outcome = pack(outcome)
         except UserError as error:  # a tokenizer that lacks what a row needs
             outcome = error
         answer = pickle.dumps(outcome)
@@ -29,11 +35,17 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _message(stream: BinaryIO) -> bytes:
-    return stream.read(int.from_bytes(stream.read(8), "little"))
+    """The next message; nothing where the other end has closed, even in the middle of one."""
+    size = int.from_bytes(stream.read(8), "little")
+    raw = stream.read(size)
+    return raw if len(raw) == size else b""
 
 
 if __name__ == "__main__":
     # Anything printed while rows are encoded must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
+    try:
+        serve(sys.stdin.buffer, answers)
+    except BrokenPipeError:  # nobody is there any more who would read the answer
+        os._exit(0)

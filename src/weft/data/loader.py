@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from weft.data import features
+from weft.data.ahead import TableAhead
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
@@ -20,6 +22,7 @@ from weft.data.progress import Reporter, show, silent
 from weft.data.rows import OF_TREES, is_tree
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
+from weft.data.table import Report
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
@@ -32,8 +35,7 @@ class LoadedData:
     """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start.
 
     `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read. `parts`: the
-    samples
-    to train on, by source.
+    samples to train on, by source. `ahead`: tables that are made while training goes on, until `close`; `news` tells of them.
     """
 
     train: Loader
@@ -42,6 +44,32 @@ class LoadedData:
     notes: tuple[str, ...] = ()
     longest: int = 0
     parts: tuple[Part, ...] = ()
+    ahead: tuple[TableAhead, ...] = ()
+    untold: list[tuple[SourceCount, str]] = field(
+        default_factory=list
+    )  # sources of these tables, and the limits on rows
+
+    def check_longest(self, check: Callable[[int], None]) -> None:
+        """Call `check` with `longest`, and again when a longer sample is found."""
+        check(self.longest)
+        for table in self.ahead:
+            table.check_longest = check
+
+    def news(self) -> list[str]:
+        """Lines on the sources whose last samples have been tokenized since the last call."""
+        lines: list[str] = []
+        for told in list(self.untold):
+            count, limits = told
+            if count.ahead is not None and (report := count.ahead.report()) is not None:
+                self.untold.remove(told)
+                lines.append(f"{count.label}: all {len(count.ahead):,} samples are tokenized")
+                lines += replace(count, report=report, ahead=None).notes(limits)
+        return lines
+
+    def close(self) -> None:
+        """End the processes that tokenize rows."""
+        for table in self.ahead:
+            table.close()
 
     def table(self) -> str:
         """The counts as a plain-text table."""
@@ -66,19 +94,21 @@ def load_data(
     seed: int,
     progress: Reporter | bool | None = None,
     most: int | None = None,
+    ahead: bool = False,
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
     `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and of files of Open-Assistant
     trees the type that reads those. `progress` False is silent. With `most`, no more rows of a source are read once so many
-    samples of it are made.
+    samples of it are made. With `ahead`, large files may be tokenized while training goes on (`LoadedData.ahead`).
     Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
     """
     reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
     tokenizer = features.dressed(spec, tokenizer)
     util = DatasetUtility(
-        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window, most=most
-    )
+        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window, most=most,
+        ahead=ahead and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
+    )  # fmt: skip
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, said = reader.at_hand(named_apart(given_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
@@ -99,7 +129,18 @@ def load_data(
     parts = tuple(one.train for one in built if isinstance(one.train, Part))
     read = [*parts, *valid.values()]
     longest = [part.dataset.table.longest() for part in read if isinstance(part.dataset, Tokenized)]
-    return LoadedData(_loader(spec, built, seed), valid, tuple(counts), tuple(notes), max(longest, default=0), parts)
+    tables = tuple(part.ahead for part in read if part.ahead is not None)
+    tables = tuple({id(table): table for table in tables}.values())
+    loader = _loader(spec, built, seed)
+    for table in tables:
+        table.start(_processes(spec.num_workers, len(tables)))
+    untold = [(count, reader.limits(count)) for count in counts if count.ahead is not None]
+    return LoadedData(loader, valid, tuple(counts), tuple(notes), max(longest, default=0), parts, tables, untold)
+
+
+def _processes(asked: int | None, tables: int) -> int:
+    """Processes for each of some tables that are made while training goes on; one core is left to training."""
+    return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
 
 
 def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
@@ -192,8 +233,7 @@ class SourceReader:
         train, valid = self._parts(source, name, dataset, share)
         train = replace(train, prefix=several)
         drawn = Share(name, len(train), source.fraction, source.size, source.weight)
-        report = dataset.table.report if isinstance(dataset, Tokenized) else None
-        counts = [SourceCount(name, type, len(train), len(valid or ()), len(train), report)]
+        counts = [SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))]
         if source.valid_path is not None:
             valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
             counts.append(count)
@@ -223,8 +263,7 @@ class SourceReader:
         if not is_by_index(dataset):
             raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
         part = Part(name, dataset, np.arange(len(dataset)))
-        report = dataset.table.report if isinstance(dataset, Tokenized) else None
-        return part, SourceCount(name, type, 0, len(part), 0, report)
+        return part, SourceCount(name, type, 0, len(part), 0, *_table_of(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
         """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
@@ -269,6 +308,14 @@ class SourceReader:
                 raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
             features.check_own(spec, type, by_index=is_by_index(dataset))
         return type, dataset
+
+
+def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
+    """(the report on the rows of a dataset, its table if that is yet to be made)"""
+    if not isinstance(dataset, Tokenized):
+        return None, None
+    table = dataset.table
+    return (None, table) if isinstance(table, TableAhead) else (table.report, None)
 
 
 def type_of_rows(source: SourceSpec, usual: str) -> str:
@@ -331,6 +378,6 @@ def _keys(dataset: MapDataset) -> list[str]:
     if not isinstance(dataset, Tokenized):
         return [str(index) for index in range(len(dataset))]
     first: dict[int, str] = {}
-    for row, id in zip(dataset.table.rows.tolist(), dataset.table.sample.ids, strict=True):
+    for row, id in zip(dataset.table.rows.tolist(), dataset.table.ids, strict=True):
         first.setdefault(row, id)
     return [first[row] for row in dataset.table.rows.tolist()]

@@ -289,7 +289,10 @@ class DatasetSpec:
     )
     system_tag_length: bool = option(False, "they also say the reply's length: its words / 5 + 1")
     num_workers: int | None = option(
-        None, "processes that tokenize; 0 is none but this one; absent: as many as cores, for large files", at_least=0
+        None,
+        "processes that tokenize; 0 is none but this one, and tokenizes all rows before the first step; absent: for large "
+        "files as many as cores, less one where training has begun",
+        at_least=0,
     )
     cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent", check=url_problem)
 

@@ -85,15 +85,17 @@ class TokenTable:
     def __len__(self) -> int:
         return self.sample.num_ids
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.sample.ids
+
     def __getitem__(self, index: int) -> SequenceSample:
         """Sample `index`, alone, in the dtypes of the graph's edges."""
         return self.at([index])
 
     def at(self, indices: Sequence[int]) -> SequenceSample:
         """These samples as one, in the dtypes of the graph's edges."""
-        chosen = self.sample.at(indices)
-        data = {key: value.to(DTYPES[key][1]) for key, value in chosen.data.items()}
-        return replace(chosen, data=data)
+        return on_edges(self.sample.at(indices))
 
     def encoded(self, index: int) -> Encoded:
         """Sample `index` as it was encoded."""
@@ -157,6 +159,11 @@ class TokenTable:
             tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"]
         )
         return cls(sample, rows, Report.from_values(values["report"]))
+
+
+def on_edges(sample: SequenceSample) -> SequenceSample:
+    """Samples of a table in the dtypes of the graph's edges."""
+    return replace(sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()})
 
 
 def _kinds(row: Encoded) -> tuple[str, ...]:

@@ -124,6 +124,26 @@ class Tokenizer:
         assert isinstance(text, str)
         return text
 
+    def dressed_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation that `mask_chat` makes tokens of, or with a generation prompt `encode_context`."""
+        self.check_template()
+        talk = normalise(messages)
+        if not add_generation_prompt:
+            talk = self.dress.of(talk, self.draw)
+        elif self.dress.prefix is not None:
+            talk = with_prefix(talk, self.dress.prefix)
+        return self.render(talk, normalise_tools(tools), add_generation_prompt)
+
+    def most_tokens_of(self, text: str) -> int | None:
+        """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing it. None if unknown."""
+        return None if self._growth is None else tokenizer_files.most_tokens(text, *self._growth)
+
+    @cached_property
+    def _growth(self) -> tuple[int, int] | None:
+        return tokenizer_files.growth(self.hf)
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
     ) -> list[int]:

@@ -34,6 +34,21 @@ CLASSES_WITH_BOS = (
     "Gemma",
 )  # their sentencepiece tokenizers begin with BOS unless told otherwise
 SAYING_STOPS = ("config.json", "generation_config.json")
+NEVER_LONGER = frozenset(  # steps before the model of a tokenizer whose growth `growth` knows
+    (
+        "NFC",
+        "Prepend",
+        "Replace",
+        "ByteLevel",
+        "Metaspace",
+        "Split",
+        "Digits",
+        "Whitespace",
+        "WhitespaceSplit",
+        "Punctuation",
+    )
+)
+BLANK = "\u2581"  # that sentencepiece writes for a space
 NEVER_REFUSED = 200_000  # characters of a text that is tokenized whatever the limits
 
 
@@ -242,6 +257,50 @@ def encoded(hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **m
     with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
         found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **more)
     return found
+
+
+def growth(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
+    """(most tokens for each byte of ASCII, for each other byte) of a tokenizer that merges bytes, or characters and bytes.
+
+    Every token of such a tokenizer stands for at least one byte of the text as it is normalized. NFC makes at most three bytes
+    of one, and leaves ASCII as it is; a blank may be put before each part between special tokens. None for other tokenizers,
+    whose normalizers may write a character in any number of others.
+    """
+    if not isinstance(hf, PreTrainedTokenizerFast):
+        return None
+    core = json.loads(hf.backend_tokenizer.to_str())
+    model = core["model"]
+    steps = [step for name in ("normalizer", "pre_tokenizer") for step in _steps(core[name])]
+    if model.get("type") != "BPE" or any(step["type"] not in NEVER_LONGER for step in steps):
+        return None
+    in_bytes = any(step["type"] == "ByteLevel" for step in steps)
+    if not in_bytes and not (model.get("byte_fallback") and BLANK in model["vocab"]):
+        return None
+    for step in steps:
+        writes = step.get("content", step.get("prepend", step.get("replacement", BLANK)))
+        if writes != BLANK or (step.get("pattern", {"String": " "}) != {"String": " "} and step["type"] == "Replace"):
+            return None
+    prefixed = any(
+        step["type"] in ("Prepend", "Metaspace") or (step["type"] == "ByteLevel" and step.get("add_prefix_space"))
+        for step in steps
+    )
+    composed = any(step["type"] == "NFC" for step in steps)
+    return (2 if prefixed else 1), (2 if prefixed else 1) * (3 if composed else 1)
+
+
+def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """The single steps of a normalizer or pre-tokenizer."""
+    if step is None:
+        return []
+    if step["type"] != "Sequence":
+        return [step]
+    return [each for part in step.get("normalizers", step.get("pretokenizers", [])) for each in _steps(part)]
+
+
+def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
+    """Return the most tokens that a text can have with this `growth`."""
+    size = len(text.encode())
+    return size * (of_ascii if text.isascii() else of_others)
 
 
 def bad_template(name: str, fault: str, option: str) -> UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import Field, asdict, dataclass, field, replace
 from itertools import islice
@@ -58,11 +59,12 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs to encode rows."""
+    """What a process needs to encode rows. `packed`: it answers with tables in place of lists of ids."""
 
     form: Any
     lengths: Lengths
     tokenizer: Tokenizer
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Source:
     most: int | None = None  # samples after which no more rows are read, and nothing is kept; None: all are read
 
 
-Chunk = list[tuple[str, Row | Unreadable]]  # (place, row)
+Chunk = list[tuple[str, Row | Unreadable | bytes]]  # (place, row, or the pickle of one)
 Problem = tuple[int, str, TooLong | None]  # (row, what is wrong, by how much it is too long where that is it)
 Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
@@ -93,17 +95,22 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     files = find_files(source.path, source.split)
     if source.most is not None:
         return _with_places(_first_samples(Job(form, lengths, tokenizer), files, source, source.most), files)
-    kept = _cache_file(form, lengths, tokenizer, source, files)
+    kept = cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
-        table = _tokenize_files(Job(form, lengths, _refusing(tokenizer, lengths)), files, source)
-        _to_cache(kept, table)
+        table = _tokenize_files(job_of(form, lengths, tokenizer), files, source)
+        to_cache(kept, table)
     if not len(table):
-        raise DataError(
-            f"{source.name or source.path}: no row is left: all {table.report.rows} are longer than the limits; "
-            "raise dataset.max_seqlen or dataset.max_prompt_len"
-        )
+        raise no_row_left(source, table.report.rows)
     return _with_places(table, files)
+
+
+def no_row_left(source: Source, rows: int) -> DataError:
+    """The error for a source all of whose rows are left out."""
+    return DataError(
+        f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
+        "raise dataset.max_seqlen or dataset.max_prompt_len"
+    )
 
 
 def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
@@ -116,14 +123,15 @@ def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
     return replace(table, report=replace(table.report, cut=tuple(replace(cut, place=places[cut.row]) for cut in cuts)))
 
 
-def _refusing(tokenizer: Tokenizer, lengths: Lengths) -> Tokenizer:
-    """The tokenizer that does not read texts of rows that are left out for their length; those that are cut are read whole."""
-    if lengths.max_seqlen is None or lengths.overlong == "truncate":
-        return tokenizer
-    return replace(tokenizer, most_tokens=lengths.max_seqlen)
+def job_of(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
+    """The job whose tokenizer does not read texts of rows that are left out for their length; those that are cut are read
+    whole."""
+    if lengths.max_seqlen is not None and lengths.overlong != "truncate":
+        tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
+    return Job(form, lengths, tokenizer)
 
 
-def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outcome:
+def encode_rows(job: Job, chunk: Chunk) -> Outcome:
     """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of some rows."""
     samples: list[tuple[int, str | None, Encoded]] = []
     problems: list[Problem] = []
@@ -131,6 +139,8 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
     read, held = set[str](), set[str]()
     cuts: list[Cut] = []
     for index, (_, given) in enumerate(chunk):
+        if isinstance(given, bytes):
+            given = pickle.loads(given)
         try:
             if isinstance(given, Unreadable):
                 raise BadRow(given.wrong)
@@ -161,21 +171,31 @@ def encode_rows(job: Job, chunk: Sequence[tuple[str, Row | Unreadable]]) -> Outc
 
 def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
     read = (row for file in files for row in read_rows(file))
-    rows: Chunk = [(str(place), row) for place, row in renamed(read, source.columns, source.path)]
-    size = sum(file.stat().st_size for file in files)
+    collecting = gc.isenabled()
+    gc.disable()  # it would go through all rows that are there again and again, which takes as long as reading them
+    try:
+        rows: Chunk = [(str(place), row) for place, row in renamed(read, source.columns, source.path)]
+    finally:
+        if collecting:
+            gc.enable()
     workers = source.num_workers
     if workers is None:
-        workers = (os.cpu_count() or 1) if size >= PARALLEL_BYTES else 0
+        workers = (os.cpu_count() or 1) if are_large(files) else 0
     chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
     with source.progress(f"tokenizing {source.name or Path(source.path).name}", len(rows)) as advance:
         if workers > 1:
-            outcomes = _in_processes(job, chunks, min(workers, len(chunks)), advance)
+            outcomes = encode_in_processes(job, chunks, min(workers, len(chunks)), advance)
         else:
             outcomes = []
             for chunk in chunks:
                 outcomes.append(encode_rows(job, chunk))
                 advance(len(chunk))
     return _assemble(rows, outcomes)
+
+
+def are_large(files: Sequence[Path]) -> bool:
+    """Return whether several processes pay for these files."""
+    return sum(file.stat().st_size for file in files) >= PARALLEL_BYTES
 
 
 def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
@@ -194,31 +214,40 @@ def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -
 
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
-    """Join all chunks to one table; ids are checked, and a row without one gets its number, whatever ids other rows have."""
+    """Join all chunks to one table."""
     problems: list[Problem] = []
-    ids: list[str] = []
     encoded: list[Encoded] = []
-    numbers: list[int] = []
-    seen: dict[str, int] = {}
-    given = {own for samples, _, _ in outcomes for _, own, _ in samples if own is not None}
+    own_ids: list[tuple[int, str | None]] = []
     start, total = 0, Report()
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
-        for index, own, sample in samples:
-            row = start + index
-            id = own if own is not None else _number_row(row, given)
-            first = seen.setdefault(id, row)
-            if first != row:
-                problems.append((row, f"the id {id!r} is taken by {rows[first][0]}; ids are unique in a source", None))
-                continue
-            ids.append(f"{id}/{sample.part}" if sample.part else id)
-            encoded.append(sample)
-            numbers.append(row)
+        own_ids += [(start + index, own) for index, own, _ in samples]
+        encoded += [sample for _, _, sample in samples]
         total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
-    if problems:
-        raise DataError(_reports(rows, sorted(problems, key=lambda problem: problem[0])))
-    return TokenTable.build(ids, encoded, numbers, total)
+    places = [place for place, _ in rows]
+    ids, taken = name_rows(own_ids, places)
+    if problems := [*problems, *taken]:
+        raise DataError(reports(places, problems))
+    ids = [f"{id}/{sample.part}" if sample.part else id for id, sample in zip(ids, encoded, strict=True)]
+    return TokenTable.build(ids, encoded, [row for row, _ in own_ids], total)
+
+
+def name_rows(own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """(the ids of rows, problems) from the rows' numbers and the ids that they bring, in the order of their file.
+
+    A row without an id gets its number, whatever ids other rows have; two rows of one id are a problem."""
+    given = {own for _, own in own_ids if own is not None}
+    ids: list[str] = []
+    problems: list[Problem] = []
+    seen: dict[str, int] = {}
+    for row, own in own_ids:
+        id = own if own is not None else _number_row(row, given)
+        first = seen.setdefault(id, row)
+        if first != row:
+            problems.append((row, f"the id {id!r} is taken by {places[first]}; ids are unique in a source", None))
+        ids.append(id)
+    return ids, problems
 
 
 def _number_row(row: int, given: Set[str]) -> str:
@@ -229,66 +258,53 @@ def _number_row(row: int, given: Set[str]) -> str:
     return id
 
 
-def _reports(rows: Chunk, problems: Sequence[Problem]) -> list[str]:
-    """`FILE:LINE: what is wrong`, by line. One report where every row lacks the same key, for then it is the option; one on all
-    rows that are too long."""
+def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
+    """`FILE:LINE: what is wrong`, by line, of the rows at these places. One report where every row lacks the same key,
+    for then it is the option; one on all rows that are too long."""
+    problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
-    if len(problems) == len(rows) > 1 and len(lacks) == 1 and None not in lacks:
+    if len(problems) == len(places) > 1 and len(lacks) == 1 and None not in lacks:
         wrong = problems[0][1]
         hint = "" if "dataset.type=" in wrong else "; set dataset.type to the form of these rows"
-        return [f"{_places(rows, problems)}: each of the {len(rows)} rows {wrong}{hint}"]
+        return [f"{_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"]
     long = [problem for problem in problems if problem[2] is not None]
-    told = [_too_long(rows, long)] if long else []
-    return told + [f"{rows[row][0]}: {wrong}" for row, wrong, too_long in problems if too_long is None]
+    told = [_too_long(places, long)] if long else []
+    return told + [f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None]
 
 
-def _places(rows: Chunk, problems: Sequence[Problem]) -> str:
+def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """The first few places of some problems."""
-    places = list(dict.fromkeys(rows[row][0] for row, _, _ in problems))
-    return ", ".join(places[:FIRST]) + (", ..." if len(places) > FIRST else "")
+    found = list(dict.fromkeys(places[row] for row, _, _ in problems))
+    return ", ".join(found[:FIRST]) + (", ..." if len(found) > FIRST else "")
 
 
-def _too_long(rows: Chunk, problems: Sequence[Problem]) -> str:
+def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """How many rows are too long, the longest of them, and what to do."""
     longest = max((problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens)
     count = len({row for row, _, _ in problems})
     return (
-        f"{_places(rows, problems)}: {count:,} of {len(rows):,} rows are too long ({longest}); raise {longest.option} "
-        f"as far as the model's context allows, or set dataset.overlong=drop to leave them out (truncate to cut them)"
+        f"{_first_places(places, problems)}: {count:,} of {len(places):,} rows are too long ({longest}); "
+        f"raise {longest.option} as far as the model's context allows, or set dataset.overlong=drop to leave them out "
+        "(truncate to cut them)"
     )
 
 
-def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:
-    """`encode_rows` of every chunk in order, by `workers` processes.
-
-    They run `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the user's script again.
-    """
+def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:
+    """`encode_rows` of every chunk in order, by `workers` processes."""
     setup = pickle.dumps(job)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = [sys.executable, "-m", "weft.data.encode_worker"]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        for _ in range(workers)
-    ]
+    processes = [start_process() for _ in range(workers)]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
     try:
         for process in processes:
-            _send(process, setup)
+            send(process, setup)
             idle.put(process)
 
         def encode(chunk: Chunk) -> Outcome:
             process = idle.get()
             try:
-                _send(process, pickle.dumps(chunk))
-                outcome: Outcome | UserError = _receive(process)
+                outcome: Outcome = answer_to(process, chunk)
             finally:
                 idle.put(process)  # also a dead one: whoever waits for it must fail, not wait for ever
-            if isinstance(outcome, UserError):
-                raise outcome
             advance(len(chunk))
             return outcome
 
@@ -296,11 +312,41 @@ def _in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any)
             return list(pool.map(encode, chunks))
     finally:
         for process in processes:
-            process.kill()
-            process.communicate()
+            end_process(process)
 
 
-def _send(process: subprocess.Popen[bytes], raw: bytes) -> None:
+def start_process() -> subprocess.Popen[bytes]:
+    """A process that encodes rows: it is sent a pickled job, then asked with `answer_to`.
+
+    It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the user's script again, in a
+    session of its own, since Ctrl-C is for this process alone.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "weft.data.encode_worker"]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
+
+
+def answer_to(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
+    """What a process makes of a chunk. Raises the `UserError` that no row is to blame for, `RunError` where it died."""
+    send(process, pickle.dumps(chunk))
+    answer = _receive(process)
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def send(process: subprocess.Popen[bytes], raw: bytes) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(len(raw).to_bytes(8, "little") + raw)
@@ -320,7 +366,7 @@ def _receive(process: subprocess.Popen[bytes]) -> Any:
 # -- the cache
 
 
-def _cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]) -> Path:
+def cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]) -> Path:
     options = [VERSION, type(form).__name__, asdict(form), asdict(lengths)]
     options += [dict(source.columns)] if source.columns else []
     text = json.dumps([options, tokenizer.fingerprint, content_hash(list(files))], sort_keys=True)
@@ -339,7 +385,7 @@ def _from_cache(file: Path) -> TokenTable | None:
         return None
 
 
-def _to_cache(file: Path, table: TokenTable) -> None:
+def to_cache(file: Path, table: TokenTable) -> None:
     """Write under a temporary name, then rename. A cache that cannot be written is done without, with a note."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,10 +96,11 @@ def parts_of(
         launch = None if alone else _launch(experiment, mode, undo, cluster, anew=anew)
         data = load_data(
             experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
-            progress=False if quiet else None,
+            progress=False if quiet else None, ahead=True,
         )  # fmt: skip
+        undo.callback(data.close)
         asked = fixed_prompts_of(experiment, tokenizers)
-        check_longest(experiment, data.longest)
+        data.check_longest(partial(check_longest, experiment))
         horizon = Horizon.of(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
         specs, cache = horizon.specs(experiment), _cache(experiment, directory)
@@ -112,6 +114,7 @@ def parts_of(
             else DeviceGroup(launch.devices(), experiment, build, directory.path.absolute() / LOGS)
         )
         undo.pop_all()
+        undo.callback(data.close)
         undo.callback(group.close, 0.0)
         facts = group.describe()
         numerics, machine = group.numerics(), group.hardware()
@@ -132,6 +135,7 @@ def parts_of(
             farewell=farewell(expected, room) if alone else None,
             plan_shown=not alone and announce is not None,
             fixed_prompts=_fixed_prompts(experiment, group, asked, tokenizers, directory),
+            data=data,
         )
         undo.pop_all()
     return parts

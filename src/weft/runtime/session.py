@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.data.loader import LoadedData
 from weft.errors import ConfigError, DevicesLost, Interrupted, RunError, WeftError
 from weft.experiment import Control, Experiment
 from weft.graph.draw import to_svg
@@ -44,7 +45,8 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 class Parts:
     """What a session is made of. `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
     line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished.
-    `plan_shown`: people have seen the plan already, before the devices started."""
+    `plan_shown`: people have seen the plan already, before the devices started. `data`: has rows that are tokenized meanwhile.
+    """
 
     experiment: Experiment
     directory: RunDirectory
@@ -59,6 +61,7 @@ class Parts:
     hardware: str = ""  # a line on what a device is, for the report
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
+    data: LoadedData | None = None
 
 
 class Session:
@@ -129,6 +132,7 @@ class Session:
     def close(self, status: Status, error: BaseException | None = None) -> None:
         """Write down how the run ended; let go of the workers, without waiting for them where the run did not end well."""
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
+        self._close_data()
         if self._observer is None:
             return
         if status != "finished":  # first: what follows may meet a full disk
@@ -152,6 +156,7 @@ class Session:
         """Of the devices, without waiting for them; the view stays until another session takes its place."""
         self._tell(why)
         self._group.close(0.0)
+        self._close_data()
 
     def retire(self) -> None:
         """End the view of a session that another one takes the place of."""
@@ -261,6 +266,8 @@ class Session:
         if due["evaluate"] or over:
             line |= self._evaluate()
         self._write_line(line)
+        for news in () if self._parts.data is None else self._parts.data.news():
+            self._tell(news)
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
         saved, asked = self._saved_step == self.step, self._signals.number is not None
@@ -319,6 +326,10 @@ class Session:
     def _tell(self, note: str) -> None:
         assert self._observer is not None, "the session is open"
         self._observer.note(note)
+
+    def _close_data(self) -> None:
+        if self._parts.data is not None:
+            self._parts.data.close()
 
     def interrupted_at_once(self) -> Interrupted | None:
         """What to say of a run that a second signal has ended in the middle of a step; None where none was heard."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import dialogue
+from weft.data.ahead import TableAhead, tokenize_ahead
 from weft.data.asked import conversation, prompt_text
 from weft.data.columns import Columns
 from weft.data.cuts import joined
@@ -45,6 +46,7 @@ class DatasetUtility:
     columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
     name: str = ""  # of this source, where it is known by one
     most: int | None = None  # samples after which no more rows are read; None: all are read
+    ahead: bool = False  # whether large files may be tokenized while training goes on (`TableAhead.start`)
 
     @property
     def redraws(self) -> bool:
@@ -81,12 +83,12 @@ class Tokenized(Protocol):
     """A dataset whose rows lie in a table, made of a form: the shipped ones."""
 
     form: type[Form]
-    table: TokenTable
+    table: TokenTable | TableAhead
 
 
 def build_table(
     form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
-) -> tuple[TokenTable, Redrawn | None]:
+) -> tuple[TokenTable | TableAhead, Redrawn | None]:
     """The table of a shipped dataset, and its samples as epochs draw them, where they do; `options` are fields of `form` and of
     `Lengths`.
 
@@ -94,7 +96,13 @@ def build_table(
     """
     source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most)
     job = Job(*configure(form, options), util.tokenizer)
-    table = tokenize(job.form, job.lengths, job.tokenizer, source)
+    if util.ahead and not util.redraws:
+        ahead = tokenize_ahead(job.form, job.lengths, job.tokenizer, source)
+        if isinstance(ahead, TableAhead):
+            return ahead, None
+        table = ahead
+    else:
+        table = tokenize(job.form, job.lengths, job.tokenizer, source)
     if not (util.redraws or BAD in table.report.read):
         return table, None
     return table, Redrawn(job, source, table, util.seed, _window(util, job.lengths))
@@ -147,6 +155,7 @@ class TableDataset:
 
     def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
         given = {name: value for name, value in options.items() if value is not None or name not in self.usual}
+        self.table: TokenTable | TableAhead
         self.table, self.redrawn = build_table(self.form, util, path, split, {**self.usual, **given})
 
     def __len__(self) -> int:
@@ -196,16 +205,26 @@ def replied(
     dialogue in the `\\n\\nHuman:` form it is stripped, as the turns before it are.
     """
     if as_chat or not isinstance(row[key], str):
-        if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
-            replies = [reply.strip() for reply in replies]
-        facts = (
-            {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None} if tokenizer.dress.tags else {}
-        )
-        turns = [[{"role": "assistant", "content": reply, **facts}] for reply in replies]
+        turns = [[_turn(tokenizer, row, key, reply)] for reply in replies]
         return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
     prompt = plain_prompt(tokenizer, row, key)
     before = tokenizer.encode(prompt) if tokenizer.dress.label_masking else tokenizer.encode(prompt)[:1]
     return answered(before, [ended(tokenizer, prompt + reply) for reply in replies], **more)
+
+
+def written_reply(tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False) -> str:
+    """The text of which `replied` makes tokens."""
+    if as_chat or not isinstance(row[key], str):
+        return tokenizer.dressed_text([*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools"))
+    return plain_prompt(tokenizer, row, key) + reply
+
+
+def _turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
+    """A reply to the prompt in the column `key` as the assistant's message."""
+    if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
+        reply = reply.strip()
+    facts = {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None} if tokenizer.dress.tags else {}
+    return {"role": "assistant", "content": reply, **facts}
 
 
 def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:

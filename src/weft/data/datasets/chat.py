@@ -41,6 +41,9 @@ class Chat:
             return [self._thread(path, tokenizer) for path in trees.threads(row)]
         return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
 
+    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+        return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
+
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
         """The sample of a row that has this id, alone."""
         if not is_tree(row):

@@ -34,9 +34,14 @@ class Prompt:
         if self.as_chat:
             tokenizer.check_template()
 
-    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        if is_tree(row):
-            return [self._branch(row, path, tokenizer) for path in trees.prompts(row)]
+    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+        key, row, _ = self._asked(row)
+        if isinstance(row[key], str) and not self.as_chat:
+            return plain_prompt(tokenizer, row, key)
+        return tokenizer.dressed_text(conversation(row, key), row.get("tools"), add_generation_prompt=True)
+
+    def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
+        """(the column of the prompt, the row with that column, the columns it is made of)"""
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if key is None and not self.prompt_key and all(isinstance(row.get(name), str) for name in used):
@@ -44,6 +49,12 @@ class Prompt:
         else:
             key = key or need_prompt(row, self.prompt_key, "prompt")
             used = (key, INPUT) if key == "instruction" else (key,)
+        return key, row, used
+
+    def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        if is_tree(row):
+            return [self._branch(row, path, tokenizer) for path in trees.prompts(row)]
+        key, row, used = self._asked(row)
         columns = {name: plain(value) for name, value in row.items() if name not in (key, *used, self.id_key)}
         if isinstance(row[key], str) and not self.as_chat:
             if not row[key].strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.data.asked import need_prompt
-from weft.data.datasets.base import TableDataset, check_form, replied
+from weft.data.datasets.base import TableDataset, check_form, replied, written_reply
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, BadRow, Row, answer_messages, need, text
 from weft.data.tokenizer import Tokenizer
@@ -24,12 +24,21 @@ class PromptAnswer:
     def check(self, tokenizer: Tokenizer) -> None:
         check_form(tokenizer, as_chat=self.as_chat)
 
+    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+        prompt_key, answer = self._parts(row)
+        return written_reply(tokenizer, row, prompt_key, answer, as_chat=self.as_chat)
+
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
+        prompt_key, answer = self._parts(row)
+        return [replied(tokenizer, row, prompt_key, [answer], as_chat=self.as_chat)]
+
+    def _parts(self, row: Row) -> tuple[str, str]:
+        """(the column of the prompt, the answer)"""
         prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
         answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
         if answer_messages(row) == answer_key:
             raise BadRow(f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat")
-        return [replied(tokenizer, row, prompt_key, [text(row, answer_key)], as_chat=self.as_chat)]
+        return prompt_key, text(row, answer_key)
 
 
 @register_dataset("prompt_answer")

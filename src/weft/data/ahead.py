@@ -1,0 +1,486 @@
+"""Rows that are tokenized while training goes on: samples come from processes that work ahead, or are made when asked for.
+
+The order of batches and the number of steps need the ids of all samples, so these are settled before. A row of a form with one
+sample per row (`OneSample`) has one unless it is left out for its length. What is read before training begins:
+
+- every row, with its id and its shape (its columns, and the kinds of values in them);
+- the samples of the first row of each shape, since rows that a form cannot use mostly differ in shape from those that it can,
+  and of all rows of a shape if this one is bad;
+- the samples of rows that may be too long, if such rows are left out or are errors.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from os import cpu_count
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.data.columns import rows_of
+from weft.data.cuts import joined
+from weft.data.lengths import Lengths
+from weft.data.mixture import Index
+from weft.data.rows import BadRow, Row, is_tree, row_id
+from weft.data.sample import SequenceSample
+from weft.data.sources import Unreadable, find_files
+from weft.data.table import Report, TokenTable, on_edges
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokenizing import (
+    CHUNK,
+    Chunk,
+    Form,
+    Job,
+    Outcome,
+    Problem,
+    Source,
+    answer_to,
+    are_large,
+    cache_file,
+    encode_in_processes,
+    encode_rows,
+    end_process,
+    job_of,
+    name_rows,
+    no_row_left,
+    reports,
+    send,
+    start_process,
+    to_cache,
+    tokenize,
+)
+from weft.errors import DataError
+
+MOST_SHAPES = 1000  # of which a row is tokenized before training begins; after these only top-level columns count
+ADDED = 2  # tokens that a sample may have beside those of its text: BOS and EOS
+NAMED_BY_VALUE = ("role", "from")  # keys whose texts are part of a row's shape
+FINISH_SECONDS = 20.0  # for which the end of a run waits for a table that is being written to the cache
+TODO, UNDER_WAY, DONE = 0, 1, 2
+
+Packed = tuple[
+    TokenTable, list[Problem]
+]  # samples with the rows' numbers in their chunk, and what is wrong with others
+
+
+@runtime_checkable
+class OneSample(Protocol):
+    """A form whose rows (but trees of messages) make one sample of at most one completion, trained from its first token on.
+
+    Such a sample is never left out where long ones are truncated: a trained token always stays.
+    """
+
+    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+        """Return the text that becomes the tokens of a row's sample; BOS and EOS may be added. Raises as `encode` does."""
+        ...
+
+
+def tokenize_ahead(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable | TableAhead:
+    """The samples of a source, which `TableAhead.start` begins to tokenize. From the cache, of small files, of forms that make
+    several samples of a row, and with `num_workers` 0, it is a whole table, as `tokenize` makes it.
+
+    Raises `DataError` with a report on the bad rows that are found.
+    """
+    files = find_files(source.path, source.split)
+    if source.num_workers == 0 or source.most is not None or not isinstance(form, OneSample) or not are_large(files):
+        return tokenize(form, lengths, tokenizer, source)
+    form.check(tokenizer)
+    kept = cache_file(form, lengths, tokenizer, source, files)
+    job = job_of(form, lengths, tokenizer)
+    rows = None if kept.is_file() else _list_rows(job, source)
+    if rows is None:
+        return tokenize(form, lengths, tokenizer, source)
+    return _settled(job, rows, source, kept)
+
+
+def pack(outcome: Outcome) -> Packed:
+    """The outcome of a chunk with its samples as a table, which is a tenth of the size."""
+    samples, report, problems = outcome
+    numbers = [index for index, _, _ in samples]
+    return TokenTable.build(
+        [str(index) for index in numbers], [each for _, _, each in samples], numbers, report
+    ), problems
+
+
+# -- before training begins
+
+
+@dataclass
+class _Rows:
+    """All rows of a source, by number. `shapes[row]` is the number of its shape, `tried` are rows to tokenize at once."""
+
+    places: list[str] = field(default_factory=list)
+    pickled: list[bytes] = field(default_factory=list)
+    own_ids: list[str | None] = field(default_factory=list)
+    shapes: list[int] = field(default_factory=list)
+    tried: set[int] = field(default_factory=set)
+
+    def chunk(self, rows: Iterable[int]) -> Chunk:
+        return [(self.places[row], self.pickled[row]) for row in rows]
+
+
+def _list_rows(job: Job, source: Source) -> _Rows | None:
+    """Read all rows. None if some make several samples, or if their columns differ too much to try a row of each kind."""
+    rows, known = _Rows(), dict[Any, int]()
+    limits = [limit for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len) if limit is not None]
+    most = None if job.lengths.overlong == "truncate" else min(limits, default=None)
+    for number, (place, row) in enumerate(rows_of(source.path, source.split, source.columns)):
+        own: str | None = None
+        if not isinstance(row, Unreadable):
+            if is_tree(row):
+                return None
+            try:
+                own = row_id(row, job.form.id_key)
+            except BadRow:
+                rows.tried.add(number)
+            if most is not None and _may_be_longer(job, row, most):
+                rows.tried.add(number)
+        shape = _shape(row, job.form.id_key, deep=len(known) < MOST_SHAPES)
+        if shape not in known:
+            if len(known) == 2 * MOST_SHAPES:
+                return None
+            rows.tried.add(number)
+        rows.shapes.append(known.setdefault(shape, len(known)))
+        rows.places.append(str(place))
+        rows.pickled.append(pickle.dumps(row))
+        rows.own_ids.append(own)
+    return rows
+
+
+def _shape(row: Row | Unreadable, id_key: str, *, deep: bool) -> Any:
+    """The columns of a row, but for its id, with the kinds of their values; `deep`: and of the values inside these."""
+    if isinstance(row, Unreadable):
+        return None
+    kind = _kind if deep else _kind_alone
+    return tuple([(name, kind(value)) for name, value in row.items() if name != id_key])
+
+
+def _kind(value: Any, key: str = "") -> Any:
+    if isinstance(value, str):
+        if key in NAMED_BY_VALUE:
+            return value
+        return str if value and not value.isspace() else ""
+    if isinstance(value, dict):
+        return tuple([(name, _kind(each, name)) for name, each in value.items()])
+    if isinstance(value, list):
+        return (list, *[_kind(each) for each in value])
+    return type(value)
+
+
+def _kind_alone(value: Any) -> Any:
+    return type(value) if value or isinstance(value, bool | int | float) else (type(value), "empty")
+
+
+def _may_be_longer(job: Job, row: Row, most: int) -> bool:
+    """Return whether the sample of a row may have more than `most` tokens; True also for a bad row."""
+    try:
+        text = job.form.written(row, job.tokenizer)
+        bound = job.tokenizer.most_tokens_of(text)
+        if bound is None or bound + ADDED > most:
+            bound = len(job.tokenizer.encode(text))
+    except (BadRow, DataError):
+        return True
+    return bound + ADDED > most
+
+
+def _settled(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
+    """The table of rows whose ids and number are settled. Raises `DataError` with all reports that are known."""
+    outcomes: list[tuple[list[int], Outcome]] = []
+    problems: list[Problem] = []
+
+    def encode(numbers: Sequence[int]) -> None:
+        for chunk, outcome in _encode_now(job, rows, numbers, source):
+            outcomes.append((chunk, outcome))
+            problems.extend((chunk[index], wrong, long) for index, wrong, long in outcome[2])
+
+    tried = sorted(rows.tried)
+    encode(tried)
+    bad = {rows.shapes[row] for row, _, long in problems if long is None}
+    if bad:
+        encode([row for row, shape in enumerate(rows.shapes) if shape in bad and row not in rows.tried])
+    used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
+    left = [row for row in range(len(rows.places)) if row in used or row not in rows.tried]
+    ids, taken = name_rows([(row, rows.own_ids[row]) for row in left], rows.places)
+    if problems or taken:
+        raise DataError(reports(rows.places, [*problems, *taken]))
+    if not left:
+        raise no_row_left(source, len(rows.places))
+    # A column of metadata appears first in the first sample of some shape: with these, batches have all columns at once.
+    firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
+    encode(sorted(row for row in firsts if row not in used))
+    samples = sorted(((chunk[i], each) for chunk, outcome in outcomes for i, _, each in outcome[0]), key=lambda s: s[0])
+    columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
+    table = TableAhead(job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept)
+    for chunk, outcome in outcomes:
+        table.take_in(chunk, pack(outcome))
+    return table
+
+
+def _encode_now(job: Job, rows: _Rows, numbers: Sequence[int], source: Source) -> list[tuple[list[int], Outcome]]:
+    """(numbers, outcome) of chunks of these rows, which training has to wait for."""
+    chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
+    if len(numbers) <= MOST_SHAPES:
+        return [(chunk, encode_rows(job, rows.chunk(chunk))) for chunk in chunks]
+    workers = min(source.num_workers or cpu_count() or 1, len(chunks))
+    what = f"tokenizing {source.name or Path(source.path).name}, rows that may be too long"
+    with source.progress(what, len(numbers)) as advance:
+        found = encode_in_processes(job, [rows.chunk(chunk) for chunk in chunks], workers, advance)
+    return list(zip(chunks, found, strict=True))
+
+
+# -- while training goes on
+
+
+class TableAhead:
+    """Samples of one source like those of a `TokenTable`, most of which are yet to be made.
+
+    `ids` and `rows` are known. `at` makes samples that are missing; from `start` to `close` processes make the others, first
+    those that training asks for next (`expect`). Once all are there, they are kept on disk as `tokenize` keeps them. What is
+    found to be wrong meanwhile is raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
+    """
+
+    def __init__(
+        self, job: Job, places: Sequence[str], pickled: list[bytes], ids: tuple[str, ...], rows: npt.NDArray[np.int32],
+        columns: tuple[str, ...], kept: Path,
+    ) -> None:  # fmt: skip
+        self.ids, self.rows = ids, rows
+        self.check_longest: Callable[[int], None] | None = None  # called with the longest size, whenever it grows
+        self._job, self._places, self._pickled, self._columns, self._kept = job, places, pickled, columns, kept
+        self._bytes = np.asarray([len(pickled[row]) for row in rows.tolist()], dtype=np.int64)
+        self._state = np.zeros(len(ids), dtype=np.int8)
+        self._chunk_of, self._place_of = np.full((2, len(ids)), -1, dtype=np.int64)  # where a finished sample lies
+        self._samples: list[SequenceSample] = []  # of each chunk
+        self._reports: list[Report] = []
+        self._queue: Index = np.arange(len(ids), dtype=np.int64)  # samples in the order in which processes take them
+        self._next = 0  # place in the queue
+        self._longest = self._checked = 0
+        self._whole: TokenTable | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition(threading.RLock())
+
+    # -- samples
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> SequenceSample:
+        return self.at([index])
+
+    def at(self, indices: Sequence[int]) -> SequenceSample:
+        """These samples as one, in the dtypes of the graph's edges."""
+        with self._changed:
+            missing = [index for index in indices if self._state[index] == TODO]
+            self._state[missing] = UNDER_WAY
+        self._make(missing)
+        with self._changed:
+            others = [index for index in indices if self._state[index] == UNDER_WAY]  # a process is at work on them
+        extra = self._encode(others)[0].sample if others else None
+        self._raise_failure()
+        with self._changed:
+            if self._whole is not None:
+                return self._whole.at(indices)
+            found = self._gathered(indices, others, extra)
+        return on_edges(replace(found, ids=tuple(self.ids[index] for index in indices)))
+
+    def _gathered(self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None) -> SequenceSample:
+        """The samples from where they lie: in the chunks, and `others` in `extra`."""
+        apart = {index: place for place, index in enumerate(others)}
+        wanted: dict[int, list[tuple[int, int]]] = {}  # chunk -> (place among the indices, place in the chunk)
+        for at, index in enumerate(indices):
+            chunk, place = (-1, apart[index]) if index in apart else (int(self._chunk_of[index]), self._place_of[index])
+            wanted.setdefault(chunk, []).append((at, int(place)))
+        parts, order = [], list[int]()
+        for chunk, found in wanted.items():
+            sample = self._samples[chunk] if chunk >= 0 else extra
+            assert sample is not None, "samples outside the chunks were encoded"
+            part = sample.at([place for _, place in found])
+            parts.append(replace(part, ids=tuple(str(at) for at, _ in found)))
+            order += [at for at, _ in found]
+        return SequenceSample.gather(parts).at(np.argsort(order).tolist())
+
+    def whole(self) -> TokenTable:
+        """The table of all samples, once they are there; those that no process is at work on are made here."""
+        while (samples := self._take()).size:
+            self._make(samples.tolist())
+        with self._changed:
+            while self._whole is None and self._failure is None:
+                self._changed.wait()
+        self._raise_failure()
+        assert self._whole is not None, "all samples are there"
+        return self._whole
+
+    def report(self) -> Report | None:
+        """What became of the rows, with the places that it names; None while samples are missing."""
+        if self._whole is None:
+            return None
+        report = self._whole.report
+        return replace(report, cut=tuple(replace(cut, place=self._places[cut.row]) for cut in report.cut))
+
+    def longest(self) -> int:
+        """Most tokens of a sequence among the samples that are there."""
+        return self._longest
+
+    def costs(self) -> npt.NDArray[np.int64]:
+        return self.whole().costs()
+
+    def sizes(self) -> npt.NDArray[np.int64]:
+        return self.whole().sizes()
+
+    def expected_costs(self) -> npt.NDArray[Any]:
+        """Tokens of each sample, judged by its bytes and the tokens of those that are there."""
+        with self._changed:
+            tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
+            of_bytes = int(self._bytes[self._state == DONE].sum())
+        return self._bytes * (tokens / max(1, of_bytes))
+
+    # -- processes
+
+    def start(self, workers: int) -> None:
+        """Begin to make all samples, in `workers` processes."""
+        job = pickle.dumps(replace(self._job, packed=True))
+        for number in range(min(workers, -(-len(self) // CHUNK))):
+            thread = threading.Thread(target=self._work, args=(job,), name=f"weft-tokenizing-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def expect(self, order: Index) -> None:
+        """Make samples in this order, and then all others."""
+        others = np.ones(len(self), dtype=np.bool_)
+        others[order] = False
+        with self._changed:
+            self._queue, self._next = np.concatenate([order, np.flatnonzero(others)]), 0
+
+    def close(self) -> None:
+        """End the processes. A table that has all its samples is put on disk first."""
+        with self._changed:
+            self._closed = not (self._state == DONE).all()
+            processes = list(self._processes) if self._closed else []
+        for process in processes:
+            process.kill()  # its thread takes it from there
+        for thread in self._threads:
+            thread.join(FINISH_SECONDS)
+
+    def _work(self, job: bytes) -> None:
+        """Have a process make samples until none is left."""
+        process = None
+        try:
+            with self._changed:
+                if self._closed:
+                    return
+                process = start_process()
+                self._processes.append(process)
+            send(process, job)
+            while (samples := self._take()).size:
+                rows = self.rows[samples].tolist()
+                self.take_in(rows, answer_to(process, [("", self._pickled[row]) for row in rows]))
+        except BaseException as error:  # whoever asks for samples is told
+            self._fail(error)
+        finally:
+            if process is not None:
+                end_process(process)
+
+    def _take(self) -> Index:
+        """Samples of the next chunk, in the order of their rows; none at the end, and after `close`."""
+        found: list[int] = []
+        with self._changed:
+            while self._next < len(self._queue) and len(found) < CHUNK and not self._closed and self._failure is None:
+                sample = int(self._queue[self._next])
+                self._next += 1
+                if self._state[sample] == TODO:
+                    self._state[sample] = UNDER_WAY
+                    found.append(sample)
+        return np.asarray(sorted(found), dtype=np.int64)
+
+    def _make(self, samples: Sequence[int]) -> None:
+        """Encode samples here that nobody else is at work on."""
+        if samples:
+            ordered = sorted(set(samples))
+            self.take_in(self.rows[ordered].tolist(), self._encode(ordered))
+
+    def _encode(self, samples: Sequence[int]) -> Packed:
+        rows = self.rows[list(samples)].tolist()
+        table, problems = pack(encode_rows(self._job, [("", self._pickled[row]) for row in rows]))
+        return replace(table, sample=self._with_columns(table.sample)), problems
+
+    def _with_columns(self, sample: SequenceSample) -> SequenceSample:
+        """The samples with the columns of metadata that the whole table has."""
+        nothing = (None,) * sample.num_ids
+        assert set(sample.metadata) <= set(self._columns), "a form's columns follow from the row's"
+        return replace(sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns})
+
+    def take_in(self, rows: Sequence[int], packed: Packed) -> None:
+        """Add the samples of a chunk of rows."""
+        table, problems = packed
+        if problems:
+            found = [(rows[index], wrong, long) for index, wrong, long in problems]
+            self._fail(DataError(reports(self._places, found)))
+            return
+        samples = np.searchsorted(self.rows, [rows[index] for index in table.rows.tolist()])
+        cut = tuple(replace(cut, row=rows[cut.row]) for cut in table.report.cut)
+        with self._changed:
+            expected = int(np.isin(self.rows, rows).sum()) if len(samples) < len(rows) else len(rows)
+            assert len(samples) == expected, "a row that was to have a sample has none"
+            self._chunk_of[samples], self._place_of[samples] = len(self._samples), np.arange(len(samples))
+            self._state[samples] = DONE
+            self._samples.append(self._with_columns(table.sample))
+            self._reports.append(replace(table.report, cut=cut))
+            self._longest = max(self._longest, table.longest())
+            last = bool((self._state == DONE).all())
+        for row in rows:
+            self._pickled[row] = b""
+        if last:
+            self._begin_finish()
+
+    def _begin_finish(self) -> None:
+        """Join all chunks in a thread of its own: a batch need not wait for it."""
+        thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _finish(self) -> None:
+        try:
+            table = self._joined()
+            with self._changed:
+                self._whole = table
+                self._samples.clear()
+                self._changed.notify_all()
+            to_cache(self._kept, table)
+        except BaseException as error:
+            self._fail(error)
+
+    def _joined(self) -> TokenTable:
+        """The table that `tokenize` makes of the same rows."""
+        keys = self._samples[self._chunk_of[0]].keys
+        held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
+        starts = np.zeros(len(self._samples), dtype=np.int64)
+        starts[held] = np.cumsum([0, *(self._samples[number].num_ids for number in held[:-1])])
+        apart = [
+            replace(self._samples[number], ids=tuple(f"{number}/{id}" for id in self._samples[number].ids))
+            for number in held
+        ]
+        order = starts[self._chunk_of] + self._place_of
+        sample = SequenceSample.gather(apart, keys).at(order.tolist())
+        cuts = sorted((cut for report in self._reports for cut in report.cut), key=lambda cut: cut.row)
+        report = replace(sum((replace(report, cut=()) for report in self._reports), Report()), cut=joined(cuts))
+        return TokenTable(replace(sample, ids=self.ids), self.rows, report)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if not self._closed and self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self.check_longest is not None and self._longest > self._checked:
+            self.check_longest(self._longest)
+            self._checked = self._longest
