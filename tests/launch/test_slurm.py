@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cases import prepare
-from tests.runtime.placed import timeless
 from tests.runtime.test_parameters_runs import assert_equal
 from tests.slurm_cluster import SlurmCluster, missing
-from tests.tiny import make_llama, pair_rows, write_jsonl
 from weft.errors import ConfigError, RunError
 from weft.experiments._machines import SlurmSpec
 from weft.launch import slurm
@@ -210,24 +208,6 @@ def on_two_nodes(folder: Path, *words: str) -> Path:
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
     assert left(job) == []
     return run
-
-
-@pytest.mark.slow
-def test_a_run_on_two_nodes_has_the_numbers_of_one_process(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    """DPO whose reference is on the second node's device."""
-    make_llama(tmp_path / "m")
-    write_jsonl(tmp_path / "pairs.jsonl", pair_rows())
-    words = ["dpo", "experiment_name=e", "actor.path=m", "dataset.train_path=pairs.jsonl", "max_steps=2"]
-    words += ["device=cpu", "dataset.train_bs_n_seqs=2", "ref.path=m"]
-    job = on_two_nodes(tmp_path, *words, "ref.device_mesh=1")
-    weft(tmp_path, *words, "trial_name=here")
-
-    def losses(trial: str) -> list[float]:
-        lines = (tmp_path / "runs" / "e" / trial / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["actor_train/loss"] for line in lines]
-
-    assert losses("job") == losses("here") and len(losses("job")) == 2
-    assert timeless(job) == timeless(tmp_path / "runs" / "e" / "here")
 
 
 @pytest.mark.slow
