@@ -95,8 +95,9 @@ def test_a_null_and_a_missing_key_make_the_same_file(others: list[dict[str, Any]
 def test_a_null_inside_arguments_that_are_json_text_stays(
     tmp_path: Path, with_template: Callable[..., Tokenizer]
 ) -> None:
-    rows = [{"messages": [{"role": "user", "content": "Time?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
-            for call in ({"function": {"name": "f", "arguments": text}} for text in ('{"zone": null}', '{"at": 3}'))]  # fmt: skip
+    calls = ({"function": {"name": "f", "arguments": text}} for text in ('{"zone": null}', '{"at": 3}'))
+    replies = ({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls)
+    rows = [{"messages": [{"role": "user", "content": "Time?"}, reply]} for reply in replies]
     parquet(rows, tmp_path)
     text = trained_text(tmp_path / "rows.parquet", with_template(TOOLS), tmp_path)
     assert '"arguments": {"zone": null}' in text and '"arguments": {"at": 3}' in text
