@@ -244,6 +244,28 @@ def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: P
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (None, "b</b> ended with the higher eval accuracy: <b>0.66</b> against 0.6 (a)."),
+        (100, "The runs ended alike within noise (± 0.13) in their eval accuracy: 0.6 (a), 0.66 (b)."),
+        (5_000, "b</b> ended with the higher eval accuracy: <b>0.66</b> against 0.6 (a), with a noise of ± 0.019."),
+    ],
+)
+def test_evaluated_accuracies_are_compared_with_the_noise_of_so_few_rows(
+    tmp_path: Path, rows: int | None, told: str
+) -> None:
+    runs = []
+    for name, value in (("a", 0.6), ("b", 0.66)):
+        counted = {} if rows is None else {"eval/num_rows": rows}
+        one = {"train/accuracy": 0.7, "train/kendalltau": 0.4, "eval/accuracy": value, **counted}
+        text = "".join(json.dumps({"step": s, **one}) + "\n" for s in range(1, 11))
+        config = yaml.safe_dump({"trial_name": name, "rw": {}})
+        runs.append(RunFiles.read(write_run(tmp_path / name, metrics__jsonl=text, config__yaml=config)))
+    assert told in verdict(named(runs))
+    assert all("num rows" not in chart.title for chart in comparison_charts(named(runs)))
+
+
 def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run, source in zip(runs, ("gsm8k", "math"), strict=True):

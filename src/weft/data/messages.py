@@ -48,8 +48,8 @@ def normalise(messages: Any) -> list[Message]:
 
     `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
     `function_call`, as a role or as OpenAI's older key, becomes `tool_calls`, and `reasoning` or `thinking`
-    `reasoning_content`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong and how. Applied twice it
-    changes nothing.
+    `reasoning_content`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
+    Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")

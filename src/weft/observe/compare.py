@@ -21,6 +21,7 @@ from weft.observe.metric_help import find
 from weft.observe.metrics import (
     COUNTERS,
     EVAL,
+    ROWS,
     TIME,
     direction,
     duration,
@@ -216,12 +217,19 @@ def _when(listed: Sequence[Named], step: float | None) -> str:
 
 def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
     """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not known."""
-    if names[0].startswith(EVAL):  # of the same rows
-        return 0.0
-    found = sorted((trend.end_noise(until(run, name, step)) or 0.0) for run, name in zip(runs, names, strict=True))
-    width = sum(each * each for each in found[-2:]) ** 0.5
+    if names[0].startswith(EVAL):
+        drawn = [_sampling(run, name, step) for run, name in zip(runs, names, strict=True)]
+        return trend.difference_noise(drawn) or 0.0
+    found = [trend.end_noise(until(run, name, step)) or 0.0 for run, name in zip(runs, names, strict=True)]
+    width = trend.difference_noise(found) or 0.0
     largest = max(abs(final(run, name, step) or 0.0) for run, name in zip(runs, names, strict=True))
     return width if width > trend.ROUNDING * largest else 0.0
+
+
+def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
+    """The noise of a run's evaluation that comes from the rows being so few; None where it is not known."""
+    value, rows = final(run, name, step), until(run, ROWS, step)
+    return None if value is None or not rows else trend.sampling_noise(name, value, rows[-1])
 
 
 def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
