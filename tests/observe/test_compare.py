@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +291,14 @@ def test_a_better_number_of_a_run_that_is_out_of_range_is_doubted(tmp_path: Path
     assert "(slow). But look at fast: something is out of range in it." in verdict(
         named([RunFiles.read(path) for path in (one, other)])
     )
+
+
+@pytest.mark.slow
+def test_a_comparison_of_many_metrics_takes_seconds_of_processor_time(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        rows = [{"step": s, **{f"n/m{i}": math.sin(s * (i + len(name))) for i in range(700)}} for s in range(1, 501)]
+        runs.append(write_run(tmp_path / name, metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows)))
+    began = time.process_time()
+    build_comparison(runs, tmp_path / "c.html")
+    assert time.process_time() - began < 3.0
