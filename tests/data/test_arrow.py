@@ -84,6 +84,25 @@ def test_no_key_of_another_row_is_added(tmp_path: Path, write: Write) -> None:
     assert second == {**ROWS[1], "facts": {}}  # a null inside a struct cannot be told from one that was filled in
 
 
+@pytest.mark.parametrize("others", [[{"a": 1, "b": 2}], [{"a": 1, "b": None}], []])
+def test_a_null_and_a_missing_key_make_the_same_file(others: list[dict[str, Any]]) -> None:
+    """Why both are left out: nothing in the file says which of them it was."""
+    held, lacks = ([{"s": row} for row in (*others, row)] for row in ({"a": 1, "b": None}, {"a": 1}))
+    kinds = pyarrow.Table.from_pylist(held).schema
+    assert pyarrow.Table.from_pylist(held, kinds).equals(pyarrow.Table.from_pylist(lacks, kinds), check_metadata=True)
+
+
+def test_a_null_inside_arguments_that_are_json_text_stays(
+    tmp_path: Path, with_template: Callable[..., Tokenizer]
+) -> None:
+    calls = ({"function": {"name": "f", "arguments": text}} for text in ('{"zone": null}', '{"at": 3}'))
+    replies = ({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls)
+    rows = [{"messages": [{"role": "user", "content": "Time?"}, reply]} for reply in replies]
+    parquet(rows, tmp_path)
+    text = trained_text(tmp_path / "rows.parquet", with_template(TOOLS), tmp_path)
+    assert '"arguments": {"zone": null}' in text and '"arguments": {"at": 3}' in text
+
+
 def test_nulls_that_nothing_filled_in_stay(tmp_path: Path) -> None:
     row = {"answer": None, "steps": [1, None], "options": [("a", None), ("b", 2)]}
     options = pyarrow.map_(pyarrow.string(), pyarrow.int64())

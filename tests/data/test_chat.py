@@ -191,9 +191,13 @@ def test_shapes_of_messages() -> None:
     openai = [
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
     ]
-    for shape in (sharegpt, openai):
+    older = [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}]
+    both = [{**openai[0], **older[0]}]
+    for shape in (sharegpt, openai, older, both):
         assert normalise(shape) == [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    for talk in (TALK, parts, sharegpt, openai):
+    result = {"role": "function", "name": "f", "content": "2", "function_call": None}
+    assert normalise([result]) == [{"role": "tool", "content": "2", "name": "f"}]
+    for talk in (TALK, parts, sharegpt, openai, older):
         assert normalise(normalise(talk)) == normalise(talk)
 
 
@@ -210,6 +214,12 @@ def test_shapes_of_messages() -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url' is no text"),
         ([{"role": "assistant", "tool_calls": [{}]}], "needs a name"),
         ([{"from": "function_call", "value": "{"}], "function_call is not JSON"),
+        ([{"role": "assistant", "function_call": {"arguments": "{}"}}], "message 1: a tool call needs a name"),
+        ([{"role": "assistant", "function_call": "auto"}], "message 1: function_call is not JSON"),
+        (
+            [{"role": "assistant", "function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "g"}}]}],
+            "message 1: tool_calls and function_call hold different calls; keep one of them",
+        ),
     ],
 )
 def test_bad_messages_are_named(messages: Any, wrong: str) -> None:

@@ -171,3 +171,24 @@ def load(rows: list[dict[str, Any]], type: str, tokenizer: Tokenizer, folder: Pa
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     spec = DatasetSpec(path=str(folder / "talks.jsonl"), train_bs_n_seqs=1, cache_dir=str(folder / "cache"))
     return load_data(spec, type, tokenizer, seed=1, progress=False).notes
+
+
+def test_older_function_calls_are_trained_and_reported_nowhere(with_template: Make, tmp_path: Path) -> None:
+    """OpenAI's form before tools: `function_call`, turns of the role `function`, schemas in a column `functions`."""
+    talk = [
+        ASKED,
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 2, "b": 2}'}},
+        {"role": "function", "name": "add", "content": "4"},
+        REPLY,
+    ]
+    row = {"messages": talk, "functions": [{"name": "add", "parameters": {"type": "object", "properties": {}}}]}
+    tokenizer, file = with_template(templates.CALLS), tmp_path / "older.jsonl"
+    file.write_text(json.dumps(row))
+    columns = {"tools": "functions"}
+    spec = DatasetSpec(path=str(file), columns=columns, train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
+    loaded = load_data(spec, "chat", tokenizer, seed=1, progress=False)
+    assert loaded.notes == ()
+    sample = loaded.parts[0][0]
+    text = tokenizer.decode([*sample.data["prompt"].tolist(), *sample.data["completion"].tolist()])
+    assert '{"name": "add", "parameters"' in text and '{"name": "add", "arguments": {"a": 2, "b": 2}}' in text
+    assert "<|im_start|>tool\n" in text

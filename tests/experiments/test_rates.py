@@ -19,8 +19,14 @@ def test_a_gpu_is_known_by_the_name_that_its_driver_gives() -> None:
 
 
 def test_processes_that_share_a_core_are_slower() -> None:
-    one, half = cpu_rates(1.0, 4.0, 2), cpu_rates(0.5, 4.0, 2)
-    assert half.products == one.products / 2 and half.launch == 2 * one.launch and half.capacity == 4 * GIB
+    rates = cpu_rates(2.0, 4.0, 4)
+    alone, all_four, a_process = rates.at_work(1, 4), rates.at_work(4, 4), rates.at_work(1, 1)
+    assert all_four.products == alone.products / 2 and all_four.launch == 2 * alone.launch
+    assert a_process.products == 2 * alone.products == 4 * all_four.products and a_process.launch == alone.launch
+    assert rates.capacity == 4 * GIB
+    assert cpu_rates(2.0, 4.0, 4, threads=1).at_work(1, 1).products == alone.products
+    gpu = gpu_rates("H100", "bfloat16")
+    assert gpu.at_work(1, 1) == gpu.at_work(8, 8) == gpu
 
 
 def test_devices_of_one_node_are_joined_better() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from weft.experiments import _search
 from weft.experiments._cost import Load, Network
-from weft.experiments._rates import GIB, Rates
-from weft.experiments._search import Problem, Unit, candidates, layouts, ranges, search
+from weft.experiments._rates import GIB, Rates, cpu_rates
+from weft.experiments._search import Problem, Unit, candidates, layouts, ranges, search, uniform
 from weft.topology import Layout, Mesh
 
 RATES = Rates("hand", 1e12, 1e11, 1e10, 1e9, 1e-5, 1e-6, 64 * GIB, 128, per_node=4)
@@ -23,7 +23,7 @@ TRAINED = replace(NETWORK, trained=True)
 
 
 def whole_range(unit: Unit, devices: int) -> int:
-    """What the heuristic takes: all devices, data-parallel, sharded where it trains."""
+    """Where a search begins that knows of nothing better: all devices, data-parallel, sharded where it trains."""
     wanted = Mesh(Layout(data=devices, fsdp=devices if unit.trains else 1), tuple(range(devices)))
     return unit.meshes.index(wanted)
 
@@ -154,6 +154,66 @@ def test_sampling_that_runs_ahead_is_bounded_by_the_busiest_device() -> None:
     slow, quick = made.estimate([one, other]), ahead.estimate([one, other])
     assert slow.step == pytest.approx(sum(slow.seconds.values()))
     assert quick.step == pytest.approx(max(max(slow.seconds.values()), slow.step / 2))
+
+
+def test_processes_that_share_cores_gain_nothing_side_by_side() -> None:
+    """Two calls that do not wait for each other, on two processes that share the cores."""
+    load = Load("inference", 64, 64, 64)
+    calls = {"a": (NETWORK, load, ()), "b": (NETWORK, load, ())}
+    for cores, gain in ((1.0, 1), (2.0, 2)):
+        made, _ = problem(calls, 4, cpu_rates(cores, 4.0, 4))
+        first, second = (next(n for n, m in enumerate(made.units[0].meshes) if m.ranks == (rank,)) for rank in (0, 1))
+        apart, together = made.estimate([first, second]), made.estimate([second, second])
+        assert together.step / apart.step == pytest.approx(gain, rel=0.05)
+
+
+def test_more_processes_than_cores_are_slower_than_one_of_each() -> None:
+    made, start = problem({"train": (TRAINED, Load("train_step", 64, 64, 64), ())}, 4, cpu_rates(2.0, 4.0, 4))
+    everywhere, best = made.estimate(start), search(made, start).best
+    assert len(best.meshes["train"].ranks) == 1 and best.step < everywhere.step
+    assert (
+        len(search(*problem({"train": (TRAINED, Load("train_step", 64, 64, 64), ())}, 4)).best.meshes["train"].ranks)
+        == 4
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rates", [RATES, cpu_rates(2.0, 64.0, 4), cpu_rates(64.0, 64.0, 4)], ids=["gpu", "2", "64"])
+def test_the_heuristic_is_never_slower_than_one_layout_for_all_calls(seed: int, rates: Rates) -> None:
+    draw = random.Random(seed)
+    calls: dict[str, tuple[Network, Load, Sequence[str]]] = {}
+    for number, method in enumerate(("generate", "inference", "train_step")):
+        network = replace(TRAINED if method == "train_step" else NETWORK, layers=draw.choice((1, 8, 32)))
+        load = Load(method, draw.choice((4, 64, 1024)), 64, draw.choice((8, 256)))
+        calls[f"c{number}"] = (network, load, [f"c{number - 1}"] if number else [])
+    made, everywhere = problem(calls, 8, rates)
+    on_one = [next(n for n, m in enumerate(unit.meshes) if m.ranks == (0,)) for unit in made.units]
+    assert on_one in uniform(made) and everywhere in uniform(made)
+    chosen = made.estimate(min(uniform(made), key=made.score))
+    assert not chosen.over
+    assert chosen.step <= min(made.estimate(on_one).step, made.estimate(everywhere).step)
+
+
+def test_the_heuristic_leaves_alone_what_cannot_move_and_has_three_forms_of_a_size() -> None:
+    meshes = tuple(candidates(2, 2, lambda layout: layout))
+    fixed = (Mesh(Layout(tensor=2), (0, 1)),)
+    units = [
+        Unit("actor", ("gen",), meshes),
+        Unit("actor", ("train",), meshes, trains=True),
+        Unit("ref", ("ref",), fixed),
+    ]
+    work = {"gen": Load("generate", 4, 4, 4), "train": Load("train_step", 4, 4, 4), "ref": Load("inference", 4, 4, 4)}
+    networks = {"actor": TRAINED, "ref": NETWORK}
+    made = Problem(units, networks, work, list(work), dict.fromkeys(work, ()), RATES, 2)
+    shown = [
+        [str(unit.meshes[n].layout)[:6] for unit, n in zip(units, choice, strict=True)] for choice in uniform(made)
+    ]
+    assert shown == [
+        ["d1f1t1", "d1f1t1", "d1f1t2"],
+        ["d2f2t1", "d2f2t1", "d1f1t2"],
+        ["d2f1t1", "d2f1t1", "d1f1t2"],
+        ["d2f1t1", "d2f2t1", "d1f1t2"],
+    ]
 
 
 def many(seed: int) -> tuple[Problem, list[int]]:

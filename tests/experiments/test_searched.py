@@ -145,6 +145,62 @@ def test_a_model_that_is_not_here_is_named_in_place_of_a_placement(
     )
 
 
+SMALL = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "head_dim": 2,
+}
+
+
+def heuristic(folder: Path, shape: dict[str, Any]) -> Any:
+    ppo = config(PPOConfig, folder, "prompts.jsonl", "actor", "critic", "ref", "rew")
+    (folder / "config.json").write_text(json.dumps(shape))
+    ppo.allocation_mode, ppo.dataset.max_prompt_len, ppo.ppo.gen.max_new_tokens = "heuristic", 64, 64
+    return ppo
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_heuristic_has_a_small_model_in_one_process_where_processes_share_the_cores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    ppo = heuristic(folder, SMALL)
+    ppo.search.gpu, ppo.device, ppo.n_gpus_per_node = None, "cpu", devices
+    made = ppo.build()
+    assert made.num_devices == 1
+    notes = [note for note in made.plan_notes if "allocation_mode=heuristic" in note]
+    assert len(notes) == 1 and "per step on cpu as estimated" in notes[0] and "  actor_gen: d1 on 0" in made.plan_notes
+    ppo.actor.layout = "d2f2"
+    assert str(ppo.build().meshes()["actor"].layout) == "d2f2t1p1c1e1"
+
+
+def test_the_heuristic_has_a_large_model_on_all_gpus(folder: Path) -> None:
+    ppo = heuristic(folder, LLAMA_8B)
+    ppo.dataset.train_bs_n_seqs, ppo.search.memory_gb = 256, 400
+    made = ppo.build()
+    assert made.num_devices == 8
+    assert made.mesh_of(made.node("actor_train")).layout.fsdp == 8
+    assert str(made.mesh_of(made.node("actor_gen")).layout) == "d8f1t1p1c1e1"
+    assert not made.search
+
+
+@pytest.mark.parametrize(
+    ("gpu", "told"),
+    [(None, "this machine has no GPU to look at"), ("H101", "search.gpu='H101': no figures")],
+)
+def test_where_nothing_is_known_of_the_devices_the_heuristic_takes_all(
+    folder: Path, gpu: str | None, told: str
+) -> None:
+    ppo = heuristic(folder, SMALL)
+    ppo.search.gpu, ppo.device = gpu, "cuda"
+    made = ppo.build()
+    assert made.num_devices == 8 and str(made.meshes()["actor"].layout) == "d8f8t1p1c1e1"
+    assert told in made.plan_notes[-1] and made.plan_notes[-1].endswith("until then every call is on all devices")
+
+
 @pytest.mark.slow
 def test_a_run_on_two_devices_that_the_search_has_placed(tmp_path: Path) -> None:
     prepare(tmp_path)

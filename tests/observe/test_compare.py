@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,28 @@ def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: P
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (None, "b</b> ended with the higher eval accuracy: <b>0.66</b> against 0.6 (a)."),
+        (100, "The runs ended alike within noise (± 0.13) in their eval accuracy: 0.6 (a), 0.66 (b)."),
+        (5_000, "b</b> ended with the higher eval accuracy: <b>0.66</b> against 0.6 (a), with a noise of ± 0.019."),
+    ],
+)
+def test_evaluated_accuracies_are_compared_with_the_noise_of_so_few_rows(
+    tmp_path: Path, rows: int | None, told: str
+) -> None:
+    runs = []
+    for name, value in (("a", 0.6), ("b", 0.66)):
+        counted = {} if rows is None else {"eval/num_rows": rows}
+        one = {"train/accuracy": 0.7, "train/kendalltau": 0.4, "eval/accuracy": value, **counted}
+        text = "".join(json.dumps({"step": s, **one}) + "\n" for s in range(1, 11))
+        config = yaml.safe_dump({"trial_name": name, "rw": {}})
+        runs.append(RunFiles.read(write_run(tmp_path / name, metrics__jsonl=text, config__yaml=config)))
+    assert told in verdict(named(runs))
+    assert all("num rows" not in chart.title for chart in comparison_charts(named(runs)))
+
+
 def test_curves_of_rewards_from_different_sources_are_drawn_apart(tmp_path: Path) -> None:
     runs = two(tmp_path)
     for run, source in zip(runs, ("gsm8k", "math"), strict=True):
@@ -267,3 +291,14 @@ def test_a_better_number_of_a_run_that_is_out_of_range_is_doubted(tmp_path: Path
     assert "(slow). But look at fast: something is out of range in it." in verdict(
         named([RunFiles.read(path) for path in (one, other)])
     )
+
+
+@pytest.mark.slow
+def test_a_comparison_of_many_metrics_takes_seconds_of_processor_time(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        rows = [{"step": s, **{f"n/m{i}": math.sin(s * (i + len(name))) for i in range(700)}} for s in range(1, 501)]
+        runs.append(write_run(tmp_path / name, metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows)))
+    began = time.process_time()
+    build_comparison(runs, tmp_path / "c.html")
+    assert time.process_time() - began < 3.0

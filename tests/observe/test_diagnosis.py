@@ -209,7 +209,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def test_every_view_of_a_run_tells_the_same(tmp_path: Path) -> None:
     for name, rows in (("bad", HACKED), ("good", healthy())):
         run = write(tmp_path / "e" / name, rows)
-        told = text(RunFiles.read(run).diagnosis())
+        told = text(RunFiles.read(run).diagnosis)
         page = build_report(run).read_text()
         assert told.replace('"', "&quot;") in page and ("finished flagged" in page) is (name == "bad")
         assert next(each for each in list_runs(tmp_path) if each.trial == name).diagnosis == told

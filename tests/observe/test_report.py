@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import math
+import random
 import re
 import time
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ import yaml
 
 from weft.errors import UserError
 from weft.observe import charts, sections, timing
+from weft.observe.metrics import LARGEST
 from weft.observe.page import embedded
 from weft.observe.report import build_report
 from weft.observe.report import page as report_page
@@ -354,3 +356,30 @@ def test_long_runs_and_many_metrics_take_seconds_of_processor_time(tmp_path: Pat
     began = time.process_time()
     build_report(tmp_path)
     assert time.process_time() - began < 3.0
+
+
+def test_metrics_are_read_the_same_alone_and_together() -> None:
+    """Lines of plain numbers are read at once, others one by one: what is drawn and what is missing is the same."""
+    odd: list[Any] = [1, 2.5, None, math.nan, math.inf, -math.inf, 1e101, 10**400, -(10**400), True, "3", [], 0, -0.0]
+    draws = random.Random(1)
+    for _ in range(50):
+        some = draws.choice((odd, odd[:5], [1, 2.5], [1.5]))
+        names = draws.sample("abcdef", draws.randrange(1, 6))
+        lines = [
+            {"step": step, **{name: draws.choice(some) for name in (names if draws.random() < 0.9 else names[:1])}}
+            for step in range(1, 21)
+        ]
+        run = run_of(*lines)
+        drawn = {
+            name: [
+                (float(line["step"]), float(line[name]))
+                for line in lines
+                if name in line and type(line[name]) in (int, float) and abs(line[name]) < LARGEST
+            ]
+            for name in ("step", *names)
+        }
+        for name in ("step", *names):
+            missing = [line[name] for line in lines if name in line and type(line[name]) in (int, float, type(None))]
+            assert list(zip(*run.series(name), strict=True)) == drawn[name]
+            assert run.not_finite(name) == len(missing) - len(drawn[name])
+        assert set(run.names) == {name for name, points in drawn.items() if points}

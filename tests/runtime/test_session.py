@@ -43,6 +43,7 @@ def test_a_step_is_one_line_with_what_every_node_measured(tmp_path):
     assert (
         done[4]["eval/held/loss"] == done[4]["eval/loss"] == pytest.approx(sum((i - mean) ** 2 for i in range(5)) / 5)
     )
+    assert [line.get("eval/num_rows") for line in (done[3], done[4])] == [None, 5]
     first = json.loads((toy.path / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "id", "prompt", "completion", "score", "advantages"} <= first.keys()
     assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step10"], "the last step is saved"

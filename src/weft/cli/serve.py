@@ -21,13 +21,13 @@ from weft.engine.spec import AUTO, QUANTIZE, GenerationSpec, Head, ModelSpec
 from weft.errors import CheckpointError, ConfigError
 from weft.evaluation.models import is_scorer, open_policy, open_scorer
 from weft.observe.short_names import served_name
-from weft.reading import reading
+from weft.reading import read_text
 
 if TYPE_CHECKING:
     from weft.serve.served import Served
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
-MOST_TOKEN = 1 << 16  # characters of a file that holds a token
+MOST_TOKEN = 1 << 16  # bytes of a file that holds a token
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -164,8 +164,7 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
     if given.token_file and given.token_env:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
     if given.token_file:
-        with reading(f"--token-file={given.token_file}", ConfigError), given.token_file.open(encoding="utf-8") as file:
-            token = file.read(MOST_TOKEN).strip()  # a pipe is welcome, one without end is not read to its end
+        token = read_text(given.token_file, f"--token-file={given.token_file}", ConfigError, MOST_TOKEN).strip()
         source = f"token: that of {given.token_file}"
     else:
         variable = given.token_env or TOKEN_VARIABLE

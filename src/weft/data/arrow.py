@@ -1,8 +1,9 @@
 """Rows of Parquet and Arrow files without the keys that these formats fill structs up with.
 
 Arrow gives every struct the keys of all rows: `{"city": "Paris"}` beside `{"zone": "CET"}` is stored as `{"city": "Paris",
-"zone": null}`. Such a null cannot be told from one that was there before, so every key of a struct that holds null is left
-out. Columns of a row, entries of lists and values of maps keep their nulls: nothing fills those up.
+"zone": null}`. Such a null cannot be told from one that was there before: both make the same file, and a null is no evidence
+either where all other rows hold a value, or none does. So every key of a struct that holds null is left out. Columns of a row,
+entries of lists and values of maps keep their nulls: nothing fills those up.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ FACTS, CONTEXT = ("lang", "quality", "humor", "creativity"), "context"  # what a
 KEPT = ("name", "tool_call_id", *FACTS, CONTEXT)
 WEIGHTS = ("train", "weight", "loss_weight")  # say of a turn whether it is trained
 SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-READ = frozenset({"role", "from", "content", "value", "tool_calls", *REASONING_KEYS, *KEPT, *WEIGHTS})
+READ = frozenset({"role", "from", "content", "value", "tool_calls", "function_call", *REASONING_KEYS, *KEPT, *WEIGHTS})
 READ_OF_CALLS = frozenset({"id", "type", "function", "name", "arguments"})
 READ_OF_PARTS = frozenset({"type", "text", "value", "content"})
 
@@ -47,9 +47,9 @@ def normalise(messages: Any) -> list[Message]:
     """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual names.
 
     `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
-    `function_call` becomes `tool_calls`, and `reasoning` or `thinking` `reasoning_content`; `train: false` (or `weight: 0`,
-    `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong and how. Applied twice it
-    changes nothing.
+    `function_call`, as a role or as OpenAI's older key, becomes `tool_calls`, and `reasoning` or `thinking`
+    `reasoning_content`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
+    Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
@@ -91,6 +91,12 @@ def _message(message: Any, number: int) -> Message:
     found: Message = {"role": role}
     content: Any = _first(message, "content", "value")
     calls = list(message.get("tool_calls") or [])
+    if message.get("function_call"):
+        called = _calls(_json(message["function_call"], f"message {number}: function_call"))
+        functions = [[_call(call, number)["function"] for call in given] for given in (calls, called)]
+        if calls and functions[0] != functions[1]:
+            raise DataError(f"message {number}: tool_calls and function_call hold different calls; keep one of them")
+        calls = calls or called
     if said == "function_call":
         calls, content = _calls(_json(content, f"message {number}: function_call")), ""
     thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}

@@ -15,7 +15,7 @@ from weft.experiments import _checks as checks
 from weft.experiments._allocation import HEURISTIC, SEARCH, allocated
 from weft.experiments._fixed_prompts import fixed_prompts
 from weft.experiments._models import Run, option_of, settled
-from weft.experiments._searched import searched, unread
+from weft.experiments._searched import place
 from weft.experiments.common import MFCOptions, RunConfig
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Node, Offload, ParamSync
@@ -84,13 +84,8 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         plan_notes=(*model_notes, *plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
-    found = searched(experiment, config, plan.roles) if config.allocation_mode == SEARCH else None
-    if found is not None:
-        notes = (*experiment.plan_notes, *found.lines())
-        experiment = replace(found.experiment, plan_notes=notes, search=found.facts())
-    elif config.allocation_mode == SEARCH:
-        called = {call.role: plan.roles[call.role] for call in experiment.graph.model_calls()}
-        experiment = replace(experiment, plan_notes=(*experiment.plan_notes, *unread(called)))
+    if config.allocation_mode in (HEURISTIC, SEARCH):
+        experiment = place(experiment, config, plan.roles)
     experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
     placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
     _check_calls(experiment)

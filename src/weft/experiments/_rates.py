@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, nearest
 
@@ -15,7 +15,8 @@ class Rates:
     """One device and what joins it to others. `products` are floating-point operations a second that a run reaches, in the
     model's dtype; `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency` seconds of one
     exchange; `launch` seconds that a layer takes however few tokens it has; `capacity` bytes that a run may fill; `per_node`
-    devices of one node."""
+    devices of one node; `dispatch` seconds that a call to another process takes; `cores` those of a node, which its devices
+    share where they are processes on a CPU (None: devices share nothing), with at most `threads` in each process."""
 
     name: str
     products: float
@@ -27,6 +28,20 @@ class Rates:
     capacity: float
     most_sequences: int  # that are decoded together
     per_node: int = 8
+    dispatch: float = 0.0
+    cores: float | None = None
+    threads: int | None = None
+
+    def at_work(self, working: int, started: int) -> Rates:
+        """Return the rates of a device while `working` of the `started` processes of its node compute."""
+        return self if self.cores is None else replace(self, **_of_cores(self.cores_each(working, started)))
+
+    def cores_each(self, working: int, started: int) -> float:
+        """Return the cores that each of `working` processes keeps busy: its threads, or what the others leave it."""
+        if self.cores is None:
+            return 0.0
+        threads = self.threads or max(1, int(self.cores / started))
+        return min(threads, self.cores / working)
 
     def bandwidth(self, ranks: Iterable[int]) -> float:
         """Bytes a second between these devices."""
@@ -53,13 +68,29 @@ LOOPBACK, LOOPBACK_LATENCY, ETHERNET = 1e9, 3e-4, 1e9
 CPU_LAUNCH = 2e-4  # the interpreter's part of a layer
 
 
-def cpu_rates(cores: float, memory_gb: float, per_node: int) -> Rates:
-    """Of a process with a share of a machine's cores (below 1 where processes outnumber them) and of its memory."""
+# What the scheduler and Ray take for one call to two processes; a call within the own process takes half a millisecond
+# (benchmarks/results/runtime.json).
+DISPATCH = 4e-3
+
+
+def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None = None) -> Rates:
+    """Return the rates of processes that share the cores of a machine, `per_node` of which have `memory_gb` each.
+
+    `threads`: those of each process where the user has set them (`OMP_NUM_THREADS`).
+    """
     return Rates(
-        name="cpu", products=CORE_PRODUCTS * cores, memory=CORE_MEMORY * cores, link=LOOPBACK, net=ETHERNET,
-        latency=LOOPBACK_LATENCY, launch=CPU_LAUNCH / min(1.0, cores), capacity=memory_gb * GIB, most_sequences=128,
-        per_node=per_node,
+        name="cpu", **_of_cores(max(1.0, cores / per_node)), link=LOOPBACK, net=ETHERNET, latency=LOOPBACK_LATENCY,
+        capacity=memory_gb * GIB, most_sequences=128, per_node=per_node, dispatch=DISPATCH, cores=cores, threads=threads,
     )  # fmt: skip
+
+
+def _of_cores(cores: float) -> dict[str, float]:
+    """Return what a process computes with that many cores (below 1 where processes outnumber them)."""
+    return {
+        "products": CORE_PRODUCTS * cores,
+        "memory": CORE_MEMORY * cores,
+        "launch": CPU_LAUNCH / min(1.0, cores),
+    }
 
 
 def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
@@ -83,4 +114,5 @@ def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: i
         capacity=(memory_gb if memory_gb is not None else USABLE * gib) * GIB,
         most_sequences=512,
         per_node=per_node,
+        dispatch=DISPATCH,
     )

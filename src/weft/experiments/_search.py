@@ -75,7 +75,7 @@ class Problem:
         self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
         numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
         self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
-        self._seconds: dict[tuple[str, int], float] = {}
+        self._seconds: dict[tuple[str, int, int], float] = {}
         self._moving: dict[tuple[str, int, int], float] = {}
         self._held: dict[tuple[str, int, tuple[str, ...], bool, bool], tuple[int, int]] = {}
 
@@ -91,23 +91,36 @@ class Problem:
 
     def estimate(self, choice: Sequence[int]) -> Estimate:
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
-        most = self._bytes(numbers)
+        most, started = self._bytes(numbers), self._started(numbers)
         return Estimate(
             meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
-            seconds={call: self._call(call, numbers[unit]) for call, unit in self._unit_of.items()},
+            seconds={call: self._call(call, numbers[unit], started) for call, unit in self._unit_of.items()},
             moving={call: self._move(unit, numbers) for call, unit in self._unit_of.items()},
             step=self._step(numbers),
             bytes=most,
             over=max(0.0, most - self.rates.capacity),
         )
 
-    def _call(self, call: str, number: int) -> float:
-        found = self._seconds.get((call, number))
+    def is_trained(self, role: str) -> bool:
+        return self.units[self._home[role]].trains
+
+    def _started(self, numbers: Sequence[int]) -> int:
+        """Return the processes of the run: those of all devices up to the last one that a call works on."""
+        return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
+
+    def _call(self, call: str, number: int, started: int) -> float:
+        """Return the seconds of a call that works alone, in a run of so many processes."""
+        found = self._seconds.get((call, number, started))
         if found is None:
-            network = self.networks[self.units[self._unit_of[call]].role]
-            found = call_seconds(network, self.loads[call], self._meshes[number], self.rates)
-            self._seconds[call, number] = found
+            network, mesh = self.networks[self.units[self._unit_of[call]].role], self._meshes[number]
+            found = call_seconds(network, self.loads[call], mesh, self.rates.at_work(*self._sharing(mesh, started)))
+            found += self.rates.dispatch if started > 1 else 0.0
+            self._seconds[call, number, started] = found
         return found
+
+    def _sharing(self, mesh: Mesh, started: int) -> tuple[int, int]:
+        """Return how many processes of a node work in a call on `mesh`, and how many there are."""
+        return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
     def _move(self, unit: int, numbers: Sequence[int]) -> float:
         role = self.units[unit].role
@@ -123,6 +136,7 @@ class Problem:
 
     def _step(self, numbers: Sequence[int]) -> float:
         free, busy, ends = [0.0] * self.num_devices, [0.0] * self.num_devices, dict[str, float]()
+        started, computed = self._started(numbers), [0.0] * self.num_devices
         for name in self.order:
             begin = max([ends[other] for other in self.producers[name]], default=0.0)
             unit = self._unit_of.get(name)
@@ -136,13 +150,20 @@ class Problem:
             for rank in {*ranks, *sources}:  # who sends weights does nothing else meanwhile
                 free[rank] = begin + moves
                 busy[rank] += moves
-            takes = self._call(name, numbers[unit])
+            takes = self._call(name, numbers[unit], started)
+            cores_each = self.rates.cores_each(*self._sharing(self._meshes[numbers[unit]], started))
             end = ends[name] = begin + moves + takes
             for rank in ranks:
                 free[rank] = end
                 busy[rank] += takes
+                computed[rank] += takes * cores_each
         last = max(ends.values(), default=0.0)
-        return last if not self.lag else max(max(busy), last / (self.lag + 1))
+        step = last if not self.lag else max(max(busy), last / (self.lag + 1))
+        if self.rates.cores is None:
+            return step
+        per_node = self.rates.per_node  # calls side by side do not make the cores of a machine more
+        nodes = (sum(computed[first : first + per_node]) for first in range(0, self.num_devices, per_node))
+        return max(step, max(nodes) / self.rates.cores)
 
     def _bytes(self, numbers: Sequence[int]) -> float:
         """Of the device that holds most, as `weft.engine.memory.total` counts."""
@@ -202,6 +223,31 @@ def candidates(num_devices: int, per_node: int, allowed: Callable[[Layout], Layo
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
+
+
+# -- the heuristic
+
+
+def uniform(problem: Problem) -> list[list[int]]:
+    """Return the placements in which every call that may move is data-parallel on the same devices, from the first one on.
+
+    Three for each number of devices, as far as the calls can have them: trained roles sharded in all their calls; whole
+    copies everywhere; trained roles sharded where they train and whole in their other calls.
+    """
+    found = []
+    for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
+        for shards_training, shards_others in ((size, size), (1, 1), (size, 1)):
+            choice = []
+            for unit in problem.units:
+                shards = shards_training if unit.trains else shards_others if problem.is_trained(unit.role) else 1
+                wanted = Mesh(Layout(data=size, fsdp=shards), tuple(range(size)))
+                if len(unit.meshes) == 1:
+                    choice.append(0)
+                elif wanted in unit.meshes:
+                    choice.append(unit.meshes.index(wanted))
+            if len(choice) == len(problem.units) and choice not in found:
+                found.append(choice)
+    return found
 
 
 # -- search

@@ -1,9 +1,9 @@
-"""`allocation_mode=search`: the experiment with the placement that is found, and the lines that say how."""
+"""`allocation_mode=search` and `heuristic`: the experiment with the placement that is found, and the lines that say how."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoints.config_file import set_by
@@ -11,11 +11,11 @@ from weft.engine.spec import MAX_NEW_TOKENS, ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
 from weft.experiments import _checks as checks
-from weft.experiments._allocation import is_placed
+from weft.experiments._allocation import HEURISTIC, SEARCH, is_placed
 from weft.experiments._cost import Load, Network
 from weft.experiments._models import option_of
 from weft.experiments._rates import GIB, Rates, cpu_rates, gpu_rates
-from weft.experiments._search import Estimate, Found, Problem, Unit, candidates, search
+from weft.experiments._search import Estimate, Found, Problem, Unit, candidates, search, uniform
 from weft.experiments.common import RunConfig
 from weft.graph.mfc import MFCDef
 from weft.topology import LETTERS, Layout, Mesh
@@ -27,11 +27,14 @@ PROMPT, ANSWER = 512, 512  # tokens, where nobody says
 PAIRED = ("paired_comparison", "preference", "ranking")  # datasets with two answers a row at least
 
 
+class NoFigures(ConfigError):
+    """Nothing is known of how fast the devices are."""
+
+
 @dataclass(frozen=True)
 class Searched:
-    """`experiment` has the placement; `found` says how it was found, on devices of these `rates`."""
+    """`found` says how the placement was found, on devices of these `rates`."""
 
-    experiment: Experiment
     found: Found
     rates: Rates
     loads: Mapping[str, Load]
@@ -71,54 +74,94 @@ class Searched:
         return lines
 
 
-def searched(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Searched | None:
-    """`given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed. None
-    where there is nothing to choose, or a model's config.json is not here yet (`unread`). Raises `ConfigError` where nothing
-    fits."""
-    per_node = config.n_gpus_per_node or 1
-    count = config.n_nodes * per_node
+def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Experiment:
+    """Return the experiment with its calls placed as `allocation_mode` search or heuristic asks, and with notes on it.
+
+    `given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed.
+    Where nothing can be estimated, calls stay on all devices, and a note says why. Raises `ConfigError` where the
+    search finds nothing that fits.
+    """
+    per_node, mode = config.n_gpus_per_node or 1, config.allocation_mode
     roles = {call.role for call in experiment.graph.model_calls()}
     free = {role for role in roles if not is_placed(given[role])}
-    if count == 1 or not free or unread({role: given[role] for role in roles}):
-        return None
+    if config.n_nodes * per_node == 1 or not free:
+        return experiment
+    missing = _unread({role: given[role] for role in roles}, mode)
+    if missing:
+        return _noted(experiment, missing)
+    try:
+        problem, start = _problem(experiment, config, free)
+    except NoFigures as error:
+        if mode == SEARCH:
+            raise
+        return _noted(experiment, [f"{error}; until then every call is on all devices"])
+    usual = min(uniform(problem) or [start], key=problem.score)
+    if mode == HEURISTIC:
+        best, everywhere = problem.estimate(usual), problem.estimate(start)
+        placed = _placed(experiment, best, problem.units, free)
+        return _noted(placed, _heuristic_lines(best, everywhere, problem.rates))
+    found = search(problem, usual)
+    if found.best.over:
+        raise ConfigError(
+            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; the least takes "
+            f"{found.best.bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
+        )
+    made = Searched(found, problem.rates, problem.loads)
+    placed = _placed(experiment, found.best, problem.units, free)
+    return replace(_noted(placed, made.lines()), search=made.facts())
+
+
+def _noted(experiment: Experiment, notes: Sequence[str]) -> Experiment:
+    return replace(experiment, plan_notes=(*experiment.plan_notes, *notes))
+
+
+def _heuristic_lines(best: Estimate, everywhere: Estimate, rates: Rates) -> list[str]:
+    """Say what was chosen, and against what; nothing where all devices are chosen as they were."""
+    if best.meshes == everywhere.meshes:
+        return []
+    fits = "" if not everywhere.over else ", which does not fit"
+    lines = [
+        f"allocation_mode=heuristic: {_seconds(best.step)} per step on {rates.name} as estimated, "
+        f"{_seconds(everywhere.step)} with all calls sharded over all devices{fits}"
+    ]
+    return [*lines, *(f"  {call}: {_short(mesh)}" for call, mesh in best.meshes.items())]
+
+
+def _problem(experiment: Experiment, config: RunConfig, free: set[str]) -> tuple[Problem, list[int]]:
+    """Return what is to be placed, and the placement that has every call on all devices."""
+    per_node = config.n_gpus_per_node or 1
+    count = config.n_nodes * per_node
     on_gpu, dtypes = _devices(experiment, config)
+    called = {call.role for call in experiment.graph.model_calls()}
     networks = {}
     for role, spec in experiment.roles.items():
-        if role in roles and spec.path:
+        if role in called and spec.path:
             with set_by(f"{option_of(experiment.config, role, spec.path)}.path"):
                 networks[role] = _network(spec, dtypes, on_gpu=on_gpu)
-    rates = _rates(config, on_gpu, networks, per_node)
     units, start = _units(experiment, free, count, per_node)
-    loads = {call.name: _load(experiment, config, call) for call in experiment.graph.model_calls()}
     graph = experiment.graph
     placed = [unit for unit in units if unit.role in networks]
     problem = Problem(
         units=placed,
         networks=networks,
-        loads=loads,
+        loads={call.name: _load(experiment, config, call) for call in graph.model_calls()},
         order=graph.order,
         producers={name: graph.producers(name) for name in graph.order},
-        rates=rates,
+        rates=_rates(config, on_gpu, networks, per_node),
         num_devices=max([count, *(1 + max(mesh.ranks) for unit in placed for mesh in unit.meshes)]),
         lag=max((edge.max_staleness for edge in graph.version_edges), default=0),
         shares=_sharing(experiment),
     )
-    found = search(problem, [start[unit.calls] for unit in placed])
-    if found.best.over:
-        raise ConfigError(
-            f"allocation_mode=search: no placement on {count} devices fits; the least takes "
-            f"{found.best.bytes / GIB:.1f} GiB of a device's {rates.capacity / GIB:.1f} (search.memory_gb); lower "
-            "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
-        )
-    return Searched(_placed(experiment, found.best, placed, free), found, rates, loads)
+    return problem, [start[unit.calls] for unit in placed]
 
 
-def unread(roles: Mapping[str, ModelSpec]) -> list[str]:
-    """What the search waits for, a line each: models whose config.json is not on this machine."""
+def _unread(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
+    """Return a line for each model whose config.json is not on this machine, without which nothing is estimated."""
     missing = {role: spec.path for role, spec in roles.items() if spec.path and not checks.model_config(spec)}
     return [
-        f"allocation_mode=search: the config.json of {role}.path={path} is not on this machine, so the placement is that of "
-        f"heuristic; fetch it with: hf download {path} config.json"
+        f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, so every call is on all "
+        f"devices; fetch it with: hf download {path} config.json"
         for role, path in missing.items()
     ]
 
@@ -136,7 +179,7 @@ def _placed(experiment: Experiment, best: Estimate, units: Sequence[Unit], free:
 def _units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[Unit], dict[tuple[str, ...], int]]:
-    """What is placed, and where the heuristic has it: the number of its mesh by calls."""
+    """Return what is placed, and the number of the mesh on all devices by calls."""
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.model_calls():
         groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
@@ -209,14 +252,20 @@ def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per
     memory = config.search.memory_gb
     if not on_gpu:
         share = memory if memory is not None else 0.9 * memory_bytes(torch.device("cpu")) / GIB / per_node
-        return cpu_rates(len(os.sched_getaffinity(0)) / per_node, share, per_node)
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(asked) if asked.isdecimal() and int(asked) else None
+        return cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
     if config.search.gpu is None and not torch.cuda.is_available():
-        raise ConfigError(
-            "allocation_mode=search: this machine has no GPU to look at; name the cluster's by search.gpu, such as H100"
+        raise NoFigures(
+            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name the cluster's by search.gpu, "
+            "such as H100"
         )
     name = config.search.gpu or torch.cuda.get_device_name(0)
     dtype = "float32" if all(network.dtype == "float32" for network in networks.values()) else "bfloat16"
-    return gpu_rates(name, dtype, memory, per_node)
+    try:
+        return gpu_rates(name, dtype, memory, per_node)
+    except ConfigError as error:
+        raise NoFigures(str(error)) from None
 
 
 def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:

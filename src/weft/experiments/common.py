@@ -186,8 +186,9 @@ class RunConfig(ABC):
     )
     allocation_mode: str = option(
         "manual",
-        "for roles without a layout: manual (the first device), heuristic (data-parallel over n_nodes x n_gpus_per_node "
-        "devices), search (the placement of each call that is estimated to be fastest there), or a layout such as d4t2",
+        "for roles without a layout: manual (the first device), heuristic (data-parallel over the devices of n_nodes x "
+        "n_gpus_per_node, all or fewer, sharded or whole, whichever is estimated to be fastest), search (the placement of "
+        "each call that is estimated to be fastest there), or a layout such as d4t2",
         check=checks.allocation_problem,
     )
     search: SearchSpec = option(SearchSpec(), "what allocation_mode=search and --dry-run reckon with")

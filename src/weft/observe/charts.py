@@ -227,11 +227,9 @@ def _edge(at: float) -> str:
 
 def _path(line: Line, chart: Chart) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
-    points = (
-        f"{100 * (x - x0) / (x1 - x0):.2f} {100 - 100 * (y - y0) / (y1 - y0):.2f}"
-        for x, y in zip(*thinned(line.x, line.y), strict=True)
-    )
-    return "M" + "L".join(points)
+    right, down = 100 / (x1 - x0), 100 / (y1 - y0)
+    points = [(right * (x - x0), down * (y1 - y)) for x, y in zip(*thinned(line.x, line.y), strict=True)]
+    return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(itertools.chain.from_iterable(points))
 
 
 def _dot(chart: Chart, line: Line, x: float, y: float) -> str:

@@ -21,6 +21,7 @@ from weft.observe.metric_help import find
 from weft.observe.metrics import (
     COUNTERS,
     EVAL,
+    ROWS,
     TIME,
     direction,
     duration,
@@ -42,6 +43,7 @@ MOST = len(HUES)
 REWARD = "reward"
 CLOSE = 0.01  # relative: below this two values are called equal
 RUNNING = "running"
+Names = list[str | None]  # of a measure, by run; None where a run lacks it
 APART = (
     '<p class="note">A measure has several charts where it means something else in each run, such as the losses of two '
     "algorithms or rewards from two sources.</p>"
@@ -73,7 +75,8 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
     listed = named(runs)
-    found = comparison_charts(listed)
+    measures = _measures(listed)
+    found = _charts(listed, measures)
     main = _decider(listed)
     hero = next((chart for chart in found if main and any(line.name in main for line in chart.lines)), None)
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
@@ -83,7 +86,7 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
         top=_top(listed, hero),
         sections=[
             Section("settings", "What differs", _settings(listed)),
-            Section("metrics", "Metrics", _metrics(listed)),
+            Section("metrics", "Metrics", _metrics(listed, measures)),
             Section("curves", "Curves", (APART if _split(found) else "") + curves(drawn, 1 if hero else 0)),
             Section("answers", "Answers to the same prompts", said),
         ],
@@ -118,7 +121,9 @@ def common_step(runs: Sequence[RunFiles]) -> float | None:
 def until(run: RunFiles, name: str, step: float | None) -> list[float]:
     """The values of a metric up to a step; all of them without one."""
     steps, values = run.series(name)
-    return list(values) if step is None else [value for at, value in zip(steps, values, strict=True) if at <= step]
+    if step is None or not steps or max(steps) <= step:
+        return list(values)
+    return [value for at, value in zip(steps, values, strict=True) if at <= step]
 
 
 def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
@@ -201,7 +206,7 @@ def verdict(listed: Sequence[Named]) -> str:
 
 def _doubts(winner: Named) -> str:
     """A sentence where the better number is that of a run in which something is out of range."""
-    found = winner.run.diagnosis()
+    found = winner.run.diagnosis
     return (
         "" if found is None or found.sound else f" But look at {escape(winner.label)}: something is out of range in it."
     )
@@ -216,12 +221,19 @@ def _when(listed: Sequence[Named], step: float | None) -> str:
 
 def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
     """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not known."""
-    if names[0].startswith(EVAL):  # of the same rows
-        return 0.0
-    found = sorted((trend.end_noise(until(run, name, step)) or 0.0) for run, name in zip(runs, names, strict=True))
-    width = sum(each * each for each in found[-2:]) ** 0.5
+    if names[0].startswith(EVAL):
+        drawn = [_sampling(run, name, step) for run, name in zip(runs, names, strict=True)]
+        return trend.difference_noise(drawn) or 0.0
+    found = [trend.end_noise(until(run, name, step)) or 0.0 for run, name in zip(runs, names, strict=True)]
+    width = trend.difference_noise(found) or 0.0
     largest = max(abs(final(run, name, step) or 0.0) for run, name in zip(runs, names, strict=True))
     return width if width > trend.ROUNDING * largest else 0.0
+
+
+def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
+    """The noise of a run's evaluation that comes from the rows being so few; None where it is not known."""
+    value, rows = final(run, name, step), until(run, ROWS, step)
+    return None if value is None or not rows else trend.sampling_noise(name, value, rows[-1])
 
 
 def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
@@ -270,7 +282,7 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
     if own and (values := run.series(own)[1]):
         good, _ = trend.best(own, values)
         reached = f"<div>{escape(title(own))} {number(final(run, own))}, best {number(good)}</div>"
-    found = run.diagnosis()
+    found = run.diagnosis
     doubts = f'<p class="diagnosis wrong">{escape(found.text)}</p>' if found is not None and not found.sound else ""
     return (
         f'<li><h3><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.label)} '
@@ -318,8 +330,8 @@ def _heads(listed: Sequence[Named]) -> str:
 # -- numbers and curves
 
 
-def _metrics(listed: Sequence[Named]) -> str:
-    rows = list(_metric_rows(listed))
+def _metrics(listed: Sequence[Named], measures: Sequence[Names]) -> str:
+    rows = list(_metric_rows(listed, measures))
     if not rows:
         return ""
     telling = [row for known, row in rows if known]
@@ -332,11 +344,11 @@ def _metrics(listed: Sequence[Named]) -> str:
     return note + _numbers(listed, telling or rest) + (more if telling else "")
 
 
-def _metric_rows(listed: Sequence[Named]) -> Iterator[tuple[bool, str]]:
+def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator[tuple[bool, str]]:
     """(whether it is a telling one, the row) of every measure, the telling ones first."""
     runs = [each.run for each in listed]
     step = common_step(runs)
-    for names in _measures(listed):
+    for names in measures:
         values = [final(run, name, step) if name else None for run, name in zip(runs, names, strict=True)]
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
@@ -362,9 +374,9 @@ def _cell(value: float | None, top: float | None) -> str:
     return f'<td class="better">{number(value)} ✓</td>' if better else f"<td>{number(value)}</td>"
 
 
-def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
+def _measures(listed: Sequence[Named]) -> list[Names]:
     """Every measure by what each run calls it, the telling ones first."""
-    found: dict[tuple[Any, ...], list[str | None]] = {}
+    found: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
         for name in each.run.names:
             if name in COUNTERS:
@@ -373,7 +385,7 @@ def _measures(listed: Sequence[Named]) -> list[list[str | None]]:
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
     ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
-    kept: list[list[str | None]] = []
+    kept: list[Names] = []
     curves = Curves[tuple[int, str]]()  # by run and node
     for names in ordered:
         called = [(place, name) for place, name in enumerate(names) if name]
@@ -445,8 +457,11 @@ def _numbers(listed: Sequence[Named], rows: Sequence[str]) -> str:
 
 def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
     """A chart for each measure that some of the runs have, with a line for each of these."""
+    return _charts(listed, _measures(listed))
+
+
+def _charts(listed: Sequence[Named], measures: Sequence[Names]) -> list[Chart]:
     found: list[Chart] = []
-    measures = _measures(listed)
     most = charts.points_each(len(measures) * len(listed))
     for names in measures:
         first = next(name for name in names if name)

@@ -83,15 +83,18 @@ class Judged:
     columns: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wanted: dict[str, bool] = {}
+        wanted: dict[tuple[str, ...], list[str]] = {}  # mostly all lines have the same metrics, maybe a thousand
         for line in self.lines:
-            for name, value in line.items():
-                if name not in wanted:
-                    wanted[name] = last_part(name) in JUDGED or last_part(name).startswith("kl_k")
-                if wanted[name] and finite(value):
+            names = tuple(line)
+            if names not in wanted:
+                wanted[names] = [
+                    name for name in names if last_part(name) in JUDGED or last_part(name).startswith("kl_k")
+                ]
+            for name in wanted[names]:
+                if finite(line[name]):
                     steps, values = self.columns.setdefault(name, ([], []))
                     steps.append(float(line["step"]))
-                    values.append(float(value))
+                    values.append(float(line[name]))
 
     @property
     def kind(self) -> str:

@@ -43,6 +43,10 @@ HELP = (
         "peak_memory_gb", SPEED, "GiB", "The most memory that was held at once since the run began, on the fullest device.",
         "Level after the first steps, and below what the device has.",
     ),
+    MetricHelp(
+        "eval/num_rows", RUN, "rows", "Validation rows over which the metrics of `eval/` are means.",
+        "The same at every evaluation. The noise of an evaluated accuracy is that of drawing so many rows.",
+    ),
     # -- learning
     MetricHelp(
         "loss", LEARNING, "", "What the optimizer makes small. For SFT: nats per token. For a policy its sign means nothing.",

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 TIME = "time/"
 EVAL = "eval/"
-COUNTERS = ("step", "epoch")
+ROWS = "eval/num_rows"  # over all sources
+COUNTERS = ("step", "epoch", ROWS)
 LAST_STEP = 2**53  # up to which a float is exact
 LAST_TIME = 2.0**36  # in seconds since the epoch: the year 4147
 LARGEST = 1e100  # of the numbers that are shown: squares and sums of them are numbers too

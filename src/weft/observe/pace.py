@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.observe import trend
-from weft.observe.metrics import duration, evaluation_of, headline, last_part, number, title, tokens_per_second
+from weft.observe.metrics import ROWS, duration, evaluation_of, headline, last_part, number, title, tokens_per_second
 
 RECENT = 50  # steps whose pace the remaining time is taken from
 BARS = "▁▂▃▄▅▆▇█"
@@ -42,6 +42,7 @@ class Pace:
         self._last = self.began
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._since = 0  # the step that this process began after
+        self._rows: float | None = None  # of an evaluation
         self._whole = True  # whether `values` begin with the run
 
     def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
@@ -65,6 +66,7 @@ class Pace:
         self.name = self.name or headline(numbers)
         if self.name is not None and self.name in numbers:
             self.values.append(numbers[self.name])
+        self._rows = numbers.get(ROWS, self._rows)
         evaluated = evaluation_of(self.name, numbers)
         if evaluated is not None:
             self.evaluations.setdefault(evaluated, []).append(numbers[evaluated])
@@ -132,14 +134,20 @@ class Pace:
         courses = list(self.evaluations.items())
         if self.name is not None and self.values:
             courses.append((self.name, self.values))
-        return parts + [f"{title(name)} {course(values)}" + ("" if self._whole else since) for name, values in courses]
+        return parts + [
+            f"{title(name)} {course(values, name, self._rows)}" + ("" if self._whole else since)
+            for name, values in courses
+        ]
 
 
-def course(values: Sequence[float]) -> str:
-    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within noise)`."""
+def course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
+    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within noise)`.
+
+    `name` and `rows` are those of an evaluation, as for `trend.change`.
+    """
     if len(values) == 1:
         return number(values[0])
-    moved = trend.change(values)
+    moved = trend.change(values, name, rows)
     return f"{number(moved.first)} -> {number(moved.last)} ({moved.text()})"
 
 

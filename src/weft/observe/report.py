@@ -62,7 +62,7 @@ def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
 def _hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
     curve = charts.html(chart, 0, large=True) if chart else ""
-    tiles, found = sections.tiles(run), run.diagnosis()
+    tiles, found = sections.tiles(run), run.diagnosis
     mark = sections.status(run.status, flagged=found is not None and not found.sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'

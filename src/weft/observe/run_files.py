@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from weft.errors import ConfigError
 from weft.observe.diagnosis import Diagnosis, judge
@@ -26,7 +29,7 @@ TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
 STATUSES = ("running", "finished", "stopped", "failed")  # that a run writes; without one of them it is unfinished
 LOG_LINES = 400
-NUMBERS = (float, int)
+NUMBERS = frozenset((float, int))
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
 QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
 
@@ -81,31 +84,38 @@ class RunFiles:
         """Every metric with a finite value, in the order of their first appearance."""
         return list(self._columns)
 
-    @cached_property
+    @property
     def _columns(self) -> dict[str, tuple[list[float], list[float]]]:
-        """Metric -> (steps, values), where it is finite; read once, since a long run has a million values."""
-        columns: dict[str, tuple[list[float], list[float]]] = {}
-        known = columns.get
-        for line in self.lines:
-            step = float(line["step"])
-            for name, value in line.items():
-                if type(value) in NUMBERS and -LARGEST < value < LARGEST:
-                    column = known(name)
-                    if column is None:
-                        column = columns[name] = ([], [])
-                    column[0].append(step)
-                    column[1].append(float(value))
-        return {cleaned(name): column for name, column in columns.items()}
+        return self._table[0]
 
     @cached_property
-    def _gaps(self) -> Counter[str]:
-        """Metric -> lines on which it is NaN, infinite, or too large to be drawn."""
-        return Counter(
-            name
-            for line in self.lines
-            for name, value in line.items()
-            if value is None or (type(value) in NUMBERS and not -LARGEST < value < LARGEST)
-        )
+    def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
+        """(metric -> (steps, values) where it is finite, metric -> lines on which it is NaN, infinite or too large).
+
+        Read once, and lines with the same metrics together: a long run has a million values, which lie apart in memory.
+        """
+        columns: dict[str, tuple[list[float], list[float]]] = {}
+        gaps = Counter[str]()
+        for (names, is_plain), group in itertools.groupby(self.lines, key=_shape):
+            lines = list(group)
+            steps = [float(line["step"]) for line in lines]
+            if not is_plain:
+                for step, line in zip(steps, lines, strict=True):
+                    for name, value in line.items():
+                        if type(value) in NUMBERS and -LARGEST < value < LARGEST:
+                            _extend(columns, name, [step], [float(value)])
+                        elif value is None or type(value) in NUMBERS:
+                            gaps[name] += 1
+                continue
+            matrix = np.array([list(line.values()) for line in lines], dtype=np.float64).T
+            drawn = np.abs(matrix) < LARGEST
+            for name, values, at in zip(names, matrix, drawn, strict=True):
+                if at.all():
+                    _extend(columns, name, steps, values.tolist())
+                else:
+                    _extend(columns, name, itertools.compress(steps, at), values[at].tolist())
+                    gaps[name] += len(lines) - int(at.sum())
+        return {cleaned(name): column for name, column in columns.items()}, gaps
 
     @property
     def title(self) -> tuple[str, str]:
@@ -118,6 +128,7 @@ class RunFiles:
         """(steps, values) of a metric, where it is finite."""
         return self._columns.get(name, ([], []))
 
+    @cached_property
     def diagnosis(self) -> Diagnosis | None:
         """The judgement of the run; None where it is too short for one."""
         algorithm = self.record.get("algorithm")
@@ -125,7 +136,7 @@ class RunFiles:
 
     def not_finite(self, name: str) -> int:
         """Steps whose value of a metric was NaN or infinite."""
-        return self._gaps[name]
+        return self._table[1][name]
 
 
 def _text(path: Path) -> str | None:
@@ -152,3 +163,19 @@ def is_quiet(directory: Path) -> bool:
     """Whether a run has written nothing for so long that it is not called running."""
     files = [directory / name for name in (STATUS, METRICS, LOG) if (directory / name).is_file()]
     return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS
+
+
+def _shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The metrics of a line, and whether all of them are floats and small whole numbers."""
+    values = line.values()
+    is_plain = NUMBERS.issuperset(map(type, values)) and all(abs(v) < LARGEST for v in values if type(v) is int)
+    return tuple(line), is_plain
+
+
+def _extend(
+    columns: dict[str, tuple[list[float], list[float]]], name: str, steps: Iterable[float], values: list[float]
+) -> None:
+    if values:
+        known = columns.setdefault(name, ([], []))
+        known[0].extend(steps)
+        known[1].extend(values)

@@ -9,6 +9,7 @@ from weft.observe import trend
 from weft.observe.diagnosis import Diagnosis
 from weft.observe.metrics import (
     EVAL,
+    ROWS,
     duration,
     evaluation_of,
     finite,
@@ -50,7 +51,8 @@ def moved(run: RunFiles, name: str) -> str:
     what = what[0].upper() + what[1:]
     if len(values) == 1:
         return f"{what} is <b>{number(values[0])}</b>."
-    course = trend.change(values)
+    rows = run.series(ROWS)[1]
+    course = trend.change(values, name, rows[-1] if rows else None)
     good, at = trend.best(name, values)
     return (
         f"{what} went from {number(course.first)} to <b>{number(course.last)}</b> ({escape(course.text())}); best "

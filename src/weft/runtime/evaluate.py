@@ -40,14 +40,18 @@ class Evaluator:
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
-        """`eval/{source}/{metric}` of every source, and `eval/{metric}` over the ids of all. `step` seeds what is sampled."""
+        """`eval/{source}/{metric}` of every source, `eval/{metric}` over the ids of all, and their number (`eval/num_rows`).
+
+        `step` seeds what is sampled.
+        """
         everything: list[Measured] = []
         line: dict[str, float] = {}
         for name, rows in self._sources.items():
             measured = [self._batch(batch, step) for batch in self._batches(name, rows)]
             line |= {f"eval/{name}/{metric}": value for metric, value in join(measured).items()}
             everything += measured
-        return line | {f"eval/{metric}": value for metric, value in join(everything).items()}
+        line |= {f"eval/{metric}": value for metric, value in join(everything).items()}
+        return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _batch(self, batch: SequenceSample, step: int) -> Measured:
         """Every node of the graph once, over the whole batch; later nodes' metrics win where names meet."""

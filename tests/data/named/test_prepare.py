@@ -80,6 +80,72 @@ def test_real_pairs_questions_and_conversations(data_dir: Path, tmp_path: Path) 
     assert len(rows(prepare(SourceSpec(str(data_dir / "ifeval"), "ifeval"), "rl", tmp_path, Split()))[0]) == 541
 
 
+def said(*turns: str, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": turn, **more} for i, turn in enumerate(turns)]
+
+
+PARTS: dict[str, tuple[str, str, list[dict[str, Any]], tuple[str, ...]]] = {
+    "messages": (
+        "sft",
+        "",
+        [
+            {"messages": said("a", "b", "c"), "system": "Be brief."},
+            {"messages": said("a", "b", mood="good"), "tools": [{"name": "f"}], "system": None, "source": "web"},
+        ],
+        ("turns after the last reply: 1", "column 'system': 1", "column 'tools': 1", "messages[].mood"),
+    ),
+    "sharegpt": (
+        "sft",
+        "max_chars: 3",
+        [{"conversations": [{"from": "human", "value": "abcd"}, {"from": "gpt", "value": "b"}], "system": "Be brief."}],
+        ("the end of turns of more than 3 characters: 1", "column 'system': 1"),
+    ),
+    "gpt4all": (
+        "sft",
+        "",
+        [{"conversation": [{"User": "a"}, {"Bot": "b"}, {"User": "c"}]}],
+        ("turns after the last reply: 1",),
+    ),
+    "soda": (
+        "sft",
+        "input_max_length: 5",
+        [{"speakers": ["A", "B"], "dialogue": ["hi", "hello you"], "narrative": "x"}],
+        ("the end of turns of more than 5 characters: 1",),
+    ),
+    "ranked_list": (
+        "rm",
+        "",
+        [{"prompt": "\n\nHuman: a\n\nAssistant: b", "answers": [{"answer": "c", "rank": 1}, {"answer": "d", "rank": 2}]}],
+        ("replies that stand in the prompt after the last question: 1",),
+    ),
+    "pairs": (
+        "rm",
+        "",
+        [{"chosen": [*said("a"), {"role": "assistant", "content": "b", "reasoning": "hm"}], "rejected": said("a", "c")}],
+        ("thoughts of a reply: 1",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", PARTS)
+def test_parts_of_conversations_that_a_reader_leaves_out_are_told(tmp_path: Path, reader: str) -> None:
+    mode, option, given, told = PARTS[reader]
+    path, entries = jsonl(tmp_path / "rows.jsonl", given), tmp_path / "mine.yaml"
+    entries.write_text(f"mine:\n  reader: {reader}\n  modes: [sft, rm]\n  {option}\n")
+    for _ in range(2):  # made, and read from what was kept
+        made = prepare(SourceSpec(path, "mine"), mode, tmp_path, Split(), [str(entries)])
+        assert len(rows(made)[0]) == len(given)
+        notes = "; ".join(made.notes)
+        assert "mine: parts of conversations left out, by the number of rows (" in notes
+        assert all(part in notes for part in told) and "source" not in notes
+
+
+def test_what_is_read_whole_is_told_nothing_of(tmp_path: Path) -> None:
+    path, entries = jsonl(tmp_path / "rows.jsonl", [{"messages": said("a", "b"), "tools": []}]), tmp_path / "mine.yaml"
+    entries.write_text("mine: {reader: messages, modes: [sft]}\n")
+    assert prepare(SourceSpec(path, "mine"), "sft", tmp_path, Split(), [str(entries)]).notes == ()
+
+
 def test_rows_are_made_once_and_anew_where_anything_differs(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "train.jsonl", QUESTIONS)
     first = prepare(SourceSpec(path, "gsm8k"), "sft", tmp_path, Split()).source.path

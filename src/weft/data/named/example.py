@@ -33,16 +33,28 @@ class Example:
 
 @dataclass
 class Use:
-    """What a reader is told, and what it counts: `left_out[reason]` rows that gave no example."""
+    """What a reader is told, and what it counts: `left_out[reason]` rows that gave no example, and `cut[part]` those that
+    gave one without a part of their conversation."""
 
     name: str
     mode: str
     training: bool = True
     seed: int = 1
     left_out: Counter[str] = field(default_factory=Counter)
+    cut: Counter[str] = field(default_factory=Counter)
 
     def skip(self, reason: str, count: int = 1) -> None:
         self.left_out[reason] += count
+
+    def shorten(self, turns: Sequence[str], most: int) -> list[str]:
+        """Return the turns with at most `most` characters each; counts the row where one has more."""
+        if any(len(turn) > most for turn in turns):
+            self.cut[f"the end of turns of more than {most:,} characters"] += 1
+        return [turn[:most] for turn in turns]
+
+    def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
+        """Count a row that holds something in these columns, which the reader of its conversation does not read."""
+        self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def random(self, *parts: object) -> random.Random:
         """Random numbers for one purpose, the same in every run."""

@@ -7,13 +7,13 @@ import hashlib
 import inspect
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TextIO, get_args, get_type_hints
 
 from weft.data.lengths import Lengths
+from weft.data.messages import unread_keys
 from weft.data.mixture import hold_out
 from weft.data.named.catalogue import find
 from weft.data.named.entry import Entry
@@ -26,7 +26,7 @@ from weft.errors import ConfigError, DataError, nearest
 from weft.registry import datasets, readers
 from weft.writing import destination, rename, write
 
-VERSION = 2  # raised when the same rows give other examples
+VERSION = 3  # raised when the same rows give other examples, or another report
 OF_TYPE = {
     "prompt_answer": "sft", "chat": "sft", "text": "sft", "paired_comparison": "rm", "preference": "rm", "ranking": "rm",
     "prompt": "rl",
@@ -96,9 +96,20 @@ def prepare(source: SourceSpec, mode: str, cache: Path, split: Split, files: Seq
         split=None,
         args=of_form,
     )
+    return Prepared(read, tuple(_notes(entry.name, report)))
+
+
+def _notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
+    """Say how many rows gave no example, and what of the others' conversations is in none."""
     left_out = report["left_out"]
-    told = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
-    return Prepared(read, (f"{entry.name}: {sum(left_out.values()):,} left out ({told})",) if left_out else ())
+    if left_out:
+        told = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
+        yield f"{name}: {sum(left_out.values()):,} left out ({told})"
+    if report["cut"]:
+        told = ", ".join(f"{part}: {count:,}" for part, count in report["cut"].items())
+        yield f"{name}: parts of conversations left out, by the number of rows ({told})"
+    if report["unread"]:
+        yield f"{name}: keys of messages that nothing reads: {', '.join(report['unread'])}"
 
 
 def reader_options(reader: Reader) -> list[str]:
@@ -163,14 +174,14 @@ class _Making:
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
-        left_out: Counter[str] = Counter()
+        counted = Use(self.entry.name, self.mode)
         own = files.valid if split.own else []
         try:
-            with parts[0].open("w") as train, parts[1].open("w") as valid:
-                found, groups = self._write(files.train, train, True, left_out)
+            with parts[0].open("w") as train, parts[1].open("w") as valid, unread_keys() as unread:
+                found, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
                 if own:
-                    of_valid, held = self._write(own, valid, False, left_out, start=len(groups))
+                    of_valid, held = self._write(own, valid, replace(counted, training=False), start=len(groups))
                     counts[1], found = len(held), found or of_valid
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
@@ -179,16 +190,15 @@ class _Making:
         finally:
             for part in parts:
                 part.unlink(missing_ok=True)
-        kept = {key: count for key, count in left_out.items() if count}
-        report = {"type": found, "train": counts[0], "valid": counts[1], "left_out": kept}
+        report = {
+            "type": found, "train": counts[0], "valid": counts[1], "left_out": dict(+counted.left_out),
+            "cut": dict(+counted.cut), "unread": sorted(unread),
+        }  # fmt: skip
         write(folder / "report.json", json.dumps(report))
         return report
 
-    def _write(
-        self, files: list[Path], stream: TextIO, training: bool, left_out: Counter[str], start: int = 0
-    ) -> tuple[str, list[str]]:
+    def _write(self, files: list[Path], stream: TextIO, use: Use, start: int = 0) -> tuple[str, list[str]]:
         """(dataset type, the group of each row) of the rows written."""
-        use = Use(self.entry.name, self.mode, training, left_out=left_out)
         groups: list[str] = []
         types: set[str] = set()
         rows = _Rows(self.entry, files)

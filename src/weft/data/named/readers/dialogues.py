@@ -26,11 +26,13 @@ def messages(
     turn."""
     for index, row in enumerate(rows):
         turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
-        while turns and turns[-1]["role"] != "assistant":
-            turns.pop()
-        if len(turns) < 2:
+        last = max((number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"), default=0)
+        if last < 2:
             use.skip("no turn of the assistant")
-        elif not filter_words or use.clean(*(turn["content"] for turn in turns)):
+        elif not filter_words or use.clean(*(turn["content"] for turn in turns[:last])):
+            use.note_columns(row, "system", "tools")
+            use.cut["turns after the last reply"] += last < len(turns)
+            turns = turns[:last]
             yield conversation([{**turn, **({"lang": lang} if lang else {})} for turn in turns])
 
 
@@ -47,7 +49,8 @@ def sharegpt(
         elif len(turns) % 2:
             use.skip("no reply to the last turn")
         else:
-            yield conversation(alternating([text[:max_chars] for _, text in turns], lang=lang))
+            use.note_columns(row, "system", "tools")
+            yield conversation(alternating(use.shorten([text for _, text in turns], max_chars), lang=lang))
 
 
 def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
@@ -90,6 +93,7 @@ def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
         if len(turns) < 2 or turns[0][0] != "User":
             use.skip("begun by the bot, or no reply")
         elif use.clean(*(text for _, text in turns)):
+            use.cut["turns after the last reply"] += len(turns) % 2
             yield conversation(alternating([text for _, text in turns][: len(turns) // 2 * 2]))
 
 
@@ -104,7 +108,7 @@ def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) ->
             use.skip("not two speakers in turn")
             continue
         lines[0] = f"{row['narrative']} You are {speakers[1]}. {lines[0]}"
-        yield conversation(alternating([line[:input_max_length] for line in lines]))
+        yield conversation(alternating(use.shorten(lines, input_max_length)))
 
 
 @register_reader("marked")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from weft.data import dialogue
-from weft.data.messages import Message, normalise
+from weft.data.messages import REASONING, Message, normalise
 from weft.data.named.example import Example, Use, alternating, assistant, user
 from weft.data.named.fields import fill, pick
 from weft.data.named.readers.dialogues import checked
@@ -64,6 +64,8 @@ def _compared(
     elif len({reply["content"] for reply in kept}) < 2:
         use.skip("replies that are empty or alike")
     else:
+        use.cut["tool calls of a reply"] += any("tool_calls" in reply for reply in kept)
+        use.cut["thoughts of a reply"] += any(REASONING in reply for reply in kept)
         yield Example(context, kept, group=group or _opening(context))
 
 
@@ -182,8 +184,9 @@ def ranked_list(
     for index, row in enumerate(rows):
         asked = fill(prompt, row, use.random(index))
         turns = _turns(asked) if dialogue.HUMAN in asked else [user(asked)]
-        while turns and turns[-1]["role"] == "assistant":
-            turns.pop()
+        asked_last = max((number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"), default=0)
+        use.cut["replies that stand in the prompt after the last question"] += asked_last < len(turns)
+        turns = turns[:asked_last]
         entries = sorted(checked(row[answers], answers), key=lambda entry: number(entry[rank], rank))
         yield from _compared(turns, [assistant(str(entry[text])) for entry in entries[:max_answers]], use)
 
