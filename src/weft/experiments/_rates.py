@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from weft.errors import ConfigError, nearest
 
@@ -84,7 +85,13 @@ def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None
     )  # fmt: skip
 
 
-def _of_cores(cores: float) -> dict[str, float]:
+class _OfCores(TypedDict):
+    products: float
+    memory: float
+    launch: float
+
+
+def _of_cores(cores: float) -> _OfCores:
     """Return what a process computes with that many cores (below 1 where processes outnumber them)."""
     return {
         "products": CORE_PRODUCTS * cores,
