@@ -50,7 +50,7 @@ test-processors: install-dev ## the numerical tests as other processors, thread 
 	$(BIN)/python tools/processors.py -n auto --dist loadfile $(PROCESSORS)
 
 bench: install-dev ## every benchmark, against TRL and transformers; an hour; needs a clean tree and WEFT_BENCH_TRL_PPO
-	for name in sft rw dpo grpo ppo generate limit realloc runtime startup layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done
+	for name in sft rw dpo grpo ppo generate limit realloc runtime startup serving layouts scale; do $(BIN)/python -m benchmarks.$$name || exit; done
 
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu: ## on a CUDA GPU: tests, then benchmarks; ends at wrong numbers; half an hour; writes gpu.md (to $$OUT, else benchmarks/results)

@@ -17,9 +17,13 @@ import pytest
 
 from tests.serve.serving import TOKEN, make_reward, serving
 from tests.tiny import make_llama
+from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.serve import openai_api
-from weft.serve.background import BackgroundWork
+from weft.serve.asgi import Refused
+from weft.serve.background import LARGE, BackgroundWork
+from weft.serve.openai_api import Completions
+from weft.serve.openai_fields import read_asked
 from weft.serve.served import Served
 from weft.serve.server import Server
 
@@ -172,6 +176,57 @@ def test_health_answers_while_a_request_is_prepared(slow: str, root: Path, monke
             assert reply.result().status_code == (400 if slow == "json" else 200)
 
 
+def test_tokenizers_are_copied_before_there_are_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a large vocabulary keeps the interpreter, and with it health, waiting."""
+    with (
+        serving(str(root / "policy"), grpc=False) as server,
+        httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
+    ):
+        monkeypatch.setattr("weft.serve.background.copy.deepcopy", None)
+        body = {"model": "policy", "messages": HELLO, "max_tokens": 1}
+        with ThreadPoolExecutor(8) as others:
+            replies = list(others.map(lambda _: client.post("/v1/chat/completions", json=body), range(16)))
+        assert {reply.status_code for reply in replies} == {200}
+
+
+def test_a_prompt_of_too_many_tokens_is_not_looked_at_on_the_event_loop(root: Path) -> None:
+    class Long(list[int]):
+        def __len__(self) -> int:
+            return 10**6
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all tokens are looked at")
+
+    with serving(str(root / "policy"), grpc=False) as server:
+        app = Completions(server.models[0], server.metrics, server.limits, server.background)
+        with pytest.raises(Refused, match="the prompt has 1000000 tokens and may have"):
+            app.limit(Long([1]), read_asked({"max_tokens": 1}, 1, (), chat=False))
+
+
+@pytest.mark.parametrize(("letters", "most"), [(LARGE + 1, 1), (10, 4)])
+def test_long_texts_are_tokenized_one_at_a_time(
+    letters: int, most: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several at once would keep the interpreter, one after another, for as long as all of them take."""
+    tokenizer, background = Tokenizer.load(TokenizerSpec(), str(root / "policy")), BackgroundWork()
+    background.prepare(tokenizer)
+    together, now, met = threading.Barrier(most), [0], []
+
+    def counted(*_: Any, **__: Any) -> list[int]:
+        now[0] += 1
+        together.wait(20)
+        met.append(now[0])
+        now[0] -= 1
+        return []
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(background.encode, tokenizer, "x" * letters) for _ in range(4)]
+        assert [each.result(30) for each in made] == [[]] * 4
+    background.close()
+    assert max(met) == most
+
+
 def test_a_prompt_of_too_many_bytes_is_not_tokenized(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         serving(str(root / "policy"), grpc=False, prompt_bytes=1000) as server,
@@ -216,11 +271,12 @@ SLOW = """{% for m in messages %}
 
 def test_a_template_without_end_is_stopped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_api, "TEMPLATE_SECONDS", 0.3)
+    make_llama(root / "slow")
+    (root / "slow" / "chat_template.jinja").write_text(SLOW)
     with (
-        serving(str(root / "policy")) as server,
+        serving(str(root / "slow"), "--name", "policy") as server,
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
-        server.models[0].tokenizer.hf.chat_template = SLOW
         with ThreadPoolExecutor(1) as other:
             messages = [{"role": "user", "content": "slow"}]
             reply = other.submit(client.post, "/v1/chat/completions", json={"model": "policy", "messages": messages})

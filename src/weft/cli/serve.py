@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from weft.serve.served import Served
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
+# Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an answer needs several turns.
+SWITCH = 5e-4
 MOST_TOKEN = 1 << 16  # bytes of a file that holds a token
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -101,6 +103,7 @@ def main(argv: Sequence[str]) -> int:
         from weft.extras import install
 
         raise ConfigError(f"weft serve needs the package {error.name}; run: {install('serve')}") from None
+    sys.setswitchinterval(SWITCH)
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
         signal.signal(kind, lambda *_: ended.set())

@@ -255,7 +255,9 @@ def encoded(hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **m
         if least > most:
             raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
     with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
-        found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **more)
+        # Masks would be lists as long as the ids, which keep other threads waiting while they are made.
+        masks = {"return_attention_mask": False, "return_token_type_ids": False}
+        found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **masks, **more)
     return found
 
 

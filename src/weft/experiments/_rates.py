@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 from weft.errors import ConfigError, nearest
 
@@ -35,7 +34,10 @@ class Rates:
 
     def at_work(self, working: int, started: int) -> Rates:
         """Return the rates of a device while `working` of the `started` processes of its node compute."""
-        return self if self.cores is None else replace(self, **_of_cores(self.cores_each(working, started)))
+        if self.cores is None:
+            return self
+        products, memory, launch = _of_cores(self.cores_each(working, started))
+        return replace(self, products=products, memory=memory, launch=launch)
 
     def cores_each(self, working: int, started: int) -> float:
         """Return the cores that each of `working` processes keeps busy: its threads, or what the others leave it."""
@@ -79,25 +81,16 @@ def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None
 
     `threads`: those of each process where the user has set them (`OMP_NUM_THREADS`).
     """
+    products, memory, launch = _of_cores(max(1.0, cores / per_node))
     return Rates(
-        name="cpu", **_of_cores(max(1.0, cores / per_node)), link=LOOPBACK, net=ETHERNET, latency=LOOPBACK_LATENCY,
+        name="cpu", products=products, memory=memory, launch=launch, link=LOOPBACK, net=ETHERNET, latency=LOOPBACK_LATENCY,
         capacity=memory_gb * GIB, most_sequences=128, per_node=per_node, dispatch=DISPATCH, cores=cores, threads=threads,
     )  # fmt: skip
 
 
-class _OfCores(TypedDict):
-    products: float
-    memory: float
-    launch: float
-
-
-def _of_cores(cores: float) -> _OfCores:
-    """Return what a process computes with that many cores (below 1 where processes outnumber them)."""
-    return {
-        "products": CORE_PRODUCTS * cores,
-        "memory": CORE_MEMORY * cores,
-        "launch": CPU_LAUNCH / min(1.0, cores),
-    }
+def _of_cores(cores: float) -> tuple[float, float, float]:
+    """(products, memory, launch) of a process with that many cores, below 1 where processes outnumber them."""
+    return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 
 
 def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:

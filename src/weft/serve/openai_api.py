@@ -74,7 +74,7 @@ class Completions:
             with within(TEMPLATE_SECONDS):
                 text = tokenizer.render(normalise(messages), add_generation_prompt=True)
             self._check_bytes(num_bytes(text), "messages")  # a template may repeat them
-            return tokenizer.encode(text, bos=tokenizer.chat_bos)
+            return self.background.encode(self.policy.tokenizer, text, tokenizer.chat_bos)
         except (UserError, TookTooLong) as error:
             late = time.monotonic() - began > TEMPLATE_SECONDS
             said = (
@@ -98,7 +98,7 @@ class Completions:
     def _prompt(self, prompt: Any) -> list[int]:
         """The ids of a text, or those that are given."""
         if isinstance(prompt, str):
-            return self.background.tokenizer(self.policy.tokenizer).encode(prompt)
+            return self.background.encode(self.policy.tokenizer, prompt)
         self._check_length(len(prompt))
         return [int(id) for id in prompt]
 
@@ -114,10 +114,10 @@ class Completions:
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
         """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
+        self._check_length(len(prompt))  # first: the event loop waits while all of them are looked at
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
             said = f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
             raise Refused(400, said, param="prompt")
-        self._check_length(len(prompt))
         context = self.policy.context
         room = asked.max_new_tokens if context is None else context - len(prompt)
         if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):

@@ -63,6 +63,7 @@ class Server:
             if self.ports.metrics is not None:
                 own = _listening("--metrics-port", self.ports.host, self.ports.metrics)
             for model in self.models:
+                self.background.prepare(model.tokenizer)
                 model.worker.start()
             self._serve(app, http, "http")
             if own is not None:
