@@ -186,7 +186,9 @@ def test_what_is_wrong_with_the_rows_is_told_before_anything_is_written(root):
 
 
 def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
-    monkeypatch.setattr("weft.data.ahead.TableAhead.start", lambda table, workers: None)  # made when they are asked for
+    monkeypatch.setattr(
+        "weft.data.tokenized_ahead.TableAhead.start", lambda table, workers: None
+    )  # made when they are asked for
     monkeypatch.setattr("weft.data.batches.FEW", 4)
 
     def of(folder: str, smallest: int, **more) -> tuple[list[dict[str, Any]], str]:

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.data import packing
-from weft.data.ahead import TableAhead
 from weft.data.datasets.base import MapDataset, StreamDataset, Tokenized, reads_table
 from weft.data.mixing import pair_short
 from weft.data.mixture import Index, Share, epoch_order, generator, per_epoch
 from weft.data.sample import SequenceSample
+from weft.data.tokenized_ahead import TableAhead
 from weft.errors import DataError, UserError
 
 SIZES = ("num_ids", "num_tokens", "option")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from weft.data.ahead import TableAhead
 from weft.data.chat import UNTRAINED
 from weft.data.table import Report
+from weft.data.tokenized_ahead import TableAhead
 
 COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers cut", "dropped")
 

@@ -11,7 +11,7 @@ import pickle
 import sys
 from typing import Any, BinaryIO
 
-from weft.data.ahead import pack
+from weft.data.tokenized_ahead import pack
 from weft.data.tokenizing import Job, encode_rows
 from weft.errors import UserError
 

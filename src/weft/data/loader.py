@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from weft.data import features
-from weft.data.ahead import TableAhead
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
@@ -23,6 +22,7 @@ from weft.data.rows import OF_TREES, is_tree
 from weft.data.sources import Unreadable, find_files, read_rows
 from weft.data.spec import DatasetSpec, SourceSpec, sources_of
 from weft.data.table import Report
+from weft.data.tokenized_ahead import TableAhead
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeGuard, get_type_hints, runtime_checkable
 
 from weft.data import dialogue
-from weft.data.ahead import TableAhead, tokenize_ahead
 from weft.data.asked import conversation, prompt_text
 from weft.data.columns import Columns
 from weft.data.cuts import joined
@@ -19,6 +18,7 @@ from weft.data.redrawn import Redrawn
 from weft.data.rows import BadRow, Row
 from weft.data.sample import SequenceSample
 from weft.data.table import TokenTable
+from weft.data.tokenized_ahead import TableAhead, tokenize_ahead
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Form, Job, Source, tokenize
 from weft.data.window import Window

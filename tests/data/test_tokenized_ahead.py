@@ -19,8 +19,7 @@ import templates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.data import ahead, encode_worker, tokenizing
-from weft.data.ahead import TableAhead, tokenize_ahead
+from weft.data import encode_worker, tokenizing
 from weft.data.datasets.chat import Chat
 from weft.data.datasets.preference import Preference
 from weft.data.datasets.prompt import Prompt
@@ -32,6 +31,7 @@ from weft.data.progress import silent
 from weft.data.sample import SequenceSample
 from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.data.table import TokenTable
+from weft.data.tokenized_ahead import TableAhead, tokenize_ahead
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokenizing import Source, tokenize
 from weft.errors import ConfigError, DataError, RunError
