@@ -19,7 +19,7 @@ import templates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.data import encode_worker, tokenizing
+from weft.data import encode_worker, tokenized_ahead, tokenizing
 from weft.data.datasets.chat import Chat
 from weft.data.datasets.preference import Preference
 from weft.data.datasets.prompt import Prompt
@@ -44,7 +44,7 @@ COUNT = 60  # rows
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """All files are large, and chunks are small."""
     monkeypatch.setattr(tokenizing, "PARALLEL_BYTES", 0)
-    monkeypatch.setattr(ahead, "CHUNK", 7)
+    monkeypatch.setattr(tokenized_ahead, "CHUNK", 7)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_text_of_a_row_bounds_its_tokens(form: str, with_template: Make, tmp
             (sample,) = made.encode(row, tokenizer)
             text = made.written(row, tokenizer)
             tokens = len(sample.prompt) + sum(map(len, sample.completions))
-            assert tokens <= len(tokenizer.encode(text)) + ahead.ADDED
+            assert tokens <= len(tokenizer.encode(text)) + tokenized_ahead.ADDED
             assert len(tokenizer.encode(text, bos=False)) <= (tokenizer.most_tokens_of(text) or 0)
 
 
@@ -245,7 +245,7 @@ def until(done: Callable[[], Any]) -> None:
 
 
 def test_processes_make_all_samples(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "start_process", Worker)
+    monkeypatch.setattr(tokenized_ahead, "start_process", Worker)
     write(tmp_path / "rows.jsonl", "prompt", "some")
     lengths = Lengths(max_seqlen=30, overlong="drop")
     all_first = tokenize(Prompt(), lengths, tokenizer, source(tmp_path, "first"))
@@ -323,7 +323,7 @@ def test_bad_rows_of_another_shape_are_reported_before_training(tokenizer: Token
 def test_a_bad_row_that_looks_like_others_ends_the_run_with_the_same_report(
     by_a_process: bool, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "start_process", Worker)
+    monkeypatch.setattr(tokenized_ahead, "start_process", Worker)
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1.0}]
     rows = [{"messages": talk} for _ in range(COUNT)]
     rows[33] = {"messages": [talk[0], {**talk[1], "weight": 0.5}]}
@@ -367,7 +367,7 @@ def test_what_has_to_be_tokenized_first_is(
     assert ahead_of(Prompt()) and ahead_of(Prompt(), num_workers=None)
     assert not ahead_of(Prompt(), num_workers=0, cache_dir=str(tmp_path / "a"))
     assert not ahead_of(Prompt(), most=5)
-    monkeypatch.setattr(ahead, "MOST_SHAPES", 1)
+    monkeypatch.setattr(tokenized_ahead, "MOST_SHAPES", 1)
     assert not ahead_of(Prompt(), cache_dir=str(tmp_path / "b")), "too many kinds of rows"
     monkeypatch.undo()
     assert not ahead_of(Prompt()), "a small file"
@@ -395,7 +395,7 @@ def data_of(tokenizer: Tokenizer, tmp_path: Path, *, in_front: bool, **options: 
 @pytest.fixture
 def both(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """The same data, tokenized while batches are made and before."""
-    monkeypatch.setattr(ahead, "start_process", Worker)
+    monkeypatch.setattr(tokenized_ahead, "start_process", Worker)
     made: list[LoadedData] = []
 
     def make(**options: Any) -> tuple[LoadedData, LoadedData]:
@@ -475,9 +475,9 @@ def test_a_sample_that_no_call_can_hold_is_the_error_of_its_batch(both: Any, tmp
 def test_the_largest_batches_are_looked_for_without_tokenizing_all(
     both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead.TableAhead, "start", lambda self, workers: None)
+    monkeypatch.setattr(tokenized_ahead.TableAhead, "start", lambda self, workers: None)
     monkeypatch.setattr("weft.data.batches.FEW", 8)
     write(tmp_path / "rows.jsonl", "prompt_answer")
     made, _ = both(type="prompt_answer")
     found = made.train.large_batches()
-    assert len(found) <= 2 and (made.ahead[0]._state == ahead.DONE).sum() <= 17
+    assert len(found) <= 2 and (made.ahead[0]._state == tokenized_ahead.DONE).sum() <= 17
