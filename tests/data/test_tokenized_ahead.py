@@ -169,10 +169,10 @@ def test_the_text_of_a_row_bounds_its_tokens(form: str, with_template: Make, tmp
         for number in (0, 1, 2, 41, 55):
             row = row_of(random.Random(number), number)
             (sample,) = made.encode(row, tokenizer)
-            text = made.written(row, tokenizer)
+            text = made.render_text(row, tokenizer)
             tokens = len(sample.prompt) + sum(map(len, sample.completions))
             assert tokens <= len(tokenizer.encode(text)) + tokenized_ahead.ADDED
-            assert len(tokenizer.encode(text, bos=False)) <= (tokenizer.most_tokens_of(text) or 0)
+            assert len(tokenizer.encode(text, bos=False)) <= (tokenizer.most_tokens_in(text) or 0)
 
 
 @pytest.fixture(scope="session")
@@ -188,7 +188,7 @@ def bounded(data_dir: Path) -> list[Tokenizer]:
 @example("<s></s><s>a<s> b<|endoftext|><|im_start|>")
 @example("\ufb2c\u0958\U0001d15e\u2adc 1234 \u1e9b\u0323 \U0001f468\u200d\U0001f469")
 def test_no_text_has_more_tokens_than_its_bytes_let_expect(bounded: list[Tokenizer], text: str) -> None:
-    found = [(len(each.encode(text, bos=False)), each.most_tokens_of(text)) for each in bounded]
+    found = [(len(each.encode(text, bos=False)), each.most_tokens_in(text)) for each in bounded]
     assert all(most is not None and count <= most for count, most in found), found
 
 
@@ -200,7 +200,7 @@ def test_tokenizers_that_may_write_many_characters_for_one_have_no_bound(with_te
     def of(model: Any, normalizer: Any, pre: Any) -> int | None:
         core = Core(model)
         core.normalizer, core.pre_tokenizer = normalizer, pre
-        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=core)).most_tokens_of("ab")
+        return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=core)).most_tokens_in("ab")
 
     bpe, in_bytes = models.BPE(vocab={"a": 0}, merges=[]), pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert of(bpe, None, in_bytes) == 2
@@ -250,7 +250,7 @@ def test_processes_make_all_samples(tokenizer: Tokenizer, tmp_path: Path, monkey
     lengths = Lengths(max_seqlen=30, overlong="drop")
     all_first = tokenize(Prompt(), lengths, tokenizer, source(tmp_path, "first"))
     table = begun(Prompt(), lengths, tokenizer, tmp_path)
-    table.expect(np.arange(len(table) - 1, 20, -1))
+    table.prioritize(np.arange(len(table) - 1, 20, -1))
     table.start(3)
     for index in range(0, len(table), 7):
         some = [index, (index + 3) % len(table)]
@@ -446,8 +446,8 @@ def test_what_is_known_later_is_told_later(both: Any, tmp_path: Path) -> None:
     assert "later" in made.table() and "later" not in first.table()
     assert made.notes == ("rows: 60 samples are tokenized while training goes on",)
     until(lambda: made.ahead[0].report())
-    assert made.news() == ["rows: all 60 samples are tokenized", *first.notes] and len(first.notes) == 2
-    assert made.news() == []
+    assert made.new_notes() == ["rows: all 60 samples are tokenized", *first.notes] and len(first.notes) == 2
+    assert made.new_notes() == []
 
 
 def test_lengths_that_decide_on_batches_are_known_first(both: Any, tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_the_largest_batches_are_looked_for_without_tokenizing_all(
     both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenized_ahead.TableAhead, "start", lambda self, workers: None)
-    monkeypatch.setattr("weft.data.batches.FEW", 8)
+    monkeypatch.setattr("weft.data.batches.FEW_SAMPLES", 8)
     write(tmp_path / "rows.jsonl", "prompt_answer")
     made, _ = both(type="prompt_answer")
     found = made.train.large_batches()

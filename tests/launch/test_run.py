@@ -189,7 +189,7 @@ def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
     monkeypatch.setattr(
         "weft.data.tokenized_ahead.TableAhead.start", lambda table, workers: None
     )  # made when they are asked for
-    monkeypatch.setattr("weft.data.batches.FEW", 4)
+    monkeypatch.setattr("weft.data.batches.FEW_SAMPLES", 4)
 
     def of(folder: str, smallest: int, **more) -> tuple[list[dict[str, Any]], str]:
         monkeypatch.setattr("weft.data.tokenizing.PARALLEL_BYTES", smallest)

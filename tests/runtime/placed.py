@@ -41,11 +41,15 @@ def die(model, step, flag=None):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+DOOMED = []
+
+
 @register_function("perish")
 def perish(model, seed, folder, times=3):
-    """As often as `times`, in steps drawn at random: up to a second later, whatever is under way then."""
+    """Kill this process up to a second later, in whatever call it is then; in steps drawn at random, and `times` in all."""
     done, draw = os.listdir(folder), random.Random(f"{seed}, {folder[-1]}, {model.step}")
-    if len(done) < times and str(model.step) not in done and draw.random() < 0.4:
+    if not DOOMED and len(done) < times and str(model.step) not in done and draw.random() < 0.4:
+        DOOMED.append(model.step)  # one death a process, so that deaths can be counted by restarts
         open(os.path.join(folder, str(model.step)), "w").close()
         threading.Timer(draw.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
 

@@ -20,7 +20,7 @@ from weft.data.tokenized_ahead import TableAhead
 from weft.errors import DataError, UserError
 
 SIZES = ("num_ids", "num_tokens", "option")
-FEW = 512  # samples of each kind of these batches, of rows that are yet to be tokenized
+FEW_SAMPLES = 512  # samples in the batches that the forecast of memory looks at while rows are not tokenized yet
 LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
 
 
@@ -88,12 +88,12 @@ class Part:
 
     @property
     def ahead(self) -> TableAhead | None:
-        """The table of the dataset, if its rows are tokenized while training goes on."""
+        """Return the table of the dataset if its rows are tokenized while training goes on, else None."""
         table = self.dataset.table if isinstance(self.dataset, Tokenized) else None
         return table if isinstance(table, TableAhead) else None
 
     def expected_costs(self) -> npt.NDArray[Any]:
-        """Tokens of each sample, estimated where its row is not tokenized yet."""
+        """Return the tokens of each sample, estimated where its row is not tokenized yet."""
         return self.costs() if self.ahead is None else self.ahead.expected_costs()[self.indices]
 
     def costs(self) -> npt.NDArray[np.int64]:
@@ -160,7 +160,7 @@ class MapLoader:
         self._position = (0, 0)  # epoch, batch
         self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
         self.epoch_done = False
-        self._expect()
+        self._announce_order()
 
     @property
     def epoch(self) -> int:
@@ -192,7 +192,7 @@ class MapLoader:
             return [self._batch(0, 0)]
         number = LARGE
         if any(part.ahead is not None for part in self._parts):
-            number = min(LARGE, max(1, FEW // max(1, bounds[1])))
+            number = min(LARGE, max(1, FEW_SAMPLES // max(1, bounds[1])))
         costs = [part.expected_costs() for part in self._parts]
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
         largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
@@ -216,20 +216,20 @@ class MapLoader:
         self.epoch_done = batch + 1 == len(bounds) - 1
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
         if self.epoch_done:
-            self._expect()
+            self._announce_order()
         return sample
 
-    def _expect(self) -> None:
+    def _announce_order(self) -> None:
         """Tell the sources whose rows are yet to be tokenized which of them come next."""
-        waited_for = [(number, part) for number, part in enumerate(self._parts) if part.ahead is not None]
-        if not waited_for:
+        unfinished = [(number, part) for number, part in enumerate(self._parts) if part.ahead is not None]
+        if not unfinished:
             return
         epoch, batch = self._position
         (source, index), bounds = self._plan(epoch)
         source, index = source[bounds[batch] :], index[bounds[batch] :]
-        for number, part in waited_for:
+        for number, part in unfinished:
             assert part.ahead is not None, "chosen by it"
-            part.ahead.expect(part.indices[index[source == number]])
+            part.ahead.prioritize(part.indices[index[source == number]])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, batch = self._position
@@ -244,7 +244,7 @@ class MapLoader:
             )
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
-        self._expect()
+        self._announce_order()
 
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
         """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is kept."""

@@ -35,7 +35,8 @@ class LoadedData:
     """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start.
 
     `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read. `parts`: the
-    samples to train on, by source. `ahead`: tables that are made while training goes on, until `close`; `news` tells of them.
+    samples to train on, by source. `ahead`: tables that are made while training goes on, until `close`;
+    `new_notes` tells of them.
     """
 
     train: Loader
@@ -45,9 +46,8 @@ class LoadedData:
     longest: int = 0
     parts: tuple[Part, ...] = ()
     ahead: tuple[TableAhead, ...] = ()
-    untold: list[tuple[SourceCount, str]] = field(
-        default_factory=list
-    )  # sources of these tables, and the limits on rows
+    # The sources of these tables, with the limits on their rows in words, until `new_notes` has told of them.
+    pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_longest(self, check: Callable[[int], None]) -> None:
         """Call `check` with `longest`, and again when a longer sample is found."""
@@ -55,13 +55,13 @@ class LoadedData:
         for table in self.ahead:
             table.check_longest = check
 
-    def news(self) -> list[str]:
-        """Lines on the sources whose last samples have been tokenized since the last call."""
+    def new_notes(self) -> list[str]:
+        """Return lines on the sources that have been tokenized to their end since the last call."""
         lines: list[str] = []
-        for told in list(self.untold):
+        for told in list(self.pending_notes):
             count, limits = told
             if count.ahead is not None and (report := count.ahead.report()) is not None:
-                self.untold.remove(told)
+                self.pending_notes.remove(told)
                 lines.append(f"{count.label}: all {len(count.ahead):,} samples are tokenized")
                 lines += replace(count, report=report, ahead=None).notes(limits)
         return lines
@@ -134,12 +134,15 @@ def load_data(
     loader = _loader(spec, built, seed)
     for table in tables:
         table.start(_processes(spec.num_workers, len(tables)))
-    untold = [(count, reader.limits(count)) for count in counts if count.ahead is not None]
-    return LoadedData(loader, valid, tuple(counts), tuple(notes), max(longest, default=0), parts, tables, untold)
+    pending_notes = [(count, reader.limits(count)) for count in counts if count.ahead is not None]
+    return LoadedData(loader, valid, tuple(counts), tuple(notes), max(longest, default=0), parts, tables, pending_notes)
 
 
 def _processes(asked: int | None, tables: int) -> int:
-    """Processes for each of some tables that are made while training goes on; one core is left to training."""
+    """Return how many processes tokenize each of so many sources while training goes on; one core is left to training.
+
+    `asked`: `dataset.num_workers`, or None.
+    """
     return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
 
 
@@ -311,7 +314,7 @@ class SourceReader:
 
 
 def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
-    """(the report on the rows of a dataset, its table if that is yet to be made)"""
+    """Return the report on the rows of a dataset, and its table if that is made while training goes on; one of them is None."""
     if not isinstance(dataset, Tokenized):
         return None, None
     table = dataset.table

@@ -40,15 +40,15 @@ from weft.data.tokenizing import (
     Outcome,
     Problem,
     Source,
-    answer_to,
     are_large,
+    ask_process,
+    assign_ids,
     cache_file,
     encode_in_processes,
     encode_rows,
     end_process,
-    job_of,
-    name_rows,
-    no_row_left,
+    make_job,
+    no_rows_error,
     reports,
     send,
     start_process,
@@ -61,7 +61,7 @@ MOST_SHAPES = 1000  # of which a row is tokenized before training begins; after 
 ADDED = 2  # tokens that a sample may have beside those of its text: BOS and EOS
 NAMED_BY_VALUE = ("role", "from")  # keys whose texts are part of a row's shape
 FINISH_SECONDS = 20.0  # for which the end of a run waits for a table that is being written to the cache
-TODO, UNDER_WAY, DONE = 0, 1, 2
+WAITING, UNDER_WAY, DONE = 0, 1, 2
 
 Packed = tuple[
     TokenTable, list[Problem]
@@ -75,14 +75,16 @@ class OneSample(Protocol):
     Such a sample is never left out where long ones are truncated: a trained token always stays.
     """
 
-    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         """Return the text that becomes the tokens of a row's sample; BOS and EOS may be added. Raises as `encode` does."""
         ...
 
 
 def tokenize_ahead(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable | TableAhead:
-    """The samples of a source, which `TableAhead.start` begins to tokenize. From the cache, of small files, of forms that make
-    several samples of a row, and with `num_workers` 0, it is a whole table, as `tokenize` makes it.
+    """Return the samples of a source, as a `TableAhead` that is yet to be started or as a whole table.
+
+    It is a whole table, as `tokenize` makes it, if it comes from the cache, if the files are small, if the form makes several
+    samples of a row, and if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that are found.
     """
@@ -91,15 +93,15 @@ def tokenize_ahead(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: S
         return tokenize(form, lengths, tokenizer, source)
     form.check(tokenizer)
     kept = cache_file(form, lengths, tokenizer, source, files)
-    job = job_of(form, lengths, tokenizer)
+    job = make_job(form, lengths, tokenizer)
     rows = None if kept.is_file() else _list_rows(job, source)
     if rows is None:
         return tokenize(form, lengths, tokenizer, source)
-    return _settled(job, rows, source, kept)
+    return _settle(job, rows, source, kept)
 
 
 def pack(outcome: Outcome) -> Packed:
-    """The outcome of a chunk with its samples as a table, which is a tenth of the size."""
+    """Return the outcome of a chunk with its samples as a table, which is a tenth of the size."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.build(
@@ -179,8 +181,8 @@ def _kind_alone(value: Any) -> Any:
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
     """Return whether the sample of a row may have more than `most` tokens; True also for a bad row."""
     try:
-        text = job.form.written(row, job.tokenizer)
-        bound = job.tokenizer.most_tokens_of(text)
+        text = job.form.render_text(row, job.tokenizer)
+        bound = job.tokenizer.most_tokens_in(text)
         if bound is None or bound + ADDED > most:
             bound = len(job.tokenizer.encode(text))
     except (BadRow, DataError):
@@ -188,7 +190,7 @@ def _may_be_longer(job: Job, row: Row, most: int) -> bool:
     return bound + ADDED > most
 
 
-def _settled(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
+def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
     """The table of rows whose ids and number are settled. Raises `DataError` with all reports that are known."""
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -205,11 +207,11 @@ def _settled(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
         encode([row for row, shape in enumerate(rows.shapes) if shape in bad and row not in rows.tried])
     used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
     left = [row for row in range(len(rows.places)) if row in used or row not in rows.tried]
-    ids, taken = name_rows([(row, rows.own_ids[row]) for row in left], rows.places)
+    ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
     if problems or taken:
         raise DataError(reports(rows.places, [*problems, *taken]))
     if not left:
-        raise no_row_left(source, len(rows.places))
+        raise no_rows_error(source, len(rows.places))
     # A column of metadata appears first in the first sample of some shape: with these, batches have all columns at once.
     firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
     encode(sorted(row for row in firsts if row not in used))
@@ -217,7 +219,7 @@ def _settled(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
     columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
     table = TableAhead(job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept)
     for chunk, outcome in outcomes:
-        table.take_in(chunk, pack(outcome))
+        table.add_samples(chunk, pack(outcome))
     return table
 
 
@@ -240,8 +242,8 @@ class TableAhead:
     """Samples of one source like those of a `TokenTable`, most of which are yet to be made.
 
     `ids` and `rows` are known. `at` makes samples that are missing; from `start` to `close` processes make the others, first
-    those that training asks for next (`expect`). Once all are there, they are kept on disk as `tokenize` keeps them. What is
-    found to be wrong meanwhile is raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
+    those that training asks for next (`prioritize`). Once all are there, they are kept on disk as `tokenize` keeps them. An
+    error that is found meanwhile is raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
     """
 
     def __init__(
@@ -277,7 +279,7 @@ class TableAhead:
     def at(self, indices: Sequence[int]) -> SequenceSample:
         """These samples as one, in the dtypes of the graph's edges."""
         with self._changed:
-            missing = [index for index in indices if self._state[index] == TODO]
+            missing = [index for index in indices if self._state[index] == WAITING]
             self._state[missing] = UNDER_WAY
         self._make(missing)
         with self._changed:
@@ -287,10 +289,10 @@ class TableAhead:
         with self._changed:
             if self._whole is not None:
                 return self._whole.at(indices)
-            found = self._gathered(indices, others, extra)
+            found = self._gather(indices, others, extra)
         return on_edges(replace(found, ids=tuple(self.ids[index] for index in indices)))
 
-    def _gathered(self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None) -> SequenceSample:
+    def _gather(self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None) -> SequenceSample:
         """The samples from where they lie: in the chunks, and `others` in `extra`."""
         apart = {index: place for place, index in enumerate(others)}
         wanted: dict[int, list[tuple[int, int]]] = {}  # chunk -> (place among the indices, place in the chunk)
@@ -318,7 +320,7 @@ class TableAhead:
         return self._whole
 
     def report(self) -> Report | None:
-        """What became of the rows, with the places that it names; None while samples are missing."""
+        """Return the report on all rows, in which places are named; None while samples are missing."""
         if self._whole is None:
             return None
         report = self._whole.report
@@ -351,8 +353,8 @@ class TableAhead:
             self._threads.append(thread)
             thread.start()
 
-    def expect(self, order: Index) -> None:
-        """Make samples in this order, and then all others."""
+    def prioritize(self, order: Index) -> None:
+        """Tokenize these samples next, in this order, and then all others."""
         others = np.ones(len(self), dtype=np.bool_)
         others[order] = False
         with self._changed:
@@ -380,7 +382,7 @@ class TableAhead:
             send(process, job)
             while (samples := self._take()).size:
                 rows = self.rows[samples].tolist()
-                self.take_in(rows, answer_to(process, [("", self._pickled[row]) for row in rows]))
+                self.add_samples(rows, ask_process(process, [("", self._pickled[row]) for row in rows]))
         except BaseException as error:  # whoever asks for samples is told
             self._fail(error)
         finally:
@@ -394,16 +396,16 @@ class TableAhead:
             while self._next < len(self._queue) and len(found) < CHUNK and not self._closed and self._failure is None:
                 sample = int(self._queue[self._next])
                 self._next += 1
-                if self._state[sample] == TODO:
+                if self._state[sample] == WAITING:
                     self._state[sample] = UNDER_WAY
                     found.append(sample)
         return np.asarray(sorted(found), dtype=np.int64)
 
     def _make(self, samples: Sequence[int]) -> None:
-        """Encode samples here that nobody else is at work on."""
+        """Encode these samples in this process; no other process is at work on them."""
         if samples:
             ordered = sorted(set(samples))
-            self.take_in(self.rows[ordered].tolist(), self._encode(ordered))
+            self.add_samples(self.rows[ordered].tolist(), self._encode(ordered))
 
     def _encode(self, samples: Sequence[int]) -> Packed:
         rows = self.rows[list(samples)].tolist()
@@ -416,7 +418,7 @@ class TableAhead:
         assert set(sample.metadata) <= set(self._columns), "a form's columns follow from the row's"
         return replace(sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns})
 
-    def take_in(self, rows: Sequence[int], packed: Packed) -> None:
+    def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
         """Add the samples of a chunk of rows."""
         table, problems = packed
         if problems:
@@ -440,14 +442,14 @@ class TableAhead:
             self._begin_finish()
 
     def _begin_finish(self) -> None:
-        """Join all chunks in a thread of its own: a batch need not wait for it."""
+        """Start a thread that joins all chunks, so that no batch has to wait for it."""
         thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _finish(self) -> None:
         try:
-            table = self._joined()
+            table = self._join()
             with self._changed:
                 self._whole = table
                 self._samples.clear()
@@ -456,7 +458,7 @@ class TableAhead:
         except BaseException as error:
             self._fail(error)
 
-    def _joined(self) -> TokenTable:
+    def _join(self) -> TokenTable:
         """The table that `tokenize` makes of the same rows."""
         keys = self._samples[self._chunk_of[0]].keys
         held = [number for number, sample in enumerate(self._samples) if sample.num_ids]

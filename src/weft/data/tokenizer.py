@@ -136,13 +136,13 @@ class Tokenizer:
             talk = with_prefix(talk, self.dress.prefix)
         return self.render(talk, normalise_tools(tools), add_generation_prompt)
 
-    def most_tokens_of(self, text: str) -> int | None:
+    def most_tokens_in(self, text: str) -> int | None:
         """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing it. None if unknown."""
-        return None if self._growth is None else tokenizer_files.most_tokens(text, *self._growth)
+        return None if self._tokens_per_byte is None else tokenizer_files.most_tokens(text, *self._tokens_per_byte)
 
     @cached_property
-    def _growth(self) -> tuple[int, int] | None:
-        return tokenizer_files.growth(self.hf)
+    def _tokens_per_byte(self) -> tuple[int, int] | None:
+        return tokenizer_files.tokens_per_byte(self.hf)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False

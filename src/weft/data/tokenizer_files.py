@@ -34,7 +34,7 @@ CLASSES_WITH_BOS = (
     "Gemma",
 )  # their sentencepiece tokenizers begin with BOS unless told otherwise
 SAYING_STOPS = ("config.json", "generation_config.json")
-NEVER_LONGER = frozenset(  # steps before the model of a tokenizer whose growth `growth` knows
+NEVER_LONGER = frozenset(  # steps before the model of a tokenizer for which `tokens_per_byte` has a bound
     (
         "NFC",
         "Prepend",
@@ -261,7 +261,7 @@ def encoded(hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **m
     return found
 
 
-def growth(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
+def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
     """(most tokens for each byte of ASCII, for each other byte) of a tokenizer that merges bytes, or characters and bytes.
 
     Every token of such a tokenizer stands for at least one byte of the text as it is normalized. NFC makes at most three bytes
@@ -300,7 +300,7 @@ def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
-    """Return the most tokens that a text can have with this `growth`."""
+    """Return the most tokens that a text can have with these `tokens_per_byte`."""
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)
 

@@ -59,7 +59,10 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """What a process needs to encode rows. `packed`: it answers with tables in place of lists of ids."""
+    """Form, limits and tokenizer with which a process encodes rows.
+
+    `packed`: it answers with tables in place of lists of ids.
+    """
 
     form: Any
     lengths: Lengths
@@ -98,15 +101,15 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
     kept = cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
-        table = _tokenize_files(job_of(form, lengths, tokenizer), files, source)
+        table = _tokenize_files(make_job(form, lengths, tokenizer), files, source)
         to_cache(kept, table)
     if not len(table):
-        raise no_row_left(source, table.report.rows)
+        raise no_rows_error(source, table.report.rows)
     return _with_places(table, files)
 
 
-def no_row_left(source: Source, rows: int) -> DataError:
-    """The error for a source all of whose rows are left out."""
+def no_rows_error(source: Source, rows: int) -> DataError:
+    """Return the error for a source all of whose rows are left out."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -123,9 +126,11 @@ def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
     return replace(table, report=replace(table.report, cut=tuple(replace(cut, place=places[cut.row]) for cut in cuts)))
 
 
-def job_of(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
-    """The job whose tokenizer does not read texts of rows that are left out for their length; those that are cut are read
-    whole."""
+def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
+    """Return a job whose tokenizer does not read texts of rows that are left out for their length.
+
+    Texts that are cut are read whole.
+    """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
         tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
     return Job(form, lengths, tokenizer)
@@ -226,15 +231,15 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
         total += replace(report, cut=tuple(replace(cut, row=start + cut.row) for cut in report.cut))
         start += report.rows
     places = [place for place, _ in rows]
-    ids, taken = name_rows(own_ids, places)
+    ids, taken = assign_ids(own_ids, places)
     if problems := [*problems, *taken]:
         raise DataError(reports(places, problems))
     ids = [f"{id}/{sample.part}" if sample.part else id for id, sample in zip(ids, encoded, strict=True)]
     return TokenTable.build(ids, encoded, [row for row, _ in own_ids], total)
 
 
-def name_rows(own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """(the ids of rows, problems) from the rows' numbers and the ids that they bring, in the order of their file.
+def assign_ids(own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Return the ids of rows, and problems, from the rows' numbers and their own ids, in the order of their file.
 
     A row without an id gets its number, whatever ids other rows have; two rows of one id are a problem."""
     given = {own for _, own in own_ids if own is not None}
@@ -302,7 +307,7 @@ def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance
         def encode(chunk: Chunk) -> Outcome:
             process = idle.get()
             try:
-                outcome: Outcome = answer_to(process, chunk)
+                outcome: Outcome = ask_process(process, chunk)
             finally:
                 idle.put(process)  # also a dead one: whoever waits for it must fail, not wait for ever
             advance(len(chunk))
@@ -316,7 +321,7 @@ def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance
 
 
 def start_process() -> subprocess.Popen[bytes]:
-    """A process that encodes rows: it is sent a pickled job, then asked with `answer_to`.
+    """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
 
     It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the user's script again, in a
     session of its own, since Ctrl-C is for this process alone.
@@ -332,8 +337,11 @@ def start_process() -> subprocess.Popen[bytes]:
     )
 
 
-def answer_to(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
-    """What a process makes of a chunk. Raises the `UserError` that no row is to blame for, `RunError` where it died."""
+def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
+    """Send a chunk of rows to a process and return its answer.
+
+    Raises the `UserError` that the process met outside any row, and `RunError` if the process died.
+    """
     send(process, pickle.dumps(chunk))
     answer = _receive(process)
     if isinstance(answer, UserError):

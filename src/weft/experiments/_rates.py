@@ -89,7 +89,7 @@ def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None
 
 
 def _of_cores(cores: float) -> tuple[float, float, float]:
-    """(products, memory, launch) of a process with that many cores, below 1 where processes outnumber them."""
+    """Return (products, memory, launch) of a process with that many cores, below 1 where processes outnumber them."""
     return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 
 

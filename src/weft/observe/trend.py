@@ -177,7 +177,7 @@ def _noise(values: Sequence[float]) -> Noise:
 
 
 def _autocorrelation(values: Sequence[float]) -> float:
-    """The correlation of neighbouring values around a straight line, 0 to `MOST_DEPENDENT`.
+    """Return the correlation of neighbouring values around a straight line, 0 to `MOST_DEPENDENT`.
 
     The line takes up a part of it, (2 + 4 r) / n, which is made up for.
     """
@@ -195,7 +195,7 @@ def _around_line(values: Sequence[float]) -> float:
 
 
 def _residuals(values: Sequence[float]) -> list[float]:
-    """What the straight line that fits the values best leaves of them."""
+    """Return the differences of the values from the straight line that fits them best."""
     count = len(values)
     middle, level = (count - 1) / 2, mean(values)
     slope = sum((x - middle) * y for x, y in enumerate(values)) / sum((x - middle) ** 2 for x in range(count))

@@ -266,8 +266,8 @@ class Session:
         if due["evaluate"] or over:
             line |= self._evaluate()
         self._write_line(line)
-        for news in () if self._parts.data is None else self._parts.data.news():
-            self._tell(news)
+        for note in () if self._parts.data is None else self._parts.data.new_notes():
+            self._tell(note)
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
         saved, asked = self._saved_step == self.step, self._signals.number is not None

@@ -212,7 +212,7 @@ def replied(
     return answered(before, [ended(tokenizer, prompt + reply) for reply in replies], **more)
 
 
-def written_reply(tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False) -> str:
+def render_reply(tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False) -> str:
     """The text of which `replied` makes tokens."""
     if as_chat or not isinstance(row[key], str):
         return tokenizer.dressed_text([*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools"))

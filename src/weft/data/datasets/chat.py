@@ -41,7 +41,7 @@ class Chat:
             return [self._thread(path, tokenizer) for path in trees.threads(row)]
         return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
 
-    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:

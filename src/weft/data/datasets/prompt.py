@@ -34,7 +34,7 @@ class Prompt:
         if self.as_chat:
             tokenizer.check_template()
 
-    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         key, row, _ = self._asked(row)
         if isinstance(row[key], str) and not self.as_chat:
             return plain_prompt(tokenizer, row, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.data.asked import need_prompt
-from weft.data.datasets.base import TableDataset, check_form, replied, written_reply
+from weft.data.datasets.base import TableDataset, check_form, render_reply, replied
 from weft.data.lengths import Encoded
 from weft.data.rows import ANSWER_KEYS, BadRow, Row, answer_messages, need, text
 from weft.data.tokenizer import Tokenizer
@@ -24,9 +24,9 @@ class PromptAnswer:
     def check(self, tokenizer: Tokenizer) -> None:
         check_form(tokenizer, as_chat=self.as_chat)
 
-    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         prompt_key, answer = self._parts(row)
-        return written_reply(tokenizer, row, prompt_key, answer, as_chat=self.as_chat)
+        return render_reply(tokenizer, row, prompt_key, answer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         prompt_key, answer = self._parts(row)

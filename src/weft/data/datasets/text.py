@@ -21,11 +21,11 @@ class Text:
     def check(self, tokenizer: Tokenizer) -> None:
         tokenizer.require_eos()
 
-    def written(self, row: Row, tokenizer: Tokenizer) -> str:
+    def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         return text(row, need(row, (self.text_key,), "text"))
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        ids = ended(tokenizer, self.written(row, tokenizer))
+        ids = ended(tokenizer, self.render_text(row, tokenizer))
         if len(ids) < 2:
             raise BadRow(f"{self.text_key!r} has no token to learn")
         return [Encoded(ids[:1], [ids[1:]], [[True] * (len(ids) - 1)])]

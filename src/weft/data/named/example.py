@@ -33,8 +33,10 @@ class Example:
 
 @dataclass
 class Use:
-    """What a reader is told, and what it counts: `left_out[reason]` rows that gave no example, and `cut[part]` those that
-    gave one without a part of their conversation."""
+    """Settings and counters of one reading of a named dataset.
+
+    `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part of their conversation.
+    """
 
     name: str
     mode: str
