@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,39 @@ def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypa
     disk.mend(tmp_path)
     assert (target / "a.txt").read_text() == "one"
     assert [p.name for p in tmp_path.iterdir()] == ["step1"]
+
+
+def written_meanwhile(monkeypatch, times: int) -> None:
+    """As if another process wrote into each directory just before it is removed, so many times."""
+    real, left = os.rmdir, [times]
+
+    def rmdir(*args, **kwargs) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+
+
+def test_what_another_process_still_writes_hides_no_error(tmp_path, monkeypatch):
+    def die(_directory: Path) -> None:
+        raise RuntimeError("device 1 died")
+
+    monkeypatch.setattr(disk, "ENDING_SECONDS", 0.1)
+    written_meanwhile(monkeypatch, times=1000)
+    with pytest.raises(RuntimeError, match="device 1 died"):
+        disk.write_directory(tmp_path / "step1", die)
+    monkeypatch.undo()
+    disk.mend(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_removed_although_another_process_still_writes_into_it(tmp_path, monkeypatch):
+    (tmp_path / "step1" / "workers").mkdir(parents=True)
+    written_meanwhile(monkeypatch, times=3)
+    disk.remove(tmp_path / "step1")
+    assert not (tmp_path / "step1").exists()
 
 
 def test_the_last_two_cuts_are_kept(tmp_path):

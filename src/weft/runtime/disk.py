@@ -6,8 +6,9 @@ import errno
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft import writing
@@ -16,6 +17,7 @@ from weft.writing import TEMPORARY, rename, sync
 
 REPLACED = ".old"
 CHUNK = 1 << 20
+ENDING_SECONDS = 5.0
 
 
 def sync_tree(directory: Path) -> None:
@@ -47,7 +49,9 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
             fill(temporary)
             sync_tree(temporary)
     except BaseException:
-        remove(temporary)
+        # Where one device died, others may still write into it: that must not hide what went wrong. `mend` removes the rest.
+        with suppress(OSError):
+            remove(temporary)
         raise
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
@@ -73,11 +77,22 @@ def mend(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory; nothing happens where there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
+    """Remove a file or a directory; nothing happens where there is none.
+
+    A process that is being ended may still write into a directory or rename what is in it while it is removed: that is tried
+    again for up to `ENDING_SECONDS`.
+    """
+    if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
+        return
+    deadline = time.monotonic() + ENDING_SECONDS
+    while path.is_dir():
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def checksums(directory: Path) -> dict[str, str]:
