@@ -1,1 +1,3 @@
-"""Benchmarks, one command each: `python -m benchmarks.sft`. benchmarks/README.md says what they measure."""
+"""Benchmarks, one command each: `python -m benchmarks.sft`. benchmarks/README.md says what they
+measure.
+"""

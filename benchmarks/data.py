@@ -1,4 +1,6 @@
-"""Rows of real data in weft's forms, chosen so that no side has to cut one: what both train on is the same, token for token."""
+"""Rows of real data in weft's forms, chosen so that no side has to cut one: what both train on is
+the same, token for token.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Row = dict[str, Any]
 
 
 class Lengths:
-    """Counts tokens as both sides make them: one beginning-of-sequence token, the text, one end token."""
+    """Counts tokens as both sides make them: one beginning-of-sequence token, the text, one end
+    token.
+    """
 
     def __init__(self, tokenizer_file: Path) -> None:
         from tokenizers import Tokenizer
@@ -29,7 +33,9 @@ class Lengths:
         if "answer" in row:
             return [self.text(row["prompt"] + row["answer"]) + 1]
         if "pos_answers" in row:
-            return [self.text(row["prompt"] + row[key][0]) + 1 for key in ("pos_answers", "neg_answers")]
+            return [
+                self.text(row["prompt"] + row[key][0]) + 1 for key in ("pos_answers", "neg_answers")
+            ]
         return [self.text(row["prompt"])]
 
 
@@ -62,8 +68,13 @@ SOURCES: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
-def take(rows: Iterator[Row], lengths: Lengths, count: int, longest: int) -> tuple[list[Row], list[int]]:
-    """(rows of at most `longest` tokens a sequence, tokens of each row). Begins anew where the file is too short."""
+def take(
+    rows: Iterator[Row], lengths: Lengths, count: int, longest: int
+) -> tuple[list[Row], list[int]]:
+    """(rows of at most `longest` tokens a sequence, tokens of each row).
+
+    Begins anew where the file is too short.
+    """
     fitting = [(row, sizes) for row in rows if max(sizes := lengths.row(row)) <= longest]
     if not fitting:
         raise ValueError(f"no row has at most {longest} tokens")

@@ -1,4 +1,6 @@
-"""weft's engine as `limit` and `scale` use it: built from a model directory, fed with random tokens, timed."""
+"""weft's engine as `limit` and `scale` use it: built from a model directory, fed with random
+tokens, timed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def trained(path: str) -> Any:
     from weft.engine.spec import ModelSpec, Schedule
     from weft.topology import Layout
 
-    return torch_backend(ModelSpec(path=path, device="cpu", trained=True, schedule=Schedule(10_000, 0)), Layout())
+    return torch_backend(
+        ModelSpec(path=path, device="cpu", trained=True, schedule=Schedule(10_000, 0)), Layout()
+    )
 
 
 @cache

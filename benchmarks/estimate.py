@@ -1,11 +1,12 @@
-"""What a step of training or of generation should take on a GPU, without one: its kernels run on tensors without memory, each
-timed by the bytes it moves and the operations it does.
+"""What a step of training or of generation should take on a GPU, without one: its kernels run on
+tensors without memory, each timed by the bytes it moves and the operations it does.
 
     python -m benchmarks.estimate               # SFT of Llama-3.2-1B, four sequences of 2,048 tokens, bfloat16, on an H100
     python -m benchmarks.estimate --eager       # where nothing can be compiled
     python -m benchmarks.estimate --decode      # a token each of 64 sequences of 1,024
 
-Assumed (`Device`): rates that an H100 SXM reaches, not its data sheet's. Nothing here has been measured.
+Assumed (`Device`): rates that an H100 SXM reaches, not its data sheet's. Nothing here has been
+measured.
 """
 
 from __future__ import annotations
@@ -42,10 +43,36 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmm_"}
 GATHERS = {"embedding", "index_select", "gather", "index"}
 # Views, and memory that nothing is written to.
 FREE = {
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes", "unsqueeze",
-    "squeeze", "detach", "alias", "as_strided", "unbind", "empty", "empty_like", "empty_strided", "new_empty", "unfold",
-    "narrow", "_reshape_alias", "diagonal", "lift_fresh", "new_empty_strided", "chunk", "resize_", "set_",
-}  # fmt: skip
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "as_strided",
+    "unbind",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "unfold",
+    "narrow",
+    "_reshape_alias",
+    "diagonal",
+    "lift_fresh",
+    "new_empty_strided",
+    "chunk",
+    "resize_",
+    "set_",
+}
 
 
 @dataclass(frozen=True)
@@ -84,25 +111,34 @@ class Counted(TorchDispatchMode):
             left, right = [x for x in args if isinstance(x, Tensor)][-2:]
             operations = 2.0 * left.numel() * right.shape[-1]
         if name in GATHERS:
-            self.add(name, (args[1:], torch.empty_like(out)), out)  # of what it looks up it reads what it gives
+            # of what it looks up it reads what it gives
+            self.add(name, (args[1:], torch.empty_like(out)), out)
         elif name == "index_copy_":
             self.add(name, args[2:], args[3])
         else:
             self.add(name, (args, kwargs), out, operations, self.device.products)
         return out
 
-    def add(self, name: str, given: Any, made: Any, operations: float = 0.0, rate: float = 1.0) -> None:
-        """A kernel that reads what is given and writes what it made; lists are read and written in place."""
+    def add(
+        self, name: str, given: Any, made: Any, operations: float = 0.0, rate: float = 1.0
+    ) -> None:
+        """A kernel that reads what is given and writes what it made; lists are read and written in
+        place.
+        """
         tensors = {id(x): x for x in tree_leaves((given, made)) if isinstance(x, Tensor)}
         moved = float(sum(x.numel() * x.element_size() for x in tensors.values()))
         if name.endswith("_"):
-            moved += sum(x.numel() * x.element_size() for x in tree_leaves(made) if isinstance(x, Tensor))
+            moved += sum(
+                x.numel() * x.element_size() for x in tree_leaves(made) if isinstance(x, Tensor)
+            )
         self.kernels[name] += 1
         self.bytes += moved
         self.operations += operations
         self.seconds[name] += max(operations / rate, moved / self.device.bytes, self.device.least)
 
-    def as_one(self, name: str, function: Callable[..., Any], operations: float = 0.0, rate: float = 1.0) -> Any:
+    def as_one(
+        self, name: str, function: Callable[..., Any], operations: float = 0.0, rate: float = 1.0
+    ) -> Any:
         """The function as one kernel."""
 
         def call(*given: Any, **named: Any) -> Any:
@@ -129,8 +165,12 @@ class Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (x, weight), counted = ctx.saved_tensors, ctx.counted
-        by_x = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(x))(gradients[0], x)
-        by_weight = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(weight))(gradients[0], x)
+        by_x = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(x))(
+            gradients[0], x
+        )
+        by_weight = counted.as_one("rms_norm backward", lambda by, x: torch.empty_like(weight))(
+            gradients[0], x
+        )
         return by_x, by_weight, None
 
 
@@ -138,11 +178,16 @@ class Attention(torch.autograd.Function):
     """Flash attention's sizes."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, counted: Counted, operations: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, counted: Counted, operations: float
+    ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.counted, ctx.operations = counted, operations
         return counted.as_one(
-            "attention", lambda q, k, v: torch.empty_like(q), operations, counted.device.attention[0]
+            "attention",
+            lambda q, k, v: torch.empty_like(q),
+            operations,
+            counted.device.attention[0],
         )(q, k, v)
 
     @staticmethod
@@ -150,7 +195,10 @@ class Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         rate = ctx.counted.device.attention[1]
         made = ctx.counted.as_one(
-            "attention backward", lambda _, *given: [torch.empty_like(x) for x in given], 2.5 * ctx.operations, rate
+            "attention backward",
+            lambda _, *given: [torch.empty_like(x) for x in given],
+            2.5 * ctx.operations,
+            rate,
         )
         return *made(gradients[0].contiguous(), q, k, v), None, None
 
@@ -171,7 +219,9 @@ def install(counted: Counted, lengths: list[int], *, fused: bool) -> None:
 
 
 def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:
-    """Fused AdamW in float32: it reads and writes parameters, both moments, and gradients; before it a pass that `clips`."""
+    """Fused AdamW in float32: it reads and writes parameters, both moments, and gradients; before
+    it a pass that `clips`.
+    """
     size = float(sum(master.numel() * master.element_size() for master in masters))
     for name, moved in (
         ("clipping", 2.0 * size if clips else 0.0),
@@ -183,19 +233,28 @@ def update(counted: Counted, masters: list[Tensor], *, clips: bool) -> None:
 
 
 def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
-    """A step of SFT, counted; how many operations the model's products alone are (6 a parameter and token)."""
+    """A step of SFT, counted; how many operations the model's products alone are (6 a parameter and
+    token).
+    """
     config = hf_io.find_family(raw, None).config(raw)
     network = Transformer.empty(config, device="meta").train()
     masters = MasterWeights(network, torch.bfloat16, lane_of(torch.device("meta")))
     gradient_sums.add_to(network, masters.masters)
     trained = masters.trained
-    optimizer = Optimizer(OptimizerSpec(lr=1e-5, max_grad_norm=1.0), Schedule(10, 0), trained, decayed(network))
+    optimizer = Optimizer(
+        OptimizerSpec(lr=1e-5, max_grad_norm=1.0), Schedule(10, 0), trained, decayed(network)
+    )
     total = sum(lengths)
     ints = torch.zeros(total, dtype=torch.int64, device="meta")
     ends = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="meta")
     weights = torch.empty(total, device="meta")
     x = Packed(
-        ints, ints, Dense(ends, max(lengths)), ints, ints, row_gradient=lambda out: {"logprobs": torch.neg(weights)}
+        ints,
+        ints,
+        Dense(ends, max(lengths)),
+        ints,
+        ints,
+        row_gradient=lambda out: {"logprobs": torch.neg(weights)},
     )
     with counted:
         out = network(x, frozenset({"logprobs", "top1"}))
@@ -205,7 +264,10 @@ def step(raw: dict[str, Any], lengths: list[int], counted: Counted) -> float:
     update(counted, list(optimizer.parameters), clips=not hasattr(optimizer, "_clip"))
     products = sum(p.numel() for p in network.parameters() if p.dim() == 2)
     pairs = sum(n * (n + 1) / 2.0 for n in lengths)
-    return 6.0 * products * total + 12.0 * pairs * config.num_layers * config.num_heads * config.head_dim
+    return (
+        6.0 * products * total
+        + 12.0 * pairs * config.num_layers * config.num_heads * config.head_dim
+    )
 
 
 def pages(counted: Counted, rows: int, length: int) -> None:
@@ -215,19 +277,24 @@ def pages(counted: Counted, rows: int, length: int) -> None:
         held = keys.new_empty(2, rows * length, *keys.shape[2:])
         operations = 4.0 * rows * length * q.shape[1] * q.shape[2]
         return counted.as_one(
-            "attention", lambda q, held: torch.empty_like(q), operations, counted.device.attention[0]
+            "attention",
+            lambda q, held: torch.empty_like(q),
+            operations,
+            counted.device.attention[0],
         )(q, held)
 
     flash.kernel = lambda: varlen  # type: ignore[assignment]
 
 
 def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> float:
-    """A decode step of `rows` sequences of `length` tokens, the draw included, counted; the least bytes that it can move:
-    weights and the sequences' keys and values, once."""
+    """A decode step of `rows` sequences of `length` tokens, the draw included, counted; the least
+    bytes that it can move: weights and the sequences' keys and values, once.
+    """
     config, meta = hf_io.find_family(raw, None).config(raw), torch.device("meta")
     network = Transformer.empty(config, device=meta, dtype=torch.bfloat16).eval()
     caches = PageCaches(network, meta, Budget(rows, 2 * rows * length))
-    caches._results[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)  # in place of the host's memory
+    # in place of the host's memory
+    caches._results[rows] = torch.empty(rows, 2, dtype=torch.float64, device=meta)
     step = torch.zeros(rows, DRAWING + TABLE + length // PAGE + 1, dtype=torch.int32, device=meta)
     pages(counted, rows, length)
     with counted, torch.no_grad():
@@ -237,10 +304,16 @@ def decode(raw: dict[str, Any], rows: int, length: int, counted: Counted) -> flo
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimate", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="of each sequence (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.estimate", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=2048, help="of each sequence (default: %(default)s)"
+    )
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--decode", action="store_true", help="a step of generation, 64 sequences of 1,024 tokens")
+    parser.add_argument(
+        "--decode", action="store_true", help="a step of generation, 64 sequences of 1,024 tokens"
+    )
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
     parser.add_argument("--kernels", action="store_true", help="print every kernel")
     chosen = parser.parse_args(words)
@@ -251,13 +324,20 @@ def main(words: list[str] | None = None) -> int:
         rows, length = DECODE
         least = decode(LLAMA_3_2_1B, rows, length, counted) / device.most_bytes
         seconds = sum(counted.seconds.values())
-        print(f"{rows} tokens after {length}: {1e3 * seconds:.2f} ms, {least / seconds:.0%} of the roofline")
+        print(
+            f"{rows} tokens after {length}: {1e3 * seconds:.2f} ms, {least / seconds:.0%} of the "
+            f"roofline"
+        )
     else:
         operations = step(LLAMA_3_2_1B, lengths, counted)
         seconds = sum(counted.seconds.values())
-        print(f"{sum(lengths)} tokens: {1e3 * seconds:.1f} ms, MFU {operations / seconds / device.peak:.1%}")
+        print(
+            f"{sum(lengths)} tokens: {1e3 * seconds:.1f} ms, MFU "
+            f"{operations / seconds / device.peak:.1%}"
+        )
     print(
-        f"{sum(counted.kernels.values())} kernels, {counted.bytes / 1e9:.1f} GB, {counted.operations / 1e12:.1f} TFLOP"
+        f"{sum(counted.kernels.values())} kernels, {counted.bytes / 1e9:.1f} GB, "
+        f"{counted.operations / 1e12:.1f} TFLOP"
     )
     if chosen.kernels:
         for name, taken in sorted(counted.seconds.items(), key=lambda item: -item[1]):

@@ -1,4 +1,7 @@
-"""Sampling against `transformers`: `generate` on padded prompts, and its continuous batching. Useful tokens a second."""
+"""Sampling against `transformers`: `generate` on padded prompts, and its continuous batching.
+
+Useful tokens a second.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ SIDES = {name: f"benchmarks.generate_backends:{name}" for name in ("weft", "padd
 
 @dataclass(frozen=True)
 class Work:
-    """Requests: prompts of real text of these many tokens, new tokens of each, completions of each prompt."""
+    """Requests: prompts of real text of these many tokens, new tokens of each, completions of each
+    prompt.
+    """
 
     name: str
     prompts: tuple[int, ...]
@@ -31,7 +36,10 @@ def works(quick: bool) -> list[Work]:
     """Equal lengths at batch 1, 16 and 64; mixed lengths; one prompt with sixteen completions."""
     scale = 16 if quick else 1
     drawn = random.Random(0)
-    mixed = [(drawn.randint(16, 256) // scale + 1, drawn.randint(16, 128) // scale) for _ in range(32 // min(4, scale))]
+    mixed = [
+        (drawn.randint(16, 256) // scale + 1, drawn.randint(16, 128) // scale)
+        for _ in range(32 // min(4, scale))
+    ]
     equal = {1: "", 16: "5x", 64: "5x"}
     made = [
         Work(f"batch {size}", (64 // scale,) * size, (64 // scale,) * size, target=target)
@@ -40,12 +48,20 @@ def works(quick: bool) -> list[Work]:
     ]
     prompts, new_tokens = zip(*mixed, strict=True)
     made.append(Work("mixed lengths", prompts, new_tokens, target="8x padded, 7x continuous"))
-    return [*made, Work("1 prompt x 16", (128 // scale,), (64 // scale,), samples=4 if quick else 16)]
+    return [
+        *made,
+        Work("1 prompt x 16", (128 // scale,), (64 // scale,), samples=4 if quick else 16),
+    ]
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = results.parser("generate", str(__doc__), repeats=3)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="12.7M", help="model (default: %(default)s)")
+    parser.add_argument(
+        "--shape",
+        choices=sorted(model.SHAPES),
+        default="12.7M",
+        help="model (default: %(default)s)",
+    )
     parser.add_argument("--only", default="", help="works whose name contains this")
     arguments = parser.parse_args(words)
     results.start(arguments)
@@ -67,8 +83,15 @@ def main(words: Sequence[str] | None = None) -> None:
                 print(results.table(rows[-1:]), flush=True)
         except SideFailed as error:
             raise SystemExit(str(error)) from error
-    notes = ["tokens/s: medians; ratios: medians of the pairs (least to most); the first run of each side is left out"]
-    settings = {"shape": asdict(shape), "works": [asdict(work) for work in chosen], "rest": arguments.rest}
+    notes = [
+        "tokens/s: medians; ratios: medians of the pairs (least to most); the first run of each "
+        "side is left out"
+    ]
+    settings = {
+        "shape": asdict(shape),
+        "works": [asdict(work) for work in chosen],
+        "rest": arguments.rest,
+    }
     results.report(results.Results("generate", rows, settings, runs, notes), arguments)
 
 
@@ -76,9 +99,16 @@ def measure(
     work: Work, sides: dict[str, Side], directory: str, ids: list[int], repeats: int
 ) -> dict[str, list[Measured]]:
     """The sides stay alive between runs: the first one of each loads, warms up and is left out."""
-    starts = [random.Random(i).randrange(len(ids) - max(work.prompts)) for i in range(len(work.prompts))]
+    starts = [
+        random.Random(i).randrange(len(ids) - max(work.prompts)) for i in range(len(work.prompts))
+    ]
     prompts = [ids[at : at + size] for at, size in zip(starts, work.prompts, strict=True)]
-    settings = {"model": directory, "prompts": prompts, "new_tokens": work.new_tokens, "samples": work.samples}
+    settings = {
+        "model": directory,
+        "prompts": prompts,
+        "new_tokens": work.new_tokens,
+        "samples": work.samples,
+    }
     runs = alternate(sides, settings, repeats + 1)
     wanted = work.samples * sum(work.new_tokens)
     for name, measured in runs.items():

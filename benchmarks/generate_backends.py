@@ -1,8 +1,9 @@
-"""One batch of requests through weft's generator, and through `transformers`: `generate` (padded) and continuous batching.
+"""One batch of requests through weft's generator, and through `transformers`: `generate` (padded)
+and continuous batching.
 
-A request is a prompt of token ids and a number of new tokens; nobody stops early, and everybody samples from the whole
-vocabulary at temperature 1. Settings: `model` (directory), `prompts`, `new_tokens` (one number a prompt), `samples`
-(completions of each prompt).
+A request is a prompt of token ids and a number of new tokens; nobody stops early, and everybody
+samples from the whole vocabulary at temperature 1. Settings: `model` (directory), `prompts`,
+`new_tokens` (one number a prompt), `samples` (completions of each prompt).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def weft(settings: Settings, pause: Pause) -> dict[str, Any]:
 
 
 def padded(settings: Settings, pause: Pause) -> dict[str, Any]:
-    """`generate` on prompts padded on the left; everybody goes on until the longest is done, and the rest is cut off."""
+    """`generate` on prompts padded on the left; everybody goes on until the longest is done, and
+    the rest is cut off.
+    """
     import torch
 
     model, prompts = _transformers(settings["model"]), settings["prompts"]
@@ -56,9 +59,17 @@ def padded(settings: Settings, pause: Pause) -> dict[str, Any]:
     def run() -> int:
         with torch.no_grad():
             made = model.generate(
-                ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=None,
-                max_new_tokens=most, num_return_sequences=settings["samples"], pad_token_id=0,
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                eos_token_id=None,
+                max_new_tokens=most,
+                num_return_sequences=settings["samples"],
+                pad_token_id=0,
+            )
         assert made.shape == (len(prompts) * settings["samples"], width + most)
         return settings["samples"] * sum(settings["new_tokens"])  # those that were asked for
 
@@ -68,19 +79,29 @@ def padded(settings: Settings, pause: Pause) -> dict[str, Any]:
 def continuous(settings: Settings, pause: Pause) -> dict[str, Any]:
     """`transformers`' continuous batching; each request stops at its own length.
 
-    Its own choice of sizes takes what memory the machine has; the cache is made as large as all requests need together.
+    Its own choice of sizes takes what memory the machine has; the cache is made as large as all
+    requests need together.
     """
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = _transformers(settings["model"])
     config = GenerationConfig(
-        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, eos_token_id=-1, pad_token_id=0,
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        temperature=1.0,
+        eos_token_id=-1,
+        pad_token_id=0,
         max_new_tokens=max(settings["new_tokens"]),
-    )  # fmt: skip
-    wanted = list(zip(settings["prompts"], settings["new_tokens"], strict=True)) * settings["samples"]
+    )
+    wanted = (
+        list(zip(settings["prompts"], settings["new_tokens"], strict=True)) * settings["samples"]
+    )
     pages = sum(-(-(len(prompt) + count) // PAGE) + 1 for prompt, count in wanted)
-    batching = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages, max_batch_tokens=MAX_BATCH_TOKENS)
+    batching = ContinuousBatchingConfig(
+        page_size=PAGE, num_blocks=pages, max_batch_tokens=MAX_BATCH_TOKENS
+    )
 
     def run() -> int:
         tokens = done = 0

@@ -1,5 +1,6 @@
-"""weft on one CUDA GPU, beside `transformers` and the device's own limits. Needs torch >= 2.11, transformers, numpy and
-safetensors, no network, and half an hour at most:
+"""weft on one CUDA GPU, beside `transformers` and the device's own limits.
+
+Needs torch >= 2.11, transformers, numpy and safetensors, no network, and half an hour at most:
 
     python benchmarks/gpu.py                      # random weights in the shape of Llama-3.2-1B, bfloat16
     python benchmarks/gpu.py --first              # the tests first; ends at the first wrong number (`make gpu`)
@@ -9,9 +10,10 @@ safetensors, no network, and half an hour at most:
     python benchmarks/gpu.py --profile            # also which kernels take the time
     python benchmarks/gpu.py --device cpu --tiny  # the same program on tiny sizes, to see that it runs
 
-Every section runs in a process of its own with a time limit, and none needs another. After each, `gpu.json` and the page
-`gpu.md` are written to $OUT (else to `benchmarks/results`, from a clean tree alone; with `--tiny` only where $OUT is set). With
-`--minutes` the record is also kept in `build/gpu-run`, where `--second` reads it.
+Every section runs in a process of its own with a time limit, and none needs another. After each,
+`gpu.json` and the page `gpu.md` are written to $OUT (else to `benchmarks/results`, from a clean
+tree alone; with `--tiny` only where $OUT is set). With `--minutes` the record is also kept in
+`build/gpu-run`, where `--second` reads it.
 """
 
 from __future__ import annotations
@@ -33,13 +35,22 @@ from typing import IO, Any
 BEGUN = time.monotonic()  # before torch is imported, which takes seconds
 ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] == str(Path(__file__).resolve().parent):
-    sys.path[0] = str(ROOT)  # this folder's modules are a package, whichever way the program is called
+    # this folder's modules are a package, whichever way the program is called
+    sys.path[0] = str(ROOT)
 sys.path.insert(1, str(ROOT / "src"))
 
 import torch  # noqa: E402
 
 from benchmarks import bare, gpu_plan  # noqa: E402
-from benchmarks.gpu_backends import LLAMA_3_1_8B, LLAMA_3_2_1B, QWEN3_0_6B, TINY, TINY_QWEN3, Sizes, Where  # noqa: E402
+from benchmarks.gpu_backends import (  # noqa: E402
+    LLAMA_3_1_8B,
+    LLAMA_3_2_1B,
+    QWEN3_0_6B,
+    TINY,
+    TINY_QWEN3,
+    Sizes,
+    Where,
+)
 from benchmarks.gpu_page import page  # noqa: E402
 from benchmarks.gpu_plan import Section  # noqa: E402
 from benchmarks.gpu_run import Run  # noqa: E402
@@ -47,16 +58,40 @@ from benchmarks.gpu_sections import RUNS, SECTIONS, free  # noqa: E402
 from benchmarks.results import require_clean, table  # noqa: E402
 
 FULL = Sizes(
-    config=LLAMA_3_2_1B, sft=(2048,) * 4, mixed=(*(128 * n for n in range(1, 16)), 1024), ragged=(700, 31, 256, 5),
-    long=(QWEN3_0_6B, (8192,)), adapted=(LLAMA_3_1_8B, (1024,) * 4), decode=(64, 8, 1, 256, 512, 1024), compared=64,
-    decode_steps=64, rollout=(512, 128, 512), grpo=(64, 128, 8, 512), times=10, matmul=8192, copied=2**32,
-)  # fmt: skip
+    config=LLAMA_3_2_1B,
+    sft=(2048,) * 4,
+    mixed=(*(128 * n for n in range(1, 16)), 1024),
+    ragged=(700, 31, 256, 5),
+    long=(QWEN3_0_6B, (8192,)),
+    adapted=(LLAMA_3_1_8B, (1024,) * 4),
+    decode=(64, 8, 1, 256, 512, 1024),
+    compared=64,
+    decode_steps=64,
+    rollout=(512, 128, 512),
+    grpo=(64, 128, 8, 512),
+    times=10,
+    matmul=8192,
+    copied=2**32,
+)
 SMALL = Sizes(
-    config=TINY, sft=(32,) * 2, mixed=(5, 20, 9), ragged=(17, 3, 8), long=(TINY_QWEN3, (48,)), adapted=(TINY, (24,) * 2),
-    decode=(1, 3, 24), compared=3, decode_steps=4, rollout=(6, 8, 6), grpo=(2, 20, 2, 6), times=2, matmul=64, copied=2**16,
-)  # fmt: skip
+    config=TINY,
+    sft=(32,) * 2,
+    mixed=(5, 20, 9),
+    ragged=(17, 3, 8),
+    long=(TINY_QWEN3, (48,)),
+    adapted=(TINY, (24,) * 2),
+    decode=(1, 3, 24),
+    compared=3,
+    decode_steps=4,
+    rollout=(6, 8, 6),
+    grpo=(2, 20, 2, 6),
+    times=2,
+    matmul=64,
+    copied=2**16,
+)
 FIRST = ("tests", "agreement")  # what is wrong in them makes every other figure worthless
-KEPT = ROOT / "build" / "gpu-run"  # git ignores it, so it stays where it is between two commands on one machine
+# git ignores it, so it stays where it is between two commands on one machine
+KEPT = ROOT / "build" / "gpu-run"
 MOST_BYTES = 12 * 2**20  # of a file that is written
 
 
@@ -87,9 +122,15 @@ class Report:
     def record(self) -> dict[str, Any]:
         """Everything that the page is made of."""
         return {
-            **self.facts, "failed": list(self.failed), "why": self.failed, "wrong": self.wrong, "ran": self.ran,
-            "not_started": self.not_started, "rows": self.rows, "details": self.details,
-        }  # fmt: skip
+            **self.facts,
+            "failed": list(self.failed),
+            "why": self.failed,
+            "wrong": self.wrong,
+            "ran": self.ran,
+            "not_started": self.not_started,
+            "rows": self.rows,
+            "details": self.details,
+        }
 
     def write(self) -> None:
         record = self.record()
@@ -119,19 +160,25 @@ def main(words: list[str] | None = None) -> int:
         sizes = replace(sizes, config=json.loads((chosen.config / "config.json").read_text()))
     device = torch.device(chosen.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cpu" and not chosen.tiny:
-        print("there is no CUDA device here: give --device cpu --tiny to see that the program runs", file=sys.stderr)
+        print(
+            "there is no CUDA device here: give --device cpu --tiny to see that the program runs",
+            file=sys.stderr,
+        )
         return 2
     where = Where(device, "float32" if device.type == "cpu" else "bfloat16")
     if chosen.section is not None:
         known = json.loads(chosen.known) if chosen.known else {}
         profile = chosen.record.parent / "gpu_profile" if chosen.profile else None
         return _section(
-            chosen.section, Run(sizes, where, chosen.record, profile, known, quick=chosen.minutes is not None)
+            chosen.section,
+            Run(sizes, where, chosen.record, profile, known, quick=chosen.minutes is not None),
         )
     facts, timed = _provenance(where, missing, chosen.commit), chosen.minutes is not None
     if timed and chosen.second and (KEPT / "gpu.json").is_file():
         facts["first"] = {**json.loads((KEPT / "gpu.json").read_text()), "first": None}
-    report = Report(facts, _folder(chosen.tiny), KEPT / "second" if chosen.second else KEPT if timed else None)
+    report = Report(
+        facts, _folder(chosen.tiny), KEPT / "second" if chosen.second else KEPT if timed else None
+    )
     with tempfile.TemporaryDirectory(prefix="weft-gpu-") as folder:
         if timed:
             _within(60 * chosen.minutes, chosen, report, Path(folder))
@@ -142,7 +189,10 @@ def main(words: list[str] | None = None) -> int:
     )
     if report.out is not None:
         print(f"written to {report.out / 'gpu.json'} and {report.out / 'gpu.md'}")
-    for line in [*(f"wrong: {each}" for each in report.wrong), *(f"{n}: {why}" for n, why in report.failed.items())]:
+    for line in [
+        *(f"wrong: {each}" for each in report.wrong),
+        *(f"{n}: {why}" for n, why in report.failed.items()),
+    ]:
         print(line, file=sys.stderr)
     return 1 if report.failed or report.wrong else 0
 
@@ -152,14 +202,20 @@ def _one_by_one(chosen: argparse.Namespace, report: Report, folder: Path) -> Non
     for name in chosen.only or [name for name in SECTIONS if chosen.first or name != "tests"]:
         _apart(name, chosen, report, folder)
         if chosen.first and name in FIRST and (report.wrong or name in report.failed):
-            print(f"{name}: wrong numbers, so the figures that follow would mean nothing", file=sys.stderr)
+            print(
+                f"{name}: wrong numbers, so the figures that follow would mean nothing",
+                file=sys.stderr,
+            )
             break
 
 
 def _within(seconds: float, chosen: argparse.Namespace, report: Report, folder: Path) -> None:
     """The sections of the plan until `seconds` after the program began."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by way of `finally`, which ends what runs
-    planned = gpu_plan.second(report.facts.get("first") or {}) if chosen.second else list(gpu_plan.FIRST)
+    # by way of `finally`, which ends what runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    planned = (
+        gpu_plan.second(report.facts.get("first") or {}) if chosen.second else list(gpu_plan.FIRST)
+    )
     names = [name for name in planned if not chosen.only or name in chosen.only]
     end = BEGUN + seconds - gpu_plan.MARGIN
     report.not_started = dict.fromkeys(names, "the run ended before")
@@ -176,7 +232,12 @@ def _within(seconds: float, chosen: argparse.Namespace, report: Report, folder: 
 
 
 def _together(
-    turn: Sequence[Section], left: float, rest: Sequence[str], chosen: argparse.Namespace, report: Report, folder: Path
+    turn: Sequence[Section],
+    left: float,
+    rest: Sequence[str],
+    chosen: argparse.Namespace,
+    report: Report,
+    folder: Path,
 ) -> None:
     """Sections that run at the same time; what one prints is printed once it ends."""
     children = []
@@ -206,9 +267,18 @@ class Child:
     ) -> None:
         self.name, self.limit, self.said, self.begun = name, limit, said, time.monotonic()
         profiles = name in gpu_plan.SECOND or chosen.profile
-        self.record = (report.out if profiles and report.out is not None else folder) / f"section_{name}.json"
+        self.record = (
+            report.out if profiles and report.out is not None else folder
+        ) / f"section_{name}.json"
         self.record.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, str(Path(__file__).resolve()), "--section", name, "--record", str(self.record)]
+        words = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--section",
+            name,
+            "--record",
+            str(self.record),
+        ]
         words += ["--known", json.dumps(report.known())]
         words += [f"--device={chosen.device}"] if chosen.device else []
         words += [f"--config={chosen.config}"] if chosen.config else []
@@ -264,18 +334,34 @@ def _section(name: str, run: Run) -> int:
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python benchmarks/gpu.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/gpu.py", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--device", help="cuda or cpu (default: cuda where there is one)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--config", type=Path, help="folder with a config.json (default: Llama-3.2-1B's shape)")
-    parser.add_argument("--only", nargs="+", choices=RUNS, help="these sections")
-    parser.add_argument("--first", action="store_true", help="the tests first, and end where numbers are wrong")
-    parser.add_argument("--minutes", type=_minutes, help="the most telling sections first; end within so many minutes")
     parser.add_argument(
-        "--second", action="store_true", help="with --minutes: profiles, and what the run before left out"
+        "--config", type=Path, help="folder with a config.json (default: Llama-3.2-1B's shape)"
     )
-    parser.add_argument("--limit", type=int, help="seconds that a section may take (default: its own limit)")
-    parser.add_argument("--profile", action="store_true", help="write which kernels take the time, to gpu_profile/")
+    parser.add_argument("--only", nargs="+", choices=RUNS, help="these sections")
+    parser.add_argument(
+        "--first", action="store_true", help="the tests first, and end where numbers are wrong"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=_minutes,
+        help="the most telling sections first; end within so many minutes",
+    )
+    parser.add_argument(
+        "--second",
+        action="store_true",
+        help="with --minutes: profiles, and what the run before left out",
+    )
+    parser.add_argument(
+        "--limit", type=int, help="seconds that a section may take (default: its own limit)"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write which kernels take the time, to gpu_profile/"
+    )
     parser.add_argument("--commit", help="the commit that is measured, where git does not say")
     for hidden in ("--section", "--known"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -284,7 +370,9 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     if chosen.second and chosen.minutes is None:
         parser.error("--second needs --minutes, such as --minutes 4")
     if chosen.first and chosen.minutes is not None:
-        parser.error("--first ends at wrong numbers, and with --minutes nothing does; give one of them")
+        parser.error(
+            "--first ends at wrong numbers, and with --minutes nothing does; give one of them"
+        )
     return chosen
 
 
@@ -296,7 +384,10 @@ def _minutes(word: str) -> float:
 
 
 def _folder(tiny: bool) -> Path | None:
-    """Where the result goes. Exits with code 2 where that is among the repository's results and the tree is dirty."""
+    """Where the result goes.
+
+    Exits with code 2 where that is among the repository's results and the tree is dirty.
+    """
     results = ROOT / "benchmarks" / "results"
     given = os.environ.get("OUT")
     folder = Path(given) if given else None if tiny else results
@@ -333,14 +424,18 @@ def _provenance(where: Where, missing: list[str], commit: str | None) -> dict[st
 
 
 def _driver() -> str | None:
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    found = _output(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    ).splitlines()
     return found[0].strip() if found else None
 
 
 def _output(*words: str) -> str:
     """What a command prints; nothing where there is no such command, or it fails."""
     try:
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except FileNotFoundError:
         return ""
 

@@ -1,5 +1,6 @@
-"""SFT, GRPO, DPO and PPO end to end on a tiny model with random weights: on the CPU in float32, on the device in float32 and in
-bfloat16, with losses side by side."""
+"""SFT, GRPO, DPO and PPO end to end on a tiny model with random weights: on the CPU in float32, on
+the device in float32 and in bfloat16, with losses side by side.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,24 @@ from benchmarks.gpu_run import Run
 ROOT = Path(__file__).resolve().parent.parent
 CARRIED = ROOT / "build" / "gpu-carry" / "tokenizer"
 STEPS = 3  # that are compared
-# Relative differences from the CPU in float32. SFT and DPO draw nothing, so their losses follow it; a drawn token may flip
-# where two kernels' logits differ in the last digit, and GRPO's and PPO's losses then differ as those of two completions do.
+# Relative differences from the CPU in float32. SFT and DPO draw nothing, so their losses follow it;
+# a drawn token may flip where two kernels' logits differ in the last digit, and GRPO's and PPO's
+# losses then differ as those of two completions do.
 FLOAT32, BFLOAT16 = 1e-3, 0.05
 COMPARED = ("sft", "dpo")
 SHAPE = {
-    "vocab_size": gpu_tokenizer.VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "pad_token_id": gpu_tokenizer.PAD, "bos_token_id": gpu_tokenizer.BEGIN, "eos_token_id": gpu_tokenizer.END,
-}  # fmt: skip
+    "vocab_size": gpu_tokenizer.VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": gpu_tokenizer.PAD,
+    "bos_token_id": gpu_tokenizer.BEGIN,
+    "eos_token_id": gpu_tokenizer.END,
+}
 
 
 def algorithms(run: Run) -> None:
@@ -46,11 +56,17 @@ def algorithms(run: Run) -> None:
                     found.append(_run(root, name, number, place, dtype))
                 except Exception as error:
                     reason = (str(error).splitlines() or [""])[0]
-                    run.wrong.append(f"{name} on {place} in {dtype}: {type(error).__name__}: {reason}")
+                    run.wrong.append(
+                        f"{name} on {place} in {dtype}: {type(error).__name__}: {reason}"
+                    )
                     run.write()
                     break
-                run.add(f"{name} on {place} in {dtype}: {STEPS} steps", time.monotonic() - begin, "s")
-            run.details[name] = {" ".join(form): steps for form, steps in zip(forms, found, strict=False)}
+                run.add(
+                    f"{name} on {place} in {dtype}: {STEPS} steps", time.monotonic() - begin, "s"
+                )
+            run.details[name] = {
+                " ".join(form): steps for form, steps in zip(forms, found, strict=False)
+            }
             _compare(run, name, found)
 
 
@@ -59,22 +75,35 @@ def _compare(run: Run, name: str, found: list[list[Mapping[str, float]]]) -> Non
     if not found:
         return
     exact = _losses(found[0])
-    for dtype, most, steps in zip(("float32", "bfloat16"), (FLOAT32, BFLOAT16), found[1:], strict=False):
+    for dtype, most, steps in zip(
+        ("float32", "bfloat16"), (FLOAT32, BFLOAT16), found[1:], strict=False
+    ):
         losses = _losses(steps)
-        apart = max((abs(a - b) / max(abs(b), 0.1) for a, b in zip(losses, exact, strict=False)), default=math.inf)
+        apart = max(
+            (abs(a - b) / max(abs(b), 0.1) for a, b in zip(losses, exact, strict=False)),
+            default=math.inf,
+        )
         what = f"{name} in {dtype}: losses of {len(losses)} steps differ from the CPU's by at most"
         if name in COMPARED:
             run.check(what, apart, most, "relative")
         else:
             run.add(what, apart, "relative")
-            run.check(f"{name} in {dtype}: losses that are no number", sum(not math.isfinite(x) for x in losses), 0, "")
+            run.check(
+                f"{name} in {dtype}: losses that are no number",
+                sum(not math.isfinite(x) for x in losses),
+                0,
+                "",
+            )
 
 
 def _losses(steps: list[Mapping[str, float]]) -> list[float]:
     """Loss and gradient norm of every trained role and step."""
     ends = ("/loss", "/grad_norm")
     return [
-        value for step in steps for name, value in sorted(step.items()) if name.endswith(ends) and "eval" not in name
+        value
+        for step in steps
+        for name, value in sorted(step.items())
+        if name.endswith(ends) and "eval" not in name
     ]
 
 
@@ -88,7 +117,8 @@ def _run(root: Path, name: str, number: int, device: str, dtype: str) -> list[Ma
         held = getattr(config, role, None)
         if held is not None and held.path:
             held.dtype = dtype
-    with contextlib.redirect_stdout(io.StringIO()):  # a run tells people much that is of no use here
+    # a run tells people much that is of no use here
+    with contextlib.redirect_stdout(io.StringIO()):
         launch(config)
     (written,) = folder.rglob("metrics.jsonl")
     steps = [json.loads(line) for line in written.read_text().splitlines()]
@@ -107,10 +137,19 @@ def _prepare(root: Path) -> None:
             shutil.copy(path, root / "model")
     else:
         gpu_tokenizer.write(root / "model")
-    sums = [(f"What is {n} plus {n}?", f" The answer is {2 * n}.", f" I will not add {n}.") for n in range(4 * STEPS)]
+    sums = [
+        (f"What is {n} plus {n}?", f" The answer is {2 * n}.", f" I will not add {n}.")
+        for n in range(4 * STEPS)
+    ]
     rows = {
-        "sft": [{"id": str(n), "prompt": asked, "answer": right} for n, (asked, right, _) in enumerate(sums)],
-        "dpo": [{"prompt": asked, "pos_answers": [right], "neg_answers": [other]} for asked, right, other in sums],
+        "sft": [
+            {"id": str(n), "prompt": asked, "answer": right}
+            for n, (asked, right, _) in enumerate(sums)
+        ],
+        "dpo": [
+            {"prompt": asked, "pos_answers": [right], "neg_answers": [other]}
+            for asked, right, other in sums
+        ],
         "prompts": [{"prompt": asked, "answer": right} for asked, right, _ in sums],
     }
     for name, kept in rows.items():
@@ -119,9 +158,13 @@ def _prepare(root: Path) -> None:
 
 def _options(folder: Path) -> dict[str, Any]:
     return {
-        "experiment_name": "gpu", "trial_name": "t", "fileroot": str(folder), "progress": False, "total_train_epochs": 1,
+        "experiment_name": "gpu",
+        "trial_name": "t",
+        "fileroot": str(folder),
+        "progress": False,
+        "total_train_epochs": 1,
         "seed": 1,
-    }  # fmt: skip
+    }
 
 
 def _sft(root: Path, folder: Path) -> Any:
@@ -169,4 +212,9 @@ def _ppo(root: Path, folder: Path) -> Any:
     return config
 
 
-CONFIGURATIONS: Mapping[str, Callable[[Path, Path], Any]] = {"sft": _sft, "grpo": _grpo, "dpo": _dpo, "ppo": _ppo}
+CONFIGURATIONS: Mapping[str, Callable[[Path, Path], Any]] = {
+    "sft": _sft,
+    "grpo": _grpo,
+    "dpo": _dpo,
+    "ppo": _ppo,
+}

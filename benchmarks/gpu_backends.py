@@ -1,4 +1,6 @@
-"""What `benchmarks/gpu.py` times: weft's engine and `transformers` on the same random weights' shape, on one device."""
+"""What `benchmarks/gpu.py` times: weft's engine and `transformers` on the same random weights'
+shape, on one device.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +14,86 @@ from typing import Any
 import torch
 
 LLAMA_3_2_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
-    "mlp_bias": False, "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
-    "num_hidden_layers": 16, "num_key_value_heads": 8, "initializer_range": 0.02, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
-    "bos_token_id": 128000, "eos_token_id": 128001,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
     "rope_scaling": {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-}  # fmt: skip
+}
 TINY = {
-    **LLAMA_3_2_1B, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    **LLAMA_3_2_1B,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 LLAMA_3_1_8B = {
-    **LLAMA_3_2_1B, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "tie_word_embeddings": False, "rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "factor": 8.0},
-}  # fmt: skip
+    **LLAMA_3_2_1B,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "tie_word_embeddings": False,
+    "rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "factor": 8.0},
+}
 QWEN3_0_6B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "attention_bias": False,
-    "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
-    "num_key_value_heads": 8, "initializer_range": 0.02, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0, "tie_word_embeddings": True, "vocab_size": 151936, "bos_token_id": 151643,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+    "bos_token_id": 151643,
     "eos_token_id": 151645,
-}  # fmt: skip
+}
 TINY_QWEN3 = {
-    **QWEN3_0_6B, "head_dim": 16, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
-    "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    **QWEN3_0_6B,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -51,13 +104,16 @@ class Sizes:
     sft: tuple[int, ...]  # lengths of the sequences of one step
     mixed: tuple[int, ...]  # the same, of all lengths
     ragged: tuple[int, ...]  # what is compared with transformers
-    long: tuple[dict[str, Any], tuple[int, ...]]  # a smaller model, and lengths of the sequences of one step
+    # a smaller model, and lengths of the sequences of one step
+    long: tuple[dict[str, Any], tuple[int, ...]]
     adapted: tuple[dict[str, Any], tuple[int, ...]]  # a larger model with adapters, and the same
-    decode: tuple[int, ...]  # numbers of sequences, and last the tokens of context around the timed steps
+    # numbers of sequences, and last the tokens of context around the timed steps
+    decode: tuple[int, ...]
     compared: int  # that of them at which generate is timed
     decode_steps: int
     rollout: tuple[int, int, int]  # completions, tokens of a prompt, most tokens of a completion
-    grpo: tuple[int, int, int, int]  # prompts, tokens of a prompt, completions of each, tokens of a completion
+    # prompts, tokens of a prompt, completions of each, tokens of a completion
+    grpo: tuple[int, int, int, int]
     times: int
     matmul: int  # rows and columns of the products that stand for the peak
     copied: int  # bytes
@@ -91,7 +147,9 @@ class Where:
 
 def products(where: Where, size: int, times: int) -> float:
     """Operations a second of square products: the best of them."""
-    one, other = (torch.randn(size, size, device=where.device, dtype=where.torch_dtype) for _ in range(2))
+    one, other = (
+        torch.randn(size, size, device=where.device, dtype=where.torch_dtype) for _ in range(2)
+    )
     out = torch.empty_like(one)
     return 2.0 * size**3 / min(where.seconds(lambda: torch.mm(one, other, out=out), times, warm=3))
 
@@ -107,8 +165,9 @@ def bandwidth(where: Where, copied: int, times: int) -> float:
 
 
 def engine(raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) -> Any:
-    """weft's engine with random weights, as the backend `torch` would build it from a directory with this config.json.
-    `options` are those of a role, such as `compile=True`."""
+    """weft's engine with random weights, as the backend `torch` would build it from a directory
+    with this config.json. `options` are those of a role, such as `compile=True`.
+    """
     from weft.checkpoints import hf_io
     from weft.models.network.transformer import Transformer
 
@@ -120,7 +179,9 @@ def engine(raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) 
 
 
 def adapted(raw: dict[str, Any], where: Where, rank: int) -> Any:
-    """The same with adapters on every linear layer; the weights beneath are frozen, in the role's dtype."""
+    """The same with adapters on every linear layer; the weights beneath are frozen, in the role's
+    dtype.
+    """
     from weft.checkpoints import hf_io
     from weft.engine.adapters_spec import LoRASpec
     from weft.models.network import lora
@@ -141,7 +202,9 @@ def engine_of(path: Path, where: Where) -> Any:
     return _built(network, hf_io.read_raw(path), where, trained=True)
 
 
-def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **options: Any) -> Any:
+def _built(
+    network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **options: Any
+) -> Any:
     from weft.engine.backends import common
     from weft.engine.backends.torch import _cost
     from weft.engine.spec import ModelSpec, Schedule
@@ -150,20 +213,30 @@ def _built(network: Any, raw: dict[str, Any], where: Where, *, trained: bool, **
     from weft.topology import Layout
 
     schedule = Schedule(10_000, 0) if trained else None
-    spec = ModelSpec(device=str(where.device), dtype=where.dtype, trained=trained, schedule=schedule, **options)
+    spec = ModelSpec(
+        device=str(where.device), dtype=where.dtype, trained=trained, schedule=schedule, **options
+    )
     if spec.compile:
         common.check_compile(spec, Layout(), where.device)
         compile_blocks(network, fp8=common.fp8_product(spec, where.device))
     if not spec.has_adapters:
         network.requires_grad_(trained)
     config = network.config
-    facts = {"family": raw["model_type"], "vocab_size": config.vocab_size, "num_layers": config.num_layers}
-    built = BuiltNetwork(network=network, save=_unsaved, cost=_cost(network, frozen=spec.has_adapters), facts=facts)
+    facts = {
+        "family": raw["model_type"],
+        "vocab_size": config.vocab_size,
+        "num_layers": config.num_layers,
+    }
+    built = BuiltNetwork(
+        network=network, save=_unsaved, cost=_cost(network, frozen=spec.has_adapters), facts=facts
+    )
     return TorchEngine(built, spec, Layout(), where.device)
 
 
 def operations(made: Any, lengths: Iterable[int]) -> float:
-    """Floating-point operations of a training step on sequences as `batch_of` makes them, whose first token is given."""
+    """Floating-point operations of a training step on sequences as `batch_of` makes them, whose
+    first token is given.
+    """
     import numpy
 
     sizes = numpy.array(list(lengths))
@@ -177,10 +250,14 @@ def gradients(made: Any, batch: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
 
     def keep(_: object) -> str:
-        found.update({name: value.float().cpu() for name, value in made._optimizer.gradients().items()})
+        found.update(
+            {name: value.float().cpu() for name, value in made._optimizer.gradients().items()}
+        )
         return "only looked at"
 
-    made.train([batch], SFTLoss(), veto=keep, max_tokens=batch.num_tokens() + batch.num_tokens("prompt"))
+    made.train(
+        [batch], SFTLoss(), veto=keep, max_tokens=batch.num_tokens() + batch.num_tokens("prompt")
+    )
     return found
 
 
@@ -231,7 +308,11 @@ def requests(count: int, prompt: int, samples: int, vocabulary: int) -> list[Any
 
     random = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, vocabulary, (count, prompt), generator=random).tolist()
-    return [Request(id=str(i), k=k, prompt=tokens) for i, tokens in enumerate(prompts) for k in range(samples)]
+    return [
+        Request(id=str(i), k=k, prompt=tokens)
+        for i, tokens in enumerate(prompts)
+        for k in range(samples)
+    ]
 
 
 def drain(generator: Any) -> dict[tuple[str, int], list[Any]]:
@@ -260,27 +341,39 @@ def training_attention(where: Where, config: Any) -> str:
 
     if config.attention_softcap is not None and flex.serves(where.device, config.head_dim):
         return "FlexAttention over packs"
-    if config.attention_softcap is None and flash.serves(where.device, where.torch_dtype, config.head_dim):
+    if config.attention_softcap is None and flash.serves(
+        where.device, where.torch_dtype, config.head_dim
+    ):
         return f"flash attention {flash.version()} over packs"
     return "scaled_dot_product_attention" if where.device.type == "cuda" else "weft's CPU kernel"
 
 
 def decoding_attention(generator: Any, where: Where) -> str:
-    """The kernel that computes attention in the decode steps of a generator: torch 2.11 has no flash attention over pages."""
+    """The kernel that computes attention in the decode steps of a generator: torch 2.11 has no
+    flash attention over pages.
+    """
     from weft.engine.generation.caches import PageCaches
     from weft.kernels import flash
 
     if not isinstance(generator._caches, PageCaches):
-        return "scaled_dot_product_attention over slots" if where.device.type == "cuda" else "weft's CPU kernel"
+        return (
+            "scaled_dot_product_attention over slots"
+            if where.device.type == "cuda"
+            else "weft's CPU kernel"
+        )
     config = generator._network.config
-    plain = config.attention_softcap is None and flash.serves(where.device, where.torch_dtype, config.head_dim)
+    plain = config.attention_softcap is None and flash.serves(
+        where.device, where.torch_dtype, config.head_dim
+    )
     if plain and flash.abilities().block_table:
         return f"flash attention {flash.version()} over pages"
     return "FlexAttention over pages"
 
 
 def room(made: Any, longest: int, most: int, spec: Any) -> int:
-    """How many sequences of `longest` tokens a generator holds at once, `most` at most: none of them is preempted."""
+    """How many sequences of `longest` tokens a generator holds at once, `most` at most: none of
+    them is preempted.
+    """
     with made.generating(spec) as generator:
         blocks, admitted = generator._caches.blocks, 0
         while admitted < most and blocks.admit(("room", admitted), longest):
@@ -314,7 +407,11 @@ def sample_of(asked: list[Any], rows: dict[tuple[str, int], list[Any]], samples:
         "completion": torch.tensor([event.token for event in events]),
         "logprobs": torch.tensor([event.logprob for event in events], dtype=torch.float32),
     }
-    lengths = {"prompt": [[len(request.prompt)] for request in leaders], "completion": grouped, "logprobs": grouped}
+    lengths = {
+        "prompt": [[len(request.prompt)] for request in leaders],
+        "completion": grouped,
+        "logprobs": grouped,
+    }
     return SequenceSample.from_groups([request.id for request in leaders], lengths, data)
 
 
@@ -322,7 +419,9 @@ def sample_of(asked: list[Any], rows: dict[tuple[str, int], list[Any]], samples:
 
 
 def reference(raw: dict[str, Any], where: Where, attention: str, *, trained: bool) -> Any:
-    """`transformers`' model with random weights: float32 under autocast where it is trained, else in the role's dtype."""
+    """`transformers`' model with random weights: float32 under autocast where it is trained, else
+    in the role's dtype.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = {key: value for key, value in raw.items() if key not in ("model_type", "architectures")}
@@ -335,7 +434,9 @@ def reference(raw: dict[str, Any], where: Where, attention: str, *, trained: boo
 
 
 def saved_reference(raw: dict[str, Any], where: Where, folder: Path) -> Any:
-    """A model of random weights, saved in the role's dtype and then float32: the exact form of what the file holds."""
+    """A model of random weights, saved in the role's dtype and then float32: the exact form of what
+    the file holds.
+    """
     torch.manual_seed(0)
     model = reference(raw, where, "sdpa", trained=False)
     model.save_pretrained(folder)
@@ -343,8 +444,9 @@ def saved_reference(raw: dict[str, Any], where: Where, folder: Path) -> Any:
 
 
 def exact(model: Any, batch: Any, names: list[str]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(log-probs of the completions, gradients of their negative mean by name), in float32, one sequence after the other.
-    `{last}` in a name is the last layer."""
+    """(log-probs of the completions, gradients of their negative mean by name), in float32, one
+    sequence after the other. `{last}` in a name is the last layer.
+    """
     last = model.config.num_hidden_layers - 1
     wanted = [name.format(last=last) for name in names]
     prompts, completions = batch.sequences("prompt"), batch.sequences("completion")
@@ -363,7 +465,9 @@ def exact(model: Any, batch: Any, names: list[str]) -> tuple[torch.Tensor, dict[
 
 
 def trainers(where: Where) -> list[tuple[str, bool]]:
-    """(attention, compiled): the ways in which people train; compiling takes longer than it saves where there is no GPU."""
+    """(attention, compiled): the ways in which people train; compiling takes longer than it saves
+    where there is no GPU.
+    """
     ways = [(attention, False) for attention in attentions(where)]
     return [*ways, ("sdpa", True)] if where.device.type == "cuda" else ways
 
@@ -386,7 +490,9 @@ def train_step(
 ) -> Callable[[], None]:
     """One optimizer step on sequences of one length, so that nothing is padded."""
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, vocabulary, (len(lengths), lengths[0]), generator=random).to(where.device)
+    ids = torch.randint(3, vocabulary, (len(lengths), lengths[0]), generator=random).to(
+        where.device
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     mixed = where.torch_dtype != torch.float32
     if compiled:
@@ -403,7 +509,9 @@ def train_step(
     return step
 
 
-def decode_seconds(model: Any, batch: int, prompt: int, times: int, where: Where, cache: str) -> float:
+def decode_seconds(
+    model: Any, batch: int, prompt: int, times: int, where: Where, cache: str
+) -> float:
     """Seconds of a decode step of `generate`: what `times` more new tokens take."""
     ids = torch.full((batch, prompt), 5, device=where.device)
     mask = torch.ones_like(ids)
@@ -412,9 +520,17 @@ def decode_seconds(model: Any, batch: int, prompt: int, times: int, where: Where
         def run() -> None:
             with torch.no_grad():
                 model.generate(
-                    ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0,
-                    max_new_tokens=new, min_new_tokens=new, cache_implementation=cache,
-                )  # fmt: skip
+                    ids,
+                    attention_mask=mask,
+                    do_sample=True,
+                    top_k=0,
+                    top_p=1.0,
+                    temperature=1.0,
+                    pad_token_id=0,
+                    max_new_tokens=new,
+                    min_new_tokens=new,
+                    cache_implementation=cache,
+                )
 
         return statistics.median(where.seconds(run, 3, warm=1))
 

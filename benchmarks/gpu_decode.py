@@ -1,4 +1,6 @@
-"""Decoding in `benchmarks/gpu.py`: steady steps at several numbers of sequences, and where their time goes."""
+"""Decoding in `benchmarks/gpu.py`: steady steps at several numbers of sequences, and where their
+time goes.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ def decode(run: Run) -> None:
 
 
 def those_that_fit(wanted: Iterable[int], room: int) -> list[int]:
-    """Numbers of sequences for which there is room, in the order wanted; in the place of the first for which there is none the
-    largest multiple of 64 that fits."""
+    """Numbers of sequences for which there is room, in the order wanted; in the place of the first
+    for which there is none the largest multiple of 64 that fits.
+    """
     found: list[int] = []
     for count in wanted:
         fits = count if count <= room else room // 64 * 64
@@ -75,7 +78,9 @@ def _decode_step(run: Run, made: Any, batch: int, prompt: int, context: int, ste
         _begin(run, generator, batch, prompt)
         by = gpu_backends.decoding_attention(generator, where)
         turn = min(8, steps)
-        taken = where.seconds(lambda: [generator.step() for _ in range(turn)], max(1, steps // turn))
+        taken = where.seconds(
+            lambda: [generator.step() for _ in range(turn)], max(1, steps // turn)
+        )
         seconds = [turn_seconds / turn for turn_seconds in taken]
         if batch == run.sizes.compared:
             run.profiled("decode", lambda: [generator.step() for _ in range(8)])
@@ -84,16 +89,33 @@ def _decode_step(run: Run, made: Any, batch: int, prompt: int, context: int, ste
         generator.abort([str(i) for i in range(batch)])
     config, network = gpu_backends.network_of(made).config, gpu_backends.network_of(made)
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * where.torch_dtype.itemsize
+    keys = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * where.torch_dtype.itemsize
+    )
     bytes_read, median = weights + batch * context * keys, statistics.median(seconds)
-    run.details[what] = {"seconds": seconds, "bytes_read": bytes_read, "graphs": found, "attention": by}
+    run.details[what] = {
+        "seconds": seconds,
+        "bytes_read": bytes_read,
+        "graphs": found,
+        "attention": by,
+    }
     run.add(f"{what}: step", 1e3 * median, "ms", by=by)
     run.add(f"{what}: tokens", batch / median, "tokens/s", by=by)
-    run.add(f"{what}: memory roofline", bytes_read / median / run.limit("bytes_per_s"), "of copies", by=by)
+    run.add(
+        f"{what}: memory roofline",
+        bytes_read / median / run.limit("bytes_per_s"),
+        "of copies",
+        by=by,
+    )
     promised = run.promised("bytes_per_s")
     if promised is not None:
         rate = bytes_read / median
-        run.add(f"{what}: memory roofline by the data sheet", rate / promised, "of the data sheet", by=by)
+        run.add(
+            f"{what}: memory roofline by the data sheet",
+            rate / promised,
+            "of the data sheet",
+            by=by,
+        )
     return median
 
 
@@ -111,13 +133,16 @@ def say_preempted(run: Run, what: str, generator: Any) -> None:
     if count:
         run.add(f"{what}: sequences preempted", count, "times")
         run.details.setdefault("notes", []).append(
-            f"{what}: memory was short, so {count} times a sequence lost its keys and values and had them computed again; the "
+            f"{what}: memory was short, so {count} times a sequence lost its keys and values and "
+            f"had them computed again; the "
             "figures include that"
         )
 
 
 def decode_profile(run: Run) -> None:
-    """Which kernels take the time of eight decode steps at the number of sequences that is compared with `generate`."""
+    """Which kernels take the time of eight decode steps at the number of sequences that is compared
+    with `generate`.
+    """
     sizes = run.sizes
     made = gpu_backends.engine(sizes.config, run.where, trained=False)
     prompt = max(1, sizes.decode[-1] - WARM)
@@ -125,7 +150,9 @@ def decode_profile(run: Run) -> None:
         _begin(run, generator, sizes.compared, prompt)
         by = gpu_backends.decoding_attention(generator, run.where)
         (seconds,) = run.where.seconds(lambda: [generator.step() for _ in range(8)], 1)
-        run.add(f"decode, {sizes.compared} sequences: the profiled step", 1e3 * seconds / 8, "ms", by=by)
+        run.add(
+            f"decode, {sizes.compared} sequences: the profiled step", 1e3 * seconds / 8, "ms", by=by
+        )
         run.profiled("decode", lambda: [generator.step() for _ in range(8)])
         generator.abort([str(i) for i in range(sizes.compared)])
 
@@ -135,7 +162,11 @@ def graphs_found(run: Run, what: str, generator: Any) -> dict[str, Any]:
     graphs = gpu_backends.graphs_of(generator)
     if graphs is None:
         return {"captured": 0, "note": "this device has none"}
-    found = {"captured": len(graphs), "note": graphs.note, "counts": dict(getattr(graphs, "counts", {}))}
+    found = {
+        "captured": len(graphs),
+        "note": graphs.note,
+        "counts": dict(getattr(graphs, "counts", {})),
+    }
     if what:
         run.add(f"{what}: decode graphs captured", len(graphs), "sizes")
     return found

@@ -1,4 +1,6 @@
-"""The page of a run of `benchmarks/gpu.py`, made of its record alone, for a reader who was not there."""
+"""The page of a run of `benchmarks/gpu.py`, made of its record alone, for a reader who was not
+there.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,27 @@ from benchmarks.gpu_plan import BARS, EVERY
 Record = Mapping[str, Any]
 GPU = "H100"  # that the bars are for
 ABOUT = (
-    "weft trains language models after pretraining. This page holds what one run of its GPU benchmark found. A *goal* that "
-    "begins with `<=` is a bound of correctness and holds on every device. One that begins with `>=` is a bar of speed for one "
+    "weft trains language models after pretraining. This page holds what one run of its GPU "
+    "benchmark found. A *goal* that "
+    "begins with `<=` is a bound of correctness and holds on every device. One that begins with "
+    "`>=` is a bar of speed for one "
     f"{GPU}"
 )
 WORDS = (
-    "*MFU* is the rate of floating-point operations of a training step, *memory roofline* the rate at which a decode step "
-    "reads the bytes that it must read; both are shares of what this run measured, for products of random matrices and for "
-    "copies, or of what the GPU's data sheet promises. The last column names the kernel that computes attention."
+    "*MFU* is the rate of floating-point operations of a training step, *memory roofline* the "
+    "rate at which a decode step "
+    "reads the bytes that it must read; both are shares of what this run measured, for products "
+    "of random matrices and for "
+    "copies, or of what the GPU's data sheet promises. The last column names the kernel that "
+    "computes attention."
 )
 KERNELS = 12  # lines of a profile
 
 
 def page(record: Record) -> str:
-    """Markdown: the device, what is wrong, what did not run and why, every figure with its goal, and profiles."""
+    """Markdown: the device, what is wrong, what did not run and why, every figure with its goal,
+    and profiles.
+    """
     lines = [f"# weft on {record['device'] or 'this device'}", "", *_head(record), ""]
     lines += _body(record)
     first = record.get("first")
@@ -34,8 +43,14 @@ def page(record: Record) -> str:
 
 def _head(record: Record) -> list[str]:
     gpu = record.get("gpu")
-    judged = "." if gpu == GPU else f": on {gpu or 'this device'} such a figure is given without a verdict."
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+    judged = (
+        "."
+        if gpu == GPU
+        else f": on {gpu or 'this device'} such a figure is given without a verdict."
+    )
+    versions = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items() if version
+    )
     dirty = " with changes that are not committed" if record.get("dirty") else ""
     lines = [ABOUT + judged, "", WORDS, ""]
     lines.append(f"- Command: `{record['command']}`")
@@ -99,13 +114,22 @@ def _absent(record: Record) -> list[str]:
 def _table(rows: Iterable[Mapping[str, Any]], gpu: str | None) -> list[str]:
     lines = ["| what | value | unit | goal | | attention |", "|---|---|---|---|---|---|"]
     for row in rows:
-        cells = (row["what"], f"{row['value']:.4g}", row["unit"], row["goal"], verdict(row, gpu), row.get("by", ""))
+        cells = (
+            row["what"],
+            f"{row['value']:.4g}",
+            row["unit"],
+            row["goal"],
+            verdict(row, gpu),
+            row.get("by", ""),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return lines if len(lines) > 2 else ["It left no figure."]
 
 
 def verdict(row: Mapping[str, Any], gpu: str | None) -> str:
-    """Whether a figure reaches its goal; empty where it has none, or has a bar that is for another GPU."""
+    """Whether a figure reaches its goal; empty where it has none, or has a bar that is for another
+    GPU.
+    """
     if not row["goal"]:
         return ""
     sign, bound = row["goal"].split()
@@ -125,5 +149,7 @@ def _profile(name: str, kernels: list[Mapping[str, Any]]) -> list[str]:
     ]
     for kernel in kernels[:KERNELS]:
         called = kernel["kernel"].replace("|", "/")[:90]
-        lines.append(f"| {kernel['ms']:.3g} | {kernel['ms'] / total:.0%} | {kernel['calls']} | `{called}` |")
+        lines.append(
+            f"| {kernel['ms']:.3g} | {kernel['ms'] / total:.0%} | {kernel['calls']} | `{called}` |"
+        )
     return lines

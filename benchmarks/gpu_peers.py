@@ -1,4 +1,6 @@
-"""Rollouts by other systems, where they are installed: seconds of the second of two, with the same prompts and lengths."""
+"""Rollouts by other systems, where they are installed: seconds of the second of two, with the same
+prompts and lengths.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def _second(call: Callable[[], Any]) -> float:
 def vllm(model: Path, prompts: Prompts, samples: int, new: int) -> float:
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.8)
-    settings = SamplingParams(n=samples, max_tokens=new, temperature=1.0, ignore_eos=True, detokenize=False)
+    engine = LLM(
+        model=str(model), skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.8
+    )
+    settings = SamplingParams(
+        n=samples, max_tokens=new, temperature=1.0, ignore_eos=True, detokenize=False
+    )
     asked = [{"prompt_token_ids": tokens} for tokens in prompts]
     return _second(lambda: engine.generate(asked, settings, use_tqdm=False))
 

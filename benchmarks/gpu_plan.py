@@ -1,4 +1,7 @@
-"""The order and the time limits of the sections of `benchmarks/gpu.py`. Plain data: no torch, no clock."""
+"""The order and the time limits of the sections of `benchmarks/gpu.py`.
+
+Plain data: no torch, no clock.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MARGIN = 12.0  # seconds at the end in which nothing runs: the last section is ended and the page written
+# seconds at the end in which nothing runs: the last section is ended and the page written
+MARGIN = 12.0
 LEAST = 12.0  # seconds in which a section finds nothing
 
 
 @dataclass(frozen=True)
 class Section:
-    """`about` says on the page what the section shows; `limit` is its share of the run in seconds. Neighbours with
-    `measures=False` run at the same time, since none of them times anything."""
+    """`about` says on the page what the section shows; `limit` is its share of the run in seconds.
+
+    Neighbours with `measures=False` run at the same time, since none of them times anything.
+    """
 
     name: str
     about: str
@@ -24,30 +30,56 @@ class Section:
 EVERY: Mapping[str, Section] = {
     section.name: section
     for section in (
-        Section("limits", "What the machine is, and how fast it multiplies and copies at most.", 40),
-        Section("probe", "Each mechanism that weft uses on a GPU, alone, against float64.", 75, measures=False),
+        Section(
+            "limits", "What the machine is, and how fast it multiplies and copies at most.", 40
+        ),
+        Section(
+            "probe",
+            "Each mechanism that weft uses on a GPU, alone, against float64.",
+            75,
+            measures=False,
+        ),
         Section(
             "algorithms",
-            "SFT, GRPO, DPO and PPO end to end on a tiny model: losses on the CPU beside those on the device.",
+            "SFT, GRPO, DPO and PPO end to end on a tiny model: losses on the CPU beside those on "
+            "the device.",
             90,
             measures=False,
         ),
         Section(
             "agreement",
-            "Log-probs and gradients of weft against those of `transformers` in float32 on the same weights; sampled log-probs "
+            "Log-probs and gradients of weft against those of `transformers` in float32 on the "
+            "same weights; sampled log-probs "
             "against recomputed ones.",
             90,
             measures=False,
         ),
-        Section("sft", "A training step on packed tokens, all parameters trained, and the same by `transformers`.", 70),
-        Section("decode", "Steady decode steps, against the bytes that each must read and against `generate`.", 70),
+        Section(
+            "sft",
+            "A training step on packed tokens, all parameters trained, and the same by "
+            "`transformers`.",
+            70,
+        ),
+        Section(
+            "decode",
+            "Steady decode steps, against the bytes that each must read and against `generate`.",
+            70,
+        ),
         Section("grpo", "A GRPO step and where its time goes.", 60),
         Section("lora", "A training step of adapters on the frozen weights of an 8B model.", 55),
         Section("tests", "The tests of the repository that need a GPU.", 60),
         Section("decode_profile", "Which kernels take the time of a decode step.", 50),
-        Section("sft_profile", "Which kernels take the time of a training step: the slowest of `sft`.", 50),
-        Section("ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 60),
-        Section("options", "The training step of `sft` with each option that may make it faster.", 60),
+        Section(
+            "sft_profile",
+            "Which kernels take the time of a training step: the slowest of `sft`.",
+            50,
+        ),
+        Section(
+            "ragged", "Completions of all lengths, so that the batch shrinks while it decodes.", 60
+        ),
+        Section(
+            "options", "The training step of `sft` with each option that may make it faster.", 60
+        ),
         Section("peers", "The rollout of `grpo` by vLLM and SGLang, where they are installed.", 60),
     )
 }
@@ -85,12 +117,16 @@ def seconds(names: Iterable[str]) -> int:
 
 
 def allowance(section: Section, left: float, rest: Sequence[str]) -> float:
-    """Seconds that a section may take where `left` remain for it and for `rest`: its limit and what others have not used."""
+    """Seconds that a section may take where `left` remain for it and for `rest`: its limit and what
+    others have not used.
+    """
     return min(left, section.limit + max(0.0, left - section.limit - seconds(rest)))
 
 
 def second(first: Mapping[str, Any]) -> list[str]:
-    """The sections of the second command after the record of the first: those that explain, then those that did not end."""
+    """The sections of the second command after the record of the first: those that explain, then
+    those that did not end.
+    """
     ended = set(first.get("ran", ())) - set(first.get("why", ()))
     return [*SECOND, *(name for name in FIRST if name not in ended)]
 
@@ -98,6 +134,8 @@ def second(first: Mapping[str, Any]) -> list[str]:
 def slowest(rows: Iterable[Mapping[str, Any]]) -> str | None:
     """The training step of `sft` with the lowest MFU, by its name; None where none was measured."""
     end = ": MFU"
-    found = {row["what"].removesuffix(end): row["value"] for row in rows if row["what"].endswith(end)}
+    found = {
+        row["what"].removesuffix(end): row["value"] for row in rows if row["what"].endswith(end)
+    }
     steps = {name: value for name, value in found.items() if name.startswith("sft")}
     return min(steps, key=steps.__getitem__, default=None)

@@ -1,5 +1,7 @@
-"""Each mechanism that weft uses on a GPU, alone and on small inputs, against the same in float64. What fails is a line, and the
-next one goes on."""
+"""Each mechanism that weft uses on a GPU, alone and on small inputs, against the same in float64.
+
+What fails is a line, and the next one goes on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def probe(run: Run) -> None:
         try:
             run.check(f"{name}: error", check(device), most, "relative")
         except Exception as error:
-            run.wrong.append(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            run.wrong.append(
+                f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            )
             run.write()
         run.add(f"{name}: time", time.monotonic() - begin, "s")
 
@@ -51,10 +55,16 @@ def abilities() -> dict[str, str]:
     """What the installed kernels can do."""
     from weft.kernels import flash, flex
 
-    return {"flash": str(flash.abilities()), "flash version": str(flash.version()), "flex": str(flex._compiles())}
+    return {
+        "flash": str(flash.abilities()),
+        "flash version": str(flash.version()),
+        "flex": str(flex._compiles()),
+    }
 
 
-def drawn(device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def drawn(
+    device: torch.device, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """Normal numbers that are the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
@@ -69,11 +79,15 @@ def wide_products(device: torch.device) -> float:
     kernels.add_product(total, left, right)
     if device.type != "cuda":  # a CPU rounds each product to bfloat16 before it joins the sum
         return relative(kernels.wide_product(left, right).cpu(), product)
-    return max(relative(kernels.wide_product(left, right).cpu(), product), relative(total.cpu(), expected))
+    return max(
+        relative(kernels.wide_product(left, right).cpu(), product), relative(total.cpu(), expected)
+    )
 
 
 def draws(device: torch.device) -> float:
-    """The share of draws that are not the exact ones: the inverse of the distribution function in float64."""
+    """The share of draws that are not the exact ones: the inverse of the distribution function in
+    float64.
+    """
     from weft.engine.generation import sampling
 
     logits = drawn(device, 64, 8192, dtype=torch.float32) * 3
@@ -89,7 +103,9 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(scores.shape[2] - scores.shape[1] + 1)
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
+        scores.shape[2] - scores.shape[1] + 1
+    )
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
 
 
@@ -97,7 +113,10 @@ def flash_attention(device: torch.device) -> float:
     from weft.kernels import AttentionSpec, VarlenLengths, flash
 
     ends, heads, dim = (0, 250, 600), (32, 8, 8), 64
-    inputs = [drawn(device, ends[-1], count, dim, seed=n).requires_grad_() for n, count in enumerate(heads)]
+    inputs = [
+        drawn(device, ends[-1], count, dim, seed=n).requires_grad_()
+        for n, count in enumerate(heads)
+    ]
     bounds = torch.tensor(ends, dtype=torch.int32, device=device)
     out = flash.packed(*inputs, VarlenLengths(bounds, bounds, 350, 350), AttentionSpec(dim**-0.5))
     weights = drawn(device, *out.shape, seed=9)
@@ -117,8 +136,15 @@ def formulas(device: torch.device) -> float:
     made = compiled.one_kernel(exact.activated)(x, True, "silu")
     gradients = compiled.one_kernel(exact.activated_gradients)(by, x, True, "silu", True)
     wide, wide_by = x.double().cpu(), by.double().cpu()
-    wanted = exact.activated(wide, True, "silu"), *exact.activated_gradients(wide_by, wide, True, "silu", True)
-    return max(relative(a.cpu(), b) for a, b in zip((made, *gradients), wanted, strict=True) if b is not None)
+    wanted = (
+        exact.activated(wide, True, "silu"),
+        *exact.activated_gradients(wide_by, wide, True, "silu", True),
+    )
+    return max(
+        relative(a.cpu(), b)
+        for a, b in zip((made, *gradients), wanted, strict=True)
+        if b is not None
+    )
 
 
 def flex_attention(device: torch.device) -> float:
@@ -126,15 +152,21 @@ def flex_attention(device: torch.device) -> float:
     from weft.kernels import AttentionSpec, flex
 
     prompt, rest, dim = 2 * TILE, TILE, 64
-    bounds = torch.tensor([0, prompt, prompt + rest, prompt + 2 * rest], dtype=torch.int32, device=device)
-    q, k, v = (drawn(device, prompt + 2 * rest, count, dim, seed=n) for n, count in enumerate((8, 2, 2)))
+    bounds = torch.tensor(
+        [0, prompt, prompt + rest, prompt + 2 * rest], dtype=torch.int32, device=device
+    )
+    q, k, v = (
+        drawn(device, prompt + 2 * rest, count, dim, seed=n) for n, count in enumerate((8, 2, 2))
+    )
     mask = flex.pack_mask(bounds, [((0, prompt), (prompt, len(q)))], len(q), None)
     found = flex.packed(q, k, v, mask, AttentionSpec(dim**-0.5)).double().cpu()
     wide = [x.double().cpu() for x in (q, k, v)]
     errors = []
     for first in (prompt, prompt + rest):
         own = [torch.cat([x[:prompt], x[first : first + rest]]) for x in wide]
-        errors.append(relative(found[first : first + rest], exact_attention(*own, dim**-0.5)[prompt:]))
+        errors.append(
+            relative(found[first : first + rest], exact_attention(*own, dim**-0.5)[prompt:])
+        )
     return max(errors)
 
 
@@ -145,7 +177,9 @@ def graphs(device: torch.device) -> float:
     from weft.engine.generation.graphs import DecodeGraphs, cuda_capture
 
     weight = drawn(device, 7, 5, dtype=torch.float32)
-    made = DecodeGraphs({"step": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device))
+    made = DecodeGraphs(
+        {"step": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device)
+    )
     random, errors = np.random.default_rng(0), []
     for form in range(3):
         for rows in (3, 13):

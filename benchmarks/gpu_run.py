@@ -1,4 +1,6 @@
-"""What a section of `benchmarks/gpu.py` finds, written down line by line: one that is cut off leaves what it had."""
+"""What a section of `benchmarks/gpu.py` finds, written down line by line: one that is cut off
+leaves what it had.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from weft.engine.flops import peak_of
 
 @dataclass
 class Run:
-    """Sizes, device, and what was found: lines of the table, everything else that is written, and figures that are `wrong`.
+    """Sizes, device, and what was found: lines of the table, everything else that is written, and
+    figures that are `wrong`.
 
     `known` is what `limits` found, where it ran before.
     """
@@ -36,9 +39,13 @@ class Run:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, what: str, value: float, unit: str, goal: str = "", by: str = "") -> None:
-        """A line of the table, whose goal is its bar where it has one; `by` names the kernel that computes attention."""
+        """A line of the table, whose goal is its bar where it has one; `by` names the kernel that
+        computes attention.
+        """
         goal = goal or BARS.get(what, "")
-        self.rows.append({"what": what, "value": float(value), "unit": unit, "goal": goal, "by": by})
+        self.rows.append(
+            {"what": what, "value": float(value), "unit": unit, "goal": goal, "by": by}
+        )
         print(f"  {what}: {float(value):.4g} {unit}", flush=True)
         self.write()
 
@@ -70,7 +77,10 @@ class Run:
     def limit(self, name: str) -> float:
         """`products_per_s` or `bytes_per_s`: from `limits`, else measured now."""
         if name not in self.known:
-            measured = {"products_per_s": gpu_backends.products, "bytes_per_s": gpu_backends.bandwidth}[name]
+            measured = {
+                "products_per_s": gpu_backends.products,
+                "bytes_per_s": gpu_backends.bandwidth,
+            }[name]
             size = self.sizes.matmul if name == "products_per_s" else self.sizes.copied
             self.known = {**self.known, name: measured(self.where, size, self.sizes.times)}
         return float(self.known[name])
@@ -123,7 +133,11 @@ def _kernels(profile: Any, device: str) -> list[dict[str, Any]]:
     ]  # an operation counts its kernels' time too
     timed = kernels if device == "cuda" and kernels else events
     found = [(getattr(each, time_of) / 1e3, each.count, each.key) for each in timed]
-    named = [{"ms": ms, "calls": calls, "kernel": key} for ms, calls, key in sorted(found, reverse=True) if ms > 0]
+    named = [
+        {"ms": ms, "calls": calls, "kernel": key}
+        for ms, calls, key in sorted(found, reverse=True)
+        if ms > 0
+    ]
     return named[:40]
 
 

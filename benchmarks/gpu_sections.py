@@ -28,15 +28,22 @@ GRADIENTS = 0.1  # relative error of a gradient that was computed in bfloat16
 EXACT = 1e-3  # either, in float32
 RANK = 16  # of adapters
 GPU_TESTS = (
-    "tests/kernels", "tests/engine/generation/test_graphs.py", "tests/engine/generation/test_caches_pages.py",
-    "tests/engine/generation/test_generate.py", "tests/engine/test_device.py",
-)  # fmt: skip
+    "tests/kernels",
+    "tests/engine/generation/test_graphs.py",
+    "tests/engine/generation/test_caches_pages.py",
+    "tests/engine/generation/test_generate.py",
+    "tests/engine/test_device.py",
+)
 # Those that are skipped where there is no CUDA device: files, and words of their names.
 DEVICE_TESTS = (
-    "tests/kernels/gpu/test_flash.py", "tests/kernels/gpu/test_flex.py", "tests/engine/generation/test_graphs.py",
+    "tests/kernels/gpu/test_flash.py",
+    "tests/kernels/gpu/test_flex.py",
+    "tests/engine/generation/test_graphs.py",
     "tests/engine/generation/test_caches_pages.py",
-)  # fmt: skip
-ON_THE_DEVICE = "agrees_with_the_exact_form or agree_with_the_exact_form or automatic_splits or on_the_device"
+)
+ON_THE_DEVICE = (
+    "agrees_with_the_exact_form or agree_with_the_exact_form or automatic_splits or on_the_device"
+)
 # Five parameters: weft's name, and transformers' of the llama family.
 COMPARED = {
     "embed.weight": "model.embed_tokens.weight",
@@ -48,8 +55,9 @@ COMPARED = {
 
 
 def tests(run: Run) -> None:
-    """The repository's tests of kernels, graphs and generation, those that need a CUDA device among them; where time is short
-    those alone."""
+    """The repository's tests of kernels, graphs and generation, those that need a CUDA device among
+    them; where time is short those alone.
+    """
     lacking = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if lacking:
         run.leave_out(f"the tests need {' and '.join(lacking)}, which are not installed")
@@ -88,7 +96,9 @@ def tests(run: Run) -> None:
     run.details["tests"] = said[-200:]
     for outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED"):
         run.add(
-            f"tests: {outcome.lower()}", sum(f" {outcome} " in f"{line} " for line in said if "::" in line), "tests"
+            f"tests: {outcome.lower()}",
+            sum(f" {outcome} " in f"{line} " for line in said if "::" in line),
+            "tests",
         )
     run.check("tests: exit code of pytest", code, 0, "")
 
@@ -114,16 +124,25 @@ def _system() -> dict[str, Any]:
     query = "name,memory.total,clocks.max.sm,power.limit,ecc.mode.current,mig.mode.current"
     try:
         words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv"]
-        gpu = subprocess.run(words, capture_output=True, text=True, check=False, timeout=10).stdout.splitlines()
+        gpu = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=10
+        ).stdout.splitlines()
     except (FileNotFoundError, subprocess.TimeoutExpired):
         gpu = []
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"gpu": gpu, "cores": os.cpu_count(), "memory_gib": round(memory, 1), "system": platform.platform()}
+    return {
+        "gpu": gpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "system": platform.platform(),
+    }
 
 
 def agreement(run: Run) -> None:
-    """Whether the kernels of this device compute what the exact form does: sampled against recomputed log-probs, a shared
-    prompt against repeated ones, and log-probs and gradients against `transformers` in float32 on the same weights."""
+    """Whether the kernels of this device compute what the exact form does: sampled against
+    recomputed log-probs, a shared prompt against repeated ones, and log-probs and gradients against
+    `transformers` in float32 on the same weights.
+    """
     sizes, where = run.sizes, run.where
     most, mean = (EXACT, EXACT) if where.dtype == "float32" else (MOST, MEAN)
 
@@ -138,7 +157,9 @@ def agreement(run: Run) -> None:
     with made.generating(sampling(new)) as generator:
         generator.submit(asked)
         rows = gpu_backends.drain(generator)
-        run.details["kernels"] = gpu_backends.kernels(where, gpu_backends.network_of(made).config.head_dim)
+        run.details["kernels"] = gpu_backends.kernels(
+            where, gpu_backends.network_of(made).config.head_dim
+        )
         run.details["graphs"] = graphs_found(run, "agreement", generator)
         run.details["attention"] = gpu_backends.decoding_attention(generator, where)
     batch = gpu_backends.sample_of(asked, rows, samples)
@@ -157,7 +178,9 @@ def agreement(run: Run) -> None:
     _beside_transformers(run, differ)
 
 
-def _beside_transformers(run: Run, differ: Callable[[str, torch.Tensor, torch.Tensor], None]) -> None:
+def _beside_transformers(
+    run: Run, differ: Callable[[str, torch.Tensor, torch.Tensor], None]
+) -> None:
     sizes, where = run.sizes, run.where
     vocabulary, none = sizes.config["vocab_size"], list[str]()
     with tempfile.TemporaryDirectory(prefix="weft-gpu-") as folder:
@@ -200,8 +223,9 @@ def sft_steps(run: Run) -> Mapping[str, tuple[dict[str, Any], tuple[int, ...]]]:
 
 
 def sft(run: Run) -> None:
-    """A training step on packed tokens: equal lengths, a mixed pack, one long sequence of a smaller model; the first by
-    `transformers` at its best here."""
+    """A training step on packed tokens: equal lengths, a mixed pack, one long sequence of a smaller
+    model; the first by `transformers` at its best here.
+    """
     seconds: dict[str, float] = {}
     made: Any = None
     for name, (config, lengths) in sft_steps(run).items():
@@ -219,9 +243,12 @@ def sft(run: Run) -> None:
     _sft_of_transformers(run, seconds["sft"])
 
 
-def timed_step(run: Run, made: Any, name: str, lengths: tuple[int, ...]) -> tuple[float, Callable[[], None]]:
-    """Time training steps of an engine on one pack, with their rate as a share of what the device can do; the median seconds,
-    and the step."""
+def timed_step(
+    run: Run, made: Any, name: str, lengths: tuple[int, ...]
+) -> tuple[float, Callable[[], None]]:
+    """Time training steps of an engine on one pack, with their rate as a share of what the device
+    can do; the median seconds, and the step.
+    """
     from weft.algorithms.sft import SFTLoss
 
     where, config = run.where, gpu_backends.network_of(made).config
@@ -245,7 +272,9 @@ def timed_step(run: Run, made: Any, name: str, lengths: tuple[int, ...]) -> tupl
 
 
 def _sft_of_transformers(run: Run, ours: float) -> None:
-    """The step of `sft` by `transformers`, in each way that people train; weft's takes `ours` seconds here."""
+    """The step of `sft` by `transformers`, in each way that people train; weft's takes `ours`
+    seconds here.
+    """
     sizes, where = run.sizes, run.where
     found = {}
     for attention, compiled in gpu_backends.trainers(where):
@@ -256,7 +285,9 @@ def _sft_of_transformers(run: Run, ours: float) -> None:
             continue
         try:
             model = gpu_backends.reference(sizes.config, where, attention, trained=True)
-            theirs = gpu_backends.train_step(model, sizes.sft, sizes.config["vocab_size"], where, compiled=compiled)
+            theirs = gpu_backends.train_step(
+                model, sizes.sft, sizes.config["vocab_size"], where, compiled=compiled
+            )
             found[name] = statistics.median(where.seconds(theirs, sizes.times, warm=3))
             run.add(f"sft: transformers, {name}", 1e3 * found[name], "ms", by=attention)
             del model, theirs
@@ -295,8 +326,9 @@ def sft_profile(run: Run) -> None:
 
 
 def options(run: Run) -> None:
-    """The step of `sft` with each thing that can be switched on: what nobody knows of a GPU before it has run there. What one
-    lacks here (an extra, a kernel) is a line, and the next goes on."""
+    """The step of `sft` with each thing that can be switched on: what nobody knows of a GPU before
+    it has run there. What one lacks here (an extra, a kernel) is a line, and the next goes on.
+    """
     from weft.algorithms.sft import SFTLoss
     from weft.engine.device import choose_flash
     from weft.engine.spec import OptimizerSpec
@@ -320,7 +352,9 @@ def options(run: Run) -> None:
             losses: list[float] = []
 
             def step(made: Any = made, losses: list[float] = losses) -> None:
-                losses.extend(s.metrics["loss"] for s in made.train([batch], SFTLoss(), max_tokens=most))
+                losses.extend(
+                    s.metrics["loss"] for s in made.train([batch], SFTLoss(), max_tokens=most)
+                )
 
             seconds = statistics.median(where.seconds(step, sizes.times, warm=3))
             run.details[name] = {"losses": losses}
@@ -332,12 +366,17 @@ def options(run: Run) -> None:
 
 
 def ragged(run: Run) -> None:
-    """Completions of all lengths, so that the batch shrinks: tokens a second, and how many steps ran without a graph."""
+    """Completions of all lengths, so that the batch shrinks: tokens a second, and how many steps
+    ran without a graph.
+    """
     where, (rows, prompt, longest) = run.where, run.sizes.rollout
     made = gpu_backends.engine(run.sizes.config, where, trained=False)
     asked = gpu_backends.requests(rows, prompt, 1, run.sizes.config["vocab_size"])
     lengths = [1 + (7919 * index) % longest for index in range(rows)]
-    asked = [gpu_backends.of_length(request, length) for request, length in zip(asked, lengths, strict=True)]
+    asked = [
+        gpu_backends.of_length(request, length)
+        for request, length in zip(asked, lengths, strict=True)
+    ]
 
     def roll() -> None:
         with made.generating(sampling(longest)) as generator:
@@ -362,7 +401,9 @@ def ragged(run: Run) -> None:
 
 
 def grpo(run: Run) -> None:
-    """One GRPO step, its time split by the calls of its graph; the second of two, so that nothing is compiled in it."""
+    """One GRPO step, its time split by the calls of its graph; the second of two, so that nothing
+    is compiled in it.
+    """
     from weft.algorithms.grpo import GRPOLoss
 
     sizes, where = run.sizes, run.where
@@ -425,16 +466,22 @@ def peers(run: Run) -> None:
         free(run.where)
         for name in found:
             try:
-                seconds = gpu_peers.PEERS[name](Path(folder), [list(each.prompt) for each in asked], samples, new)
+                seconds = gpu_peers.PEERS[name](
+                    Path(folder), [list(each.prompt) for each in asked], samples, new
+                )
                 run.add(f"{name}: generated", prompts * samples * new / seconds, "tokens/s")
             except Exception as error:
                 run.note(name, error)
 
 
 def _advantages(batch: Any, samples: int) -> torch.Tensor:
-    """A reward (the share of even tokens), less its group's mean and in units of its deviation; one value a token."""
+    """A reward (the share of even tokens), less its group's mean and in units of its deviation; one
+    value a token.
+    """
     tokens, lengths = batch.data["completion"], torch.tensor(batch.lengths["completion"].tolist())
-    even = torch.segment_reduce((tokens % 2 == 0).float(), "mean", lengths=lengths).view(-1, samples)
+    even = torch.segment_reduce((tokens % 2 == 0).float(), "mean", lengths=lengths).view(
+        -1, samples
+    )
     better = (even - even.mean(1, keepdim=True)) / (even.std(1, keepdim=True) + 1e-4)
     return better.flatten().repeat_interleave(lengths)
 
@@ -457,12 +504,22 @@ def free(where: Where) -> None:
 
 # Seconds after which a section is ended, half an hour together; in the order of a first half hour.
 SECTIONS: Mapping[str, tuple[Callable[[Run], None], int]] = {
-    "tests": (tests, 360), "limits": (limits, 60), "agreement": (agreement, 240), "sft": (sft, 300),
-    "decode": (gpu_decode.decode, 240), "ragged": (ragged, 120), "grpo": (grpo, 150), "options": (options, 180),
+    "tests": (tests, 360),
+    "limits": (limits, 60),
+    "agreement": (agreement, 240),
+    "sft": (sft, 300),
+    "decode": (gpu_decode.decode, 240),
+    "ragged": (ragged, 120),
+    "grpo": (grpo, 150),
+    "options": (options, 180),
     "peers": (peers, 150),
-}  # fmt: skip
+}
 # With those that run with `--minutes`, or where they are asked for.
 RUNS: Mapping[str, tuple[Callable[[Run], None], int]] = {
-    **SECTIONS, "probe": (gpu_probe.probe, 120), "algorithms": (gpu_algorithms.algorithms, 240), "lora": (lora, 120),
-    "decode_profile": (gpu_decode.decode_profile, 120), "sft_profile": (sft_profile, 120),
-}  # fmt: skip
+    **SECTIONS,
+    "probe": (gpu_probe.probe, 120),
+    "algorithms": (gpu_algorithms.algorithms, 240),
+    "lora": (lora, 120),
+    "decode_profile": (gpu_decode.decode_profile, 120),
+    "sft_profile": (sft_profile, 120),
+}

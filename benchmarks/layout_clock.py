@@ -1,4 +1,6 @@
-"""What runs on every device of `benchmarks.layouts`: two hooks around the training call, which time it and its collectives."""
+"""What runs on every device of `benchmarks.layouts`: two hooks around the training call, which time
+it and its collectives.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,24 @@ from weft.registry import register_function
 BEGIN, END = "benchmark_layout_begin", "benchmark_layout_end"
 FOLDER = "WEFT_BENCH_LAYOUTS"  # where each rank writes
 TIMED = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_object", "broadcast",
-    "broadcast_object_list", "send", "recv", "isend", "irecv",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+)
 
 
 class Clock:
-    """Seconds of one rank that pass in collectives, in those that wait themselves and in `wait` of the others."""
+    """Seconds of one rank that pass in collectives, in those that wait themselves and in `wait` of
+    the others.
+    """
 
     def __init__(self) -> None:
         self.waited, self._began, self._cpu = 0.0, 0.0, 0.0
@@ -35,14 +48,16 @@ class Clock:
             for name, real in self._real.items():
                 setattr(dist, name, self._timed(real))
             dist.barrier()
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # of d1, whose process has read it already
+        # of d1, whose process has read it already
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         self.waited, self._began, self._cpu = 0.0, time.perf_counter(), time.process_time()
 
     def end(self) -> None:
         line = {
-            "seconds": time.perf_counter() - self._began, "waited": self.waited,
+            "seconds": time.perf_counter() - self._began,
+            "waited": self.waited,
             "cpu_seconds": time.process_time() - self._cpu,
-        }  # fmt: skip
+        }
         rank = dist.get_rank() if dist.is_initialized() else 0
         with (Path(os.environ[FOLDER]) / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,4 +1,6 @@
-"""An SFT step of one model over layouts of simulated devices, a process of one thread each, and where the time goes."""
+"""An SFT step of one model over layouts of simulated devices, a process of one thread each, and
+where the time goes.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,18 @@ Step = Mapping[str, float]
 def main(words: Sequence[str] | None = None) -> None:
     parser = results.parser("layouts", str(__doc__), repeats=1)
     parser.set_defaults(threads=1)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a run (default: %(default)s)")
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), default="12.7M", help="model (default: %(default)s)")
-    parser.add_argument("--only", default="", help="layouts, with commas between; d1 comes first in any case")
+    parser.add_argument(
+        "--steps", type=int, default=8, help="timed steps of a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--shape",
+        choices=sorted(model.SHAPES),
+        default="12.7M",
+        help="model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only", default="", help="layouts, with commas between; d1 comes first in any case"
+    )
     arguments = parser.parse_args(words)
     results.start(arguments)
     case = replace(sft.CASE, steps=arguments.steps, shape=arguments.shape)
@@ -44,11 +55,19 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = [row(each, timed, shape, cores) for each in timed]
     notes = [
         f"ideal: the step of d1, shared by as many processes as there are cores ({cores})",
-        "exchange: in collectives and messages, on the rank that spends least there, so that waiting for others is left out",
-        "waiting: in them, on the mean of ranks, beyond that; more CPU: of all ranks together, than that of d1",
+        "exchange: in collectives and messages, on the rank that spends least there, so that "
+        "waiting for others is left out",
+        "waiting: in them, on the mean of ranks, beyond that; more CPU: of all ranks together, "
+        "than that of d1",
         *(f"{each}: {reason(each, timed, shape, cores)}" for each in timed),
     ]
-    kept = {"shape": case.shape, "batch": case.batch, "steps": case.steps, "microbatches": MICROBATCHES, "cores": cores}
+    kept = {
+        "shape": case.shape,
+        "batch": case.batch,
+        "steps": case.steps,
+        "microbatches": MICROBATCHES,
+        "cores": cores,
+    }
     results.report(results.Results("layouts", rows, kept, timed, notes), arguments)
 
 
@@ -74,18 +93,22 @@ def seconds(ranks: Sequence[Sequence[Step]]) -> float:
 
 
 def parts(ranks: Sequence[Sequence[Step]], alone: Sequence[Sequence[Step]]) -> dict[str, float]:
-    """Where the time of a step goes, as percents of it; `more CPU` as percents of that of one device."""
+    """Where the time of a step goes, as percents of it; `more CPU` as percents of that of one
+    device.
+    """
     steps = list(zip(*ranks, strict=True))
     whole = mean(max(each["seconds"] for each in step) for step in steps)
     least = mean(min(each["waited"] for each in step) for step in steps)
     waited = mean(mean(each["waited"] for each in step) for step in steps)
     spent, once = (
-        mean(sum(each["cpu_seconds"] for each in step) for step in zip(*r, strict=True)) for r in (ranks, alone)
+        mean(sum(each["cpu_seconds"] for each in step) for step in zip(*r, strict=True))
+        for r in (ranks, alone)
     )
     return {
-        "exchange, %": 100 * least / whole, "waiting, %": 100 * (waited - least) / whole,
+        "exchange, %": 100 * least / whole,
+        "waiting, %": 100 * (waited - least) / whole,
         "more CPU, %": 100 * (spent / once - 1),
-    }  # fmt: skip
+    }
 
 
 def row(layout: str, timed: Mapping[str, Any], shape: model.Shape, cores: int) -> dict[str, Any]:
@@ -93,9 +116,13 @@ def row(layout: str, timed: Mapping[str, Any], shape: model.Shape, cores: int) -
     took, alone = seconds(timed[layout]), seconds(timed["d1"])
     ideal = alone / min(devices, cores)
     return {
-        "layout": layout, "devices": devices, "s a step": took, "ideal": ideal, "% of it": 100 * ideal / took,
+        "layout": layout,
+        "devices": devices,
+        "s a step": took,
+        "ideal": ideal,
+        "% of it": 100 * ideal / took,
         **parts(timed[layout], timed["d1"]),
-    }  # fmt: skip
+    }
 
 
 def reason(layout: str, timed: Mapping[str, Any], shape: model.Shape, cores: int) -> str:
@@ -107,22 +134,27 @@ def reason(layout: str, timed: Mapping[str, Any], shape: model.Shape, cores: int
     if at.data > 1:
         mib = num_parameters(shape) * BYTES / at.tensor / 2**20
         found.append(
-            f"the parameters, {mib:.0f} MiB, are gathered for each forward and each backward pass and the gradients summed "
+            f"the parameters, {mib:.0f} MiB, are gathered for each forward and each backward pass "
+            f"and the gradients summed "
             "after each micro-batch, block by block; the rank with fewer tokens waits"
         )
     if at.tensor > 1:
         found.append(
-            f"hidden states are summed twice a block each way, {4 * shape.layers} times a micro-batch, with nothing to do "
+            f"hidden states are summed twice a block each way, {4 * shape.layers} times a "
+            f"micro-batch, with nothing to do "
             "meanwhile; norms are computed by every rank, and products are narrower"
         )
     if at.pipeline > 1:
         bubble = (at.pipeline - 1) / (MICROBATCHES + at.pipeline - 1)
         found.append(
-            f"a stage waits for the first and last of {MICROBATCHES} micro-batches, {100 * bubble:.0f}% where stages are "
+            f"a stage waits for the first and last of {MICROBATCHES} micro-batches, "
+            f"{100 * bubble:.0f}% where stages are "
             "alike, and the last has the output matrix"
         )
     if at.num_devices > cores:
-        found.append(f"{at.num_devices} processes share {cores} cores: who is waited for may be off them")
+        found.append(
+            f"{at.num_devices} processes share {cores} cores: who is waited for may be off them"
+        )
     return "; ".join(found)
 
 

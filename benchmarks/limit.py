@@ -1,4 +1,6 @@
-"""How near the hardware's limits weft is: matrix products in training, memory bandwidth and overhead in decoding."""
+"""How near the hardware's limits weft is: matrix products in training, memory bandwidth and
+overhead in decoding.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def main(words: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder, ExitStack() as stack:
         work, tokenizer = Path(folder), arguments.data / "tokenizers" / "llama2"
         sides = {
-            name: stack.enter_context(Side(target, work / "log", rest=arguments.rest)) for name, target in SIDES.items()
+            name: stack.enter_context(Side(target, work / "log", rest=arguments.rest))
+            for name, target in SIDES.items()
         }
         try:
             large, small = ("tiny", "tiny") if quick else ("40M", "12.7M")
@@ -53,23 +56,34 @@ def main(words: Sequence[str] | None = None) -> None:
                 print(results.table(made), flush=True)
         except SideFailed as error:
             raise SystemExit(str(error)) from error
-    notes = ["the limit is measured in turn with the work, with the same threads; medians over the rounds"]
+    notes = [
+        "the limit is measured in turn with the work, with the same threads; medians over the "
+        "rounds"
+    ]
     settings = {"repeats": arguments.repeats, "rest": arguments.rest}
     results.report(results.Results("limit", rows, settings, runs, notes), arguments)
 
 
-def training(sides: dict[str, Side], path: str, lengths: list[int], repeats: int) -> dict[str, list[Measured]]:
+def training(
+    sides: dict[str, Side], path: str, lengths: list[int], repeats: int
+) -> dict[str, list[Measured]]:
     settings = {"model": path, "lengths": lengths, "times": 2}
     names = ("products", "train_weft", "train_transformers")
     return alternate({name: sides[name] for name in names}, settings, repeats)
 
 
-def decoding(sides: dict[str, Side], settings: dict[str, Any], repeats: int) -> dict[str, list[Measured]]:
+def decoding(
+    sides: dict[str, Side], settings: dict[str, Any], repeats: int
+) -> dict[str, list[Measured]]:
     return alternate({name: sides[name] for name in ("copies", "decode")}, settings, repeats)
 
 
-def training_rows(shape: Shape, lengths: list[int], runs: dict[str, list[Measured]]) -> list[dict[str, Any]]:
-    """Model FLOPs utilisation: operations that the model takes, over those that the products of the same round make."""
+def training_rows(
+    shape: Shape, lengths: list[int], runs: dict[str, list[Measured]]
+) -> list[dict[str, Any]]:
+    """Model FLOPs utilisation: operations that the model takes, over those that the products of the
+    same round make.
+    """
     work = training_flops(shape, lengths)
     rows = []
     for side in ("train_weft", "train_transformers"):
@@ -84,17 +98,24 @@ def training_rows(shape: Shape, lengths: list[int], runs: dict[str, list[Measure
 
 def _share(work: float, seconds: list[float], products: list[Measured], rate: str) -> float:
     """Percent of the products' rate in the same round."""
-    return 100 * median(work / each / peak[rate] for each, peak in zip(seconds, products, strict=True))
+    return 100 * median(
+        work / each / peak[rate] for each, peak in zip(seconds, products, strict=True)
+    )
 
 
 def decode_rows(
     name: str, shape: Shape, settings: dict[str, Any], runs: dict[str, list[Measured]]
 ) -> list[dict[str, Any]]:
-    """A decode step over the copy bandwidth, and over the bare sum of its parts, which are timed in turn with it."""
+    """A decode step over the copy bandwidth, and over the bare sum of its parts, which are timed in
+    turn with it.
+    """
     moved = decode_bytes(shape, settings["batch"], settings["context"])
     steps = [median(run["seconds"]) for run in runs["decode"]]
     shares = [moved / step / copy["rate"] for step, copy in zip(steps, runs["copies"], strict=True)]
-    parts = {part: median(median(run["bare"][part]) for run in runs["decode"]) for part in runs["decode"][0]["bare"]}
+    parts = {
+        part: median(median(run["bare"][part]) for run in runs["decode"])
+        for part in runs["decode"][0]["bare"]
+    }
     over = median(
         step / sum(median(seconds) for seconds in run["bare"].values())
         for step, run in zip(steps, runs["decode"], strict=True)
@@ -103,11 +124,15 @@ def decode_rows(
         _row(name, 1e3 * median(steps), f"{100 * median(shares):.0f}% of copy bandwidth", ""),
         _row(f"{name}, over its parts", 1e3 * sum(parts.values()), f"{over:.2f}x", "at most 1.6x"),
     ]
-    return rows + [_row(f"  {part}, bare", 1e3 * seconds, "", "") for part, seconds in parts.items()]
+    return rows + [
+        _row(f"  {part}, bare", 1e3 * seconds, "", "") for part, seconds in parts.items()
+    ]
 
 
 def training_flops(shape: Shape, lengths: list[int]) -> float:
-    """Forward and backward: 6 a parameter and token, 12 a head entry and pair of positions under the causal mask."""
+    """Forward and backward: 6 a parameter and token, 12 a head entry and pair of positions under
+    the causal mask.
+    """
     pairs = sum(length * (length + 1) / 2 for length in lengths)
     return 6.0 * parameters(shape) * sum(lengths) + 12.0 * shape.layers * shape.hidden * pairs
 
@@ -118,9 +143,12 @@ def decode_bytes(shape: Shape, batch: int, context: int) -> float:
 
 
 def parameters(shape: Shape) -> int:
-    """Those that a token meets in matrix products: attention, MLP, and the output matrix, which is the tied embedding."""
+    """Those that a token meets in matrix products: attention, MLP, and the output matrix, which is
+    the tied embedding.
+    """
     return (
-        shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate) + shape.vocabulary * shape.hidden
+        shape.layers * (4 * shape.hidden**2 + 3 * shape.hidden * shape.intermediate)
+        + shape.vocabulary * shape.hidden
     )
 
 

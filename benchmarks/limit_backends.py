@@ -1,4 +1,5 @@
-"""What the machine can do at most, and what a training and a decode step take, all in one process so that they compare.
+"""What the machine can do at most, and what a training and a decode step take, all in one process
+so that they compare.
 
 Each function returns seconds of one step (or of one product, copy) as a list, in the order of time.
 """
@@ -20,8 +21,9 @@ STEPS = 8  # decode steps of a turn
 
 
 def products(settings: Settings, pause: Pause) -> dict[str, Any]:
-    """Square float32 products of both threads; `rate` in operations a second is the best of them by any kernel at hand,
-    `torch_rate` the best of `torch.mm`."""
+    """Square float32 products of both threads; `rate` in operations a second is the best of them by
+    any kernel at hand, `torch_rate` the best of `torch.mm`.
+    """
     import torch
 
     from weft.kernels.products import product
@@ -30,7 +32,11 @@ def products(settings: Settings, pause: Pause) -> dict[str, Any]:
     out = torch.empty(SIZE, SIZE)
     seconds = each(lambda: torch.mm(one, other, out=out), settings["times"])
     fastest = min(seconds + each(lambda: product(one, other), settings["times"]))
-    return {"seconds": seconds, "rate": 2.0 * SIZE**3 / fastest, "torch_rate": 2.0 * SIZE**3 / min(seconds)}
+    return {
+        "seconds": seconds,
+        "rate": 2.0 * SIZE**3 / fastest,
+        "torch_rate": 2.0 * SIZE**3 / min(seconds),
+    }
 
 
 def copies(settings: Settings, pause: Pause) -> dict[str, Any]:
@@ -44,7 +50,9 @@ def copies(settings: Settings, pause: Pause) -> dict[str, Any]:
 
 
 def train_weft(settings: Settings, pause: Pause) -> dict[str, Any]:
-    """One optimizer step of weft's engine on packed tokens, all of them trained but each sequence's first."""
+    """One optimizer step of weft's engine on packed tokens, all of them trained but each sequence's
+    first.
+    """
     from weft.algorithms.sft import SFTLoss
 
     engine, batch = trained(settings["model"]), batch_of(settings["lengths"])
@@ -52,7 +60,9 @@ def train_weft(settings: Settings, pause: Pause) -> dict[str, Any]:
 
 
 def train_transformers(settings: Settings, pause: Pause) -> dict[str, Any]:
-    """The same by `transformers` and `torch.optim.AdamW`; the sequences have one length, so nothing is padded."""
+    """The same by `transformers` and `torch.optim.AdamW`; the sequences have one length, so nothing
+    is padded.
+    """
     import torch
 
     model, optimizer = _model(settings["model"])
@@ -68,14 +78,17 @@ def train_transformers(settings: Settings, pause: Pause) -> dict[str, Any]:
 
 
 def decode(settings: Settings, pause: Pause) -> dict[str, Any]:
-    """Steady decode steps of `batch` sequences around `context` tokens, and the same steps' parts timed bare, in turn: means,
-    since a generator computes some steps in one call."""
+    """Steady decode steps of `batch` sequences around `context` tokens, and the same steps' parts
+    timed bare, in turn: means, since a generator computes some steps in one call.
+    """
     from weft.engine.base import Request
     from weft.engine.spec import GenerationSpec
 
     engine, times = frozen(settings["model"]), settings["times"]
     prompt = [5 + i % 1000 for i in range(settings["context"] - times * STEPS // 2)]
-    requests = [Request(id=str(i), k=0, prompt=[3 + i, *prompt[1:]]) for i in range(settings["batch"])]
+    requests = [
+        Request(id=str(i), k=0, prompt=[3 + i, *prompt[1:]]) for i in range(settings["batch"])
+    ]
     parts = bare_parts(engine, settings["batch"], settings["context"])
     steps: list[float] = []
     bare: dict[str, list[float]] = {name: [] for name in parts}
@@ -89,14 +102,18 @@ def decode(settings: Settings, pause: Pause) -> dict[str, Any]:
             for name, run in parts.items():
                 bare[name] += each(run, 1, warm=0)
         generator.abort([request.id for request in requests])
-    return {"seconds": [fmean(steps) / STEPS], "bare": {name: [fmean(seconds)] for name, seconds in bare.items()}}
+    return {
+        "seconds": [fmean(steps) / STEPS],
+        "bare": {name: [fmean(seconds)] for name, seconds in bare.items()},
+    }
 
 
 def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], object]]:
-    """The matrix products, attention and sampling of one decode step on tensors of the network's shapes, and nothing between.
+    """The matrix products, attention and sampling of one decode step on tensors of the network's
+    shapes, and nothing between.
 
-    Products and attention are taken by the fastest kernel and orientation at hand, weft's own included; rows are those that the
-    engine computes (at least 4).
+    Products and attention are taken by the fastest kernel and orientation at hand, weft's own
+    included; rows are those that the engine computes (at least 4).
     """
     import torch
 
@@ -121,14 +138,20 @@ def bare_parts(engine: Any, batch: int, context: int) -> dict[str, Callable[[], 
 
     def by_torch() -> None:
         for keys, values in layers:
-            torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=grouped)
+            torch.nn.functional.scaled_dot_product_attention(
+                query, keys, values, enable_gqa=grouped
+            )
 
     def by_weft() -> None:
         for keys, values in layers:
             k, v = (stored[0].transpose(0, 1) for stored in (keys, values))
             attention.attend_to(query[:, :, 0], k, v, segments, 1.0, causal=True)
 
-    ways = [by_torch, by_weft] if attention.serves(query[:, :, 0], *(x[:, :, 0] for x in layers[0])) else [by_torch]
+    ways = (
+        [by_torch, by_weft]
+        if attention.serves(query[:, :, 0], *(x[:, :, 0] for x in layers[0]))
+        else [by_torch]
+    )
 
     parts: dict[str, Callable[[], object]] = {
         "products": lambda: [run() for run in best],

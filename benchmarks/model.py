@@ -1,4 +1,6 @@
-"""The models that are measured: Llama's shape with random weights, written once as a Hugging Face directory for both sides."""
+"""The models that are measured: Llama's shape with random weights, written once as a Hugging Face
+directory for both sides.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ SHAPES = {
 }
 
 
-def write_model(directory: Path, shape: Shape, tokenizer: Path, *, score: bool = False, seed: int = 0) -> Path:
-    """Random float32 weights with tied embeddings; `score` makes a reward model of one label. Returns the directory.
+def write_model(
+    directory: Path, shape: Shape, tokenizer: Path, *, score: bool = False, seed: int = 0
+) -> Path:
+    """Random float32 weights with tied embeddings; `score` makes a reward model of one label.
+
+    Returns the directory.
 
     `tokenizer` is the folder of Llama 2's: 32,000 entries. Its unknown token serves as padding.
     """
@@ -40,17 +46,27 @@ def write_model(directory: Path, shape: Shape, tokenizer: Path, *, score: bool =
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, intermediate_size=shape.intermediate,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, vocab_size=shape.vocabulary,
-        max_position_embeddings=shape.positions, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     config.num_labels = 1
     network: Any = (LlamaForSequenceClassification if score else LlamaForCausalLM)(config)
     shutil.rmtree(directory, ignore_errors=True)
     network.save_pretrained(directory)
     fast = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+        tokenizer_file=str(tokenizer / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
     )
     fast.save_pretrained(directory)
     return directory

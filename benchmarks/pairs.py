@@ -1,8 +1,9 @@
 """Sides measured in turn: A B A B, each in a process of its own, compared pair by pair.
 
-Other work on the machine slows both parts of a pair alike, so the median of the pairs' ratios says more than the ratio of two
-medians taken one after the other. The shorter the parts, the better: training runs take turns after every step. What a side
-leaves behind for the host of a virtual machine to do is no part of the other's time, so turns begin after a rest.
+Other work on the machine slows both parts of a pair alike, so the median of the pairs' ratios says
+more than the ratio of two medians taken one after the other. The shorter the parts, the better:
+training runs take turns after every step. What a side leaves behind for the host of a virtual
+machine to do is no part of the other's time, so turns begin after a rest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CONTEXT: BaseContext = multiprocessing.get_context("spawn")  # how sides start: with nothing imported or allocated yet
+# how sides start: with nothing imported or allocated yet
+CONTEXT: BaseContext = multiprocessing.get_context("spawn")
 Measured = dict[str, Any]
 Pause = Callable[[Measured], None]
 
@@ -48,26 +50,38 @@ class Spread:
 
 
 class Side:
-    """A process that runs `target(settings, pause)` until it is closed. `target` is `module:function`; `log` takes its prints.
+    """A process that runs `target(settings, pause)` until it is closed.
 
-    Where the function calls `pause(measured)`, the other side has its turn: `begin` and `advance` return at the next pause.
-    `rest` is the time before each turn, in seconds, in which no side does anything. `path` comes first in its `sys.path`, for a
-    library of another version than the installed one.
+    `target` is `module:function`; `log` takes its prints.
+
+    Where the function calls `pause(measured)`, the other side has its turn: `begin` and `advance`
+    return at the next pause. `rest` is the time before each turn, in seconds, in which no side does
+    anything. `path` comes first in its `sys.path`, for a library of another version than the
+    installed one.
     """
 
-    def __init__(self, target: str, log: Path, path: Path | None = None, *, rest: float = 0.0) -> None:
+    def __init__(
+        self, target: str, log: Path, path: Path | None = None, *, rest: float = 0.0
+    ) -> None:
         self._connection, theirs = CONTEXT.Pipe()
         self._target, self._rest = target, rest
-        self._process = CONTEXT.Process(target=_serve, args=(theirs, target, str(log), str(path or "")))
+        self._process = CONTEXT.Process(
+            target=_serve, args=(theirs, target, str(log), str(path or ""))
+        )
         self._process.start()
         theirs.close()
 
     def begin(self, settings: Mapping[str, Any]) -> Measured:
-        """Call the function; returns what it gives its first pause, or its value where it makes none. Raises `SideFailed`."""
+        """Call the function; returns what it gives its first pause, or its value where it makes
+        none. Raises `SideFailed`.
+        """
         return self._exchange(dict(settings))
 
     def advance(self) -> Measured:
-        """Go on after a pause; returns what the next one is given, or the function's value. Raises `SideFailed`."""
+        """Go on after a pause; returns what the next one is given, or the function's value.
+
+        Raises `SideFailed`.
+        """
         return self._exchange(None)
 
     def _exchange(self, message: Any) -> Measured:
@@ -77,7 +91,9 @@ class Side:
             answered, value = self._connection.recv()
         except (EOFError, OSError) as error:
             self._process.join()
-            raise SideFailed(f"{self._target}: the process ended with exit code {self._process.exitcode}") from error
+            raise SideFailed(
+                f"{self._target}: the process ended with exit code {self._process.exitcode}"
+            ) from error
         if not answered:
             raise SideFailed(f"{self._target}:\n{value}")
         return value
@@ -86,7 +102,10 @@ class Side:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._connection.close()
         self._process.join(0 if error else 10)
@@ -95,8 +114,13 @@ class Side:
             self._process.join()
 
 
-def alternate(sides: Mapping[str, Side], settings: Mapping[str, Any], repeats: int) -> dict[str, list[Measured]]:
-    """Let every side begin once, then again, `repeats` times. Each list is in the order of the rounds."""
+def alternate(
+    sides: Mapping[str, Side], settings: Mapping[str, Any], repeats: int
+) -> dict[str, list[Measured]]:
+    """Let every side begin once, then again, `repeats` times.
+
+    Each list is in the order of the rounds.
+    """
     runs: dict[str, list[Measured]] = {name: [] for name in sides}
     for _ in range(repeats):
         for name, side in sides.items():

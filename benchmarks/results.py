@@ -1,4 +1,6 @@
-"""What a benchmark leaves: a table on the terminal and `benchmarks/results/NAME.json`, which says how it came about."""
+"""What a benchmark leaves: a table on the terminal and `benchmarks/results/NAME.json`, which says
+how it came about.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("weft", "torch", "transformers", "trl", "numpy")
 GIB = 2**30
-REST = 1.0  # seconds; what a step of gigabytes gives back keeps the host of a virtual machine busy for some tenths
+# seconds; what a step of gigabytes gives back keeps the host of a virtual machine busy for some
+# tenths
+REST = 1.0
 
 
 class DirtyTree(SystemExit):
@@ -30,7 +34,9 @@ class DirtyTree(SystemExit):
 
 @dataclass
 class Results:
-    """`rows` is the table (one mapping a line, all with the same keys); `runs` what it was made from."""
+    """`rows` is the table (one mapping a line, all with the same keys); `runs` what it was made
+    from.
+    """
 
     name: str
     rows: list[dict[str, Any]]
@@ -42,14 +48,27 @@ class Results:
 def parser(name: str, about: str, repeats: int) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=about)
-    made.add_argument("--dry", action="store_true", help="print the table and write no file; any tree will do")
-    made.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs; writes no file")
-    made.add_argument("--repeats", type=int, default=repeats, help="pairs of runs (default: %(default)s)")
-    made.add_argument("--threads", type=int, default=2, help="threads of either side (default: %(default)s)")
     made.add_argument(
-        "--rest", type=seconds, default=REST, help="seconds of rest before each turn (default: %(default)s)"
+        "--dry", action="store_true", help="print the table and write no file; any tree will do"
     )
-    made.add_argument("--data", type=Path, default=_data(), help="folder of real data (default: $WEFT_TEST_DATA)")
+    made.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see that it runs; writes no file"
+    )
+    made.add_argument(
+        "--repeats", type=int, default=repeats, help="pairs of runs (default: %(default)s)"
+    )
+    made.add_argument(
+        "--threads", type=int, default=2, help="threads of either side (default: %(default)s)"
+    )
+    made.add_argument(
+        "--rest",
+        type=seconds,
+        default=REST,
+        help="seconds of rest before each turn (default: %(default)s)",
+    )
+    made.add_argument(
+        "--data", type=Path, default=_data(), help="folder of real data (default: $WEFT_TEST_DATA)"
+    )
     return made
 
 
@@ -61,24 +80,36 @@ def seconds(word: str) -> float:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """To be called first: refuses a dirty tree before anything is measured, and sets what child processes inherit."""
+    """To be called first: refuses a dirty tree before anything is measured, and sets what child
+    processes inherit.
+    """
     if arguments.quick:
         arguments.dry, arguments.repeats, arguments.rest = True, 1, 0.0
     if not arguments.dry:
         require_clean(ROOT)
     if not arguments.data.is_dir():
         print(
-            f"{arguments.data} is no folder: set WEFT_TEST_DATA or --data to the folder of real data", file=sys.stderr
+            f"{arguments.data} is no folder: set WEFT_TEST_DATA or --data to the folder of real "
+            f"data",
+            file=sys.stderr,
         )
         raise SystemExit(2)
     os.environ |= {
-        "OMP_NUM_THREADS": str(arguments.threads), "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
 
 
-def require_clean(root: Path, instead: str = "give --dry to print the table without writing a file") -> None:
-    """Exit with code 2 where files differ from the commit; results of other benchmarks may. `instead`: another way out."""
+def require_clean(
+    root: Path, instead: str = "give --dry to print the table without writing a file"
+) -> None:
+    """Exit with code 2 where files differ from the commit; results of other benchmarks may.
+
+    `instead`: another way out.
+    """
     lines = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results").splitlines()
     if lines:
         shown = "\n".join(lines[:10])
@@ -109,7 +140,9 @@ def provenance(threads: int) -> dict[str, Any]:
     """How a result came about: command, commit, hardware, versions, date."""
     module = Path(sys.argv[0]).stem
     return {
-        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *map(_without_folder, sys.argv[1:])]),
+        "command": shlex.join(
+            ["python", "-m", f"benchmarks.{module}", *map(_without_folder, sys.argv[1:])]
+        ),
         "commit": _git(ROOT, "rev-parse", "HEAD").strip(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "threads": threads,
@@ -148,14 +181,22 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     widths = [max(len(line[i]) for line in [names, *cells]) for i in range(len(names))]
     numeric = [all(isinstance(row[name], int | float) for row in rows) for name in names]
     return "\n".join(
-        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True)).rstrip()
+        "  ".join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numeric, strict=True)
+        ).rstrip()
         for line in [names, ["-" * width for width in widths], *cells]
     )
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+        return (
+            f"{value:,.0f}"
+            if abs(value) >= 1000
+            else f"{value:.3g}"
+            if abs(value) < 10
+            else f"{value:.1f}"
+        )
     return str(value)
 
 
@@ -166,17 +207,28 @@ def _data() -> Path:
 def _git(root: Path, *words: str) -> str:
     done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        print(f"git {words[0]} fails: {done.stderr.strip()}; give --dry where there is no repository", file=sys.stderr)
+        print(
+            f"git {words[0]} fails: {done.stderr.strip()}; give --dry where there is no repository",
+            file=sys.stderr,
+        )
         raise DirtyTree(2)
     return done.stdout
 
 
 def _cpu() -> str:
-    """What the kernel knows of the first processor: its name, and the family and model that tell generations apart."""
+    """What the kernel knows of the first processor: its name, and the family and model that tell
+    generations apart.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.is_file() else []
-    known = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    known = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
     if "model name" not in known:
         return platform.processor() or platform.machine()
-    told = [f"{what} {known[key]}" for what, key in (("family", "cpu family"), ("model", "model")) if key in known]
+    told = [
+        f"{what} {known[key]}"
+        for what, key in (("family", "cpu family"), ("model", "model"))
+        if key in known
+    ]
     return ", ".join([known["model name"], *told])

@@ -1,4 +1,6 @@
-"""What the runtime costs: the Master's time for a call that does nothing, and the bytes that a PPO step moves."""
+"""What the runtime costs: the Master's time for a call that does nothing, and the bytes that a PPO
+step moves.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +46,33 @@ def main(words: Sequence[str] | None = None) -> None:
     rows, runs = [], {}
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
         folder = Path(name)
-        model.write_model(folder / "model", model.SHAPES["tiny"], arguments.data / "tokenizers" / "llama2")
-        groups = {name: devices for name, devices in GROUPS.items() if devices != 1 or not arguments.quick}
+        model.write_model(
+            folder / "model", model.SHAPES["tiny"], arguments.data / "tokenizers" / "llama2"
+        )
+        groups = {
+            name: devices for name, devices in GROUPS.items() if devices != 1 or not arguments.quick
+        }
         for group, devices in groups.items():
             for size, times in overheads(folder, devices, sizes, arguments.repeats).items():
                 rows.append(row(group, devices, size, times))
                 runs[f"{group}, {size}"] = times
         batches = BATCHES[:1] if arguments.quick else BATCHES
-        moved = [line for prompts, new in batches for line in bytes_of_a_step(folder, 2, prompts, new)]
+        moved = [
+            line for prompts, new in batches for line in bytes_of_a_step(folder, 2, prompts, new)
+        ]
     notes = [
-        f"a call: a step of {CALLS} calls that do nothing, without the time in them, divided by {CALLS}; loading included",
-        "bytes of a PPO step: critic and reference on device 1, reward model on 2; lengths and keys of what is moved included,",
+        f"a call: a step of {CALLS} calls that do nothing, without the time in them, divided by "
+        f"{CALLS}; loading included",
+        "bytes of a PPO step: critic and reference on device 1, reward model on 2; lengths and "
+        "keys of what is moved included,",
         "which the least has not:",
         *(f"  {line}" for line in moved),
     ]
     results.report(
-        results.Results("runtime", rows, {"repeats": arguments.repeats, "calls": CALLS}, runs, notes), arguments
+        results.Results(
+            "runtime", rows, {"repeats": arguments.repeats, "calls": CALLS}, runs, notes
+        ),
+        arguments,
     )
 
 
@@ -67,9 +80,13 @@ def row(group: str, devices: int, size: int, times: Sequence[float]) -> dict[str
     goal = (RAY_MS if devices else LOCAL_MS) + max(0, size - FREE_SAMPLES) * SAMPLE_US / 1e3
     each = [1e3 * seconds for seconds in times]
     return {
-        "group": group, "samples": size, "ms a call": median(each), "least": min(each), "most": max(each),
+        "group": group,
+        "samples": size,
+        "ms a call": median(each),
+        "least": min(each),
+        "most": max(each),
         "goal": f"{goal:.3g}",
-    }  # fmt: skip
+    }
 
 
 # -- a call that does nothing
@@ -78,37 +95,59 @@ def row(group: str, devices: int, size: int, times: Sequence[float]) -> dict[str
 def chain(folder: Path, devices: int, size: int, steps: int) -> Experiment:
     """An epoch is a step, and a step `CALLS` calls, one after the other, on `size` ids."""
     path = folder / f"rows{size}.jsonl"
-    path.write_text("".join(json.dumps({"id": f"row{i}", "prompt": f"number {i}"}) + "\n" for i in range(size)))
+    path.write_text(
+        "".join(json.dumps({"id": f"row{i}", "prompt": f"number {i}"}) + "\n" for i in range(size))
+    )
     config = GenConfig(
-        experiment_name="bench", trial_name="runtime", fileroot=str(folder), device="cpu", imports=["benchmarks.nothing"],
+        experiment_name="bench",
+        trial_name="runtime",
+        fileroot=str(folder),
+        device="cpu",
+        imports=["benchmarks.nothing"],
         total_train_epochs=steps,
-    )  # fmt: skip
+    )
     config.model.path, config.dataset.path = str(folder / "model"), str(path)
     config.dataset.train_bs_n_seqs = size
     built = config.build()
     keys = ["prompt", *(f"made{index}" for index in range(CALLS))]
     nodes = [
         MFCDef(
-            f"call{index}", "model", nothing.NAME, "inference", size, input_keys=(keys[index],), output_keys=("made",),
+            f"call{index}",
+            "model",
+            nothing.NAME,
+            "inference",
+            size,
+            input_keys=(keys[index],),
+            output_keys=("made",),
             output_key_remap={"made": keys[index + 1]},
         )
         for index in range(CALLS)
-    ]  # fmt: skip
-    role = replace(built.roles["model"], backend="null", layout=f"d{max(1, devices)}", dtype="float32")
+    ]
+    role = replace(
+        built.roles["model"], backend="null", layout=f"d{max(1, devices)}", dtype="float32"
+    )
     graph = DataflowGraph(nodes, ("prompt",))
-    return replace(built, roles={"model": role}, graph=graph, steps_follow=nodes[-1].name, evaluation=None)
+    return replace(
+        built, roles={"model": role}, graph=graph, steps_follow=nodes[-1].name, evaluation=None
+    )
 
 
-def overheads(folder: Path, devices: int, sizes: Sequence[int], repeats: int) -> dict[int, list[float]]:
+def overheads(
+    folder: Path, devices: int, sizes: Sequence[int], repeats: int
+) -> dict[int, list[float]]:
     """Samples -> the Master's seconds for a call, once a step."""
     group, found = None, {}
     try:
         for size in sizes:
             experiment = chain(folder, devices, size, repeats + 1)
             tokenizers = load_tokenizers(experiment)
-            data = load_data(experiment.dataset, experiment.dataset_type, tokenizers["model"], seed=1)
+            data = load_data(
+                experiment.dataset, experiment.dataset_type, tokenizers["model"], seed=1
+            )
             if group is None:
-                group = make_group(experiment, devices, tokenizers, Horizon.of(experiment, data.train), folder)
+                group = make_group(
+                    experiment, devices, tokenizers, Horizon.of(experiment, data.train), folder
+                )
             found[size] = overhead(Master(experiment, group, data.train, tokenizers), repeats)
     finally:
         if group is not None:
@@ -117,7 +156,11 @@ def overheads(folder: Path, devices: int, sizes: Sequence[int], repeats: int) ->
 
 
 def make_group(
-    experiment: Experiment, devices: int, tokenizers: Mapping[str, Tokenizer], horizon: Horizon, folder: Path
+    experiment: Experiment,
+    devices: int,
+    tokenizers: Mapping[str, Tokenizer],
+    horizon: Horizon,
+    folder: Path,
 ) -> WorkerGroup:
     import torch
 
@@ -128,7 +171,9 @@ def make_group(
             experiment,
             Build(experiment, specs, tokenizers, cache, "cpu"),
         )
-    return LocalGroup(lambda: Worker(experiment, specs, tokenizers, "cpu", cache), torch.device("cpu"))
+    return LocalGroup(
+        lambda: Worker(experiment, specs, tokenizers, "cpu", cache), torch.device("cpu")
+    )
 
 
 class Times:
@@ -160,8 +205,16 @@ def overhead(master: Master, repeats: int) -> list[float]:
 def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[str]:
     """One line a step: what was moved, and the least that had to be."""
     path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(prompts * steps)))
-    config = PPOConfig(experiment_name="bench", trial_name="bytes", fileroot=str(folder), device="cpu", max_steps=steps)
+    path.write_text(
+        "".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(prompts * steps))
+    )
+    config = PPOConfig(
+        experiment_name="bench",
+        trial_name="bytes",
+        fileroot=str(folder),
+        device="cpu",
+        max_steps=steps,
+    )
     config.actor.path = config.critic.path = config.rew.path = str(folder / "model")
     config.dataset.path, config.dataset.train_bs_n_seqs = str(path), prompts
     config.ppo.gen.max_new_tokens = config.ppo.gen.min_new_tokens = new
@@ -175,16 +228,23 @@ def bytes_of_a_step(folder: Path, steps: int, prompts: int, new: int) -> list[st
             parts.master.listener = seen = Sizes(experiment, parts.group)
             result = parts.master.step()
             assert result is not None, "there are rows for every step"
-            moved = sum(value for name, value in result.measured.items() if name.endswith(f"/{BYTES_MOVED}"))
+            moved = sum(
+                value for name, value in result.measured.items() if name.endswith(f"/{BYTES_MOVED}")
+            )
             share = f"{moved / seen.least:.3g} times" if seen.least else "no"
-            lines.append(f"{prompts} x {new} tokens: {moved:,.0f} moved, {share} the least, {seen.least:,.0f}")
+            lines.append(
+                f"{prompts} x {new} tokens: {moved:,.0f} moved, {share} the least, "
+                f"{seen.least:,.0f}"
+            )
     finally:
         parts.group.close(0.0)
     return lines
 
 
 class Sizes:
-    """`least`: the bytes of every key that a device's calls read and none of them made, once a device."""
+    """`least`: the bytes of every key that a device's calls read and none of them made, once a
+    device.
+    """
 
     def __init__(self, experiment: Experiment, group: WorkerGroup) -> None:
         self._experiment, self._group, self.least = experiment, group, 0
@@ -203,7 +263,9 @@ class Sizes:
         wanted = sorted(set().union(*reads.values()))
         batch = self._group.fetch(ids, (), wanted)
         for ranks, keys in reads.items():
-            self.least += sum(int(batch.data[key].nbytes) for key in keys - makes[ranks] if key in batch.data)
+            self.least += sum(
+                int(batch.data[key].nbytes) for key in keys - makes[ranks] if key in batch.data
+            )
 
 
 if __name__ == "__main__":

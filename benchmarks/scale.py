@@ -1,4 +1,6 @@
-"""Time and memory of weft against sequence length, batch, vocabulary and group size: straight lines, or the reason why not."""
+"""Time and memory of weft against sequence length, batch, vocabulary and group size: straight
+lines, or the reason why not.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from typing import Any
 from benchmarks import model, results
 from benchmarks.pairs import Measured, Side, SideFailed
 
-STRAIGHT, BEND = 0.99, (0.67, 1.5)  # a straight line's least R squared, and its last slope over its first
+# a straight line's least R squared, and its last slope over its first
+STRAIGHT, BEND = 0.99, (0.67, 1.5)
 MIB = 2**20
 
 
@@ -28,12 +31,19 @@ class Axis:
 
     def settings(self, value: int) -> dict[str, Any]:
         """What the point at `value` measures; other sizes stay as they are."""
-        lengths = {"sequence length": [value], "batch": [256] * value, "vocabulary": [256] * 4}.get(self.name)
+        lengths = {"sequence length": [value], "batch": [256] * value, "vocabulary": [256] * 4}.get(
+            self.name
+        )
         return {"lengths": lengths, "group": value, "prompt": 128, "new_tokens": 32}
 
 
 AXES = (
-    Axis("sequence length", (512, 1024, 2048, 4096), "train", "attention takes the square of the length"),
+    Axis(
+        "sequence length",
+        (512, 1024, 2048, 4096),
+        "train",
+        "attention takes the square of the length",
+    ),
     Axis(
         "batch",
         (2, 4, 8, 16),
@@ -46,9 +56,19 @@ AXES = (
         "train",
         "chunks of logits have fewer rows, and each packs the matrix anew",
     ),
-    Axis("group size", (16, 32, 64, 128), "sample", "a decode step has a cost of its own besides that of its rows"),
+    Axis(
+        "group size",
+        (16, 32, 64, 128),
+        "sample",
+        "a decode step has a cost of its own besides that of its rows",
+    ),
 )
-QUICK = {"sequence length": (32, 64, 96), "batch": (1, 2), "vocabulary": (32_000, 33_000), "group size": (2, 4)}
+QUICK = {
+    "sequence length": (32, 64, 96),
+    "batch": (1, 2),
+    "vocabulary": (32_000, 33_000),
+    "group size": (2, 4),
+}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -57,7 +77,9 @@ def main(words: Sequence[str] | None = None) -> None:
     results.start(arguments)
     axes = [replace(axis, values=QUICK[axis.name]) for axis in AXES] if arguments.quick else AXES
     shape, times = model.SHAPES["tiny" if arguments.quick else "12.7M"], 1 if arguments.quick else 3
-    points: dict[str, dict[int, list[Measured]]] = {axis.name: {value: [] for value in axis.values} for axis in axes}
+    points: dict[str, dict[int, list[Measured]]] = {
+        axis.name: {value: [] for value in axis.values} for axis in axes
+    }
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         work, tokenizer = Path(folder), arguments.data / "tokenizers" / "llama2"
         try:
@@ -69,13 +91,20 @@ def main(words: Sequence[str] | None = None) -> None:
                         if not path.exists():
                             model.write_model(path, replace(shape, vocabulary=size), tokenizer)
                         settings = {**axis.settings(value), "model": str(path), "times": times}
-                        with Side(f"benchmarks.scale_backends:{axis.side}", work / "log", rest=arguments.rest) as side:
+                        with Side(
+                            f"benchmarks.scale_backends:{axis.side}",
+                            work / "log",
+                            rest=arguments.rest,
+                        ) as side:
                             points[axis.name][value].append(side.begin(settings))
         except SideFailed as error:
             raise SystemExit(str(error)) from error
     rows = [row for axis in axes for row in axis_rows(axis, points[axis.name])]
     notes = [note for axis in axes for note in axis_notes(axis, points[axis.name])]
-    results.report(results.Results("scale", rows, {"shape": shape, "rest": arguments.rest}, points, notes), arguments)
+    results.report(
+        results.Results("scale", rows, {"shape": shape, "rest": arguments.rest}, points, notes),
+        arguments,
+    )
 
 
 def axis_rows(axis: Axis, points: dict[int, list[Measured]]) -> list[dict[str, Any]]:
@@ -91,20 +120,30 @@ def axis_rows(axis: Axis, points: dict[int, list[Measured]]) -> list[dict[str, A
 
 
 def axis_notes(axis: Axis, points: dict[int, list[Measured]]) -> list[str]:
-    """For time and memory: the fit of a straight line, and how much steeper the last part is than the first."""
+    """For time and memory: the fit of a straight line, and how much steeper the last part is than
+    the first.
+    """
     notes = []
     xs = [float(value) for value in points]
-    for what, key, reason in (("time", "seconds", axis.reason), ("memory", "peak_bytes", axis.memory_reason)):
+    for what, key, reason in (
+        ("time", "seconds", axis.reason),
+        ("memory", "peak_bytes", axis.memory_reason),
+    ):
         ys = [median(run[key] for run in runs) for runs in points.values()]
         fit = r_squared(xs, ys)
         bend = slope_ratio(xs, ys)
         verdict = "a straight line" if is_straight(fit, bend) else f"not a straight line: {reason}"
-        notes.append(f"{what} against {axis.name}: R2 {fit:.3f}, last slope / first slope {bend:.2f}: {verdict}")
+        notes.append(
+            f"{what} against {axis.name}: R2 {fit:.3f}, last slope / first slope {bend:.2f}: "
+            f"{verdict}"
+        )
     return notes
 
 
 def is_straight(fit: float, bend: float) -> bool:
-    """Whether `r_squared` and `slope_ratio` both speak for a line: a parabola over a short range fits one well too."""
+    """Whether `r_squared` and `slope_ratio` both speak for a line: a parabola over a short range
+    fits one well too.
+    """
     return fit >= STRAIGHT and BEND[0] <= bend <= BEND[1]
 
 
@@ -121,7 +160,9 @@ def r_squared(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def slope_ratio(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Slope between the last two points over that between the first two; NaN where the first one is flat."""
+    """Slope between the last two points over that between the first two; NaN where the first one is
+    flat.
+    """
     first = (ys[1] - ys[0]) / (xs[1] - xs[0])
     last = (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])
     return last / first if first else float("nan")

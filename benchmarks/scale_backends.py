@@ -1,4 +1,6 @@
-"""One point of a scaling curve: seconds of a step and peak memory, in a process that does nothing else."""
+"""One point of a scaling curve: seconds of a step and peak memory, in a process that does nothing
+else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How soon `weft serve` answers health while it is kept busy: large bodies, slow templates, long texts, many clients."""
+"""How soon `weft serve` answers health while it is kept busy: large bodies, slow templates, long
+texts, many clients.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ EVERY = 0.02  # seconds between two questions
 TOKEN = "token-of-the-benchmark"
 STARTED, LONGEST = 300.0, 120.0  # seconds that the server may take to start, and one request
 SLOW = (
-    "{% for m in messages %}{% for i in range(99999 if m.content == 'slow' else 0) %}{% for j in range(999) %}{{ j }}"
+    "{% for m in messages %}{% for i in range(99999 if m.content == 'slow' else 0) %}{% for j in "
+    "range(999) %}{{ j }}"
     "{% endfor %}{% endfor %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
 )
 Request = tuple[str, bytes]
@@ -34,10 +37,15 @@ Request = tuple[str, bytes]
 def requests() -> dict[str, tuple[int, Request]]:
     """Case -> (clients, what each of them sends again and again)."""
     draw = random.Random(1)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(2, 9))) for _ in range(90_000)]
+    words = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(2, 9)))
+        for _ in range(90_000)
+    ]
 
     def complete(prompt: Any, new: int = 1) -> Request:
-        return "/v1/completions", json.dumps({"model": "policy", "prompt": prompt, "max_tokens": new}).encode()
+        return "/v1/completions", json.dumps(
+            {"model": "policy", "prompt": prompt, "max_tokens": new}
+        ).encode()
 
     slow = {"model": "policy", "messages": [{"role": "user", "content": "slow"}], "max_tokens": 1}
     return {
@@ -52,12 +60,18 @@ def requests() -> dict[str, tuple[int, Request]]:
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = results.parser("serving", str(__doc__), repeats=3)
-    parser.add_argument("--seconds", type=results.seconds, default=10.0, help="of each turn (default: %(default)s)")
-    parser.add_argument("--case", action="append", choices=list(requests()), help="this load alone; may be repeated")
+    parser.add_argument(
+        "--seconds", type=results.seconds, default=10.0, help="of each turn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--case", action="append", choices=list(requests()), help="this load alone; may be repeated"
+    )
     arguments = parser.parse_args(words)
     results.start(arguments)
     seconds = 2.0 if arguments.quick else arguments.seconds
-    cases = {name: made for name, made in requests().items() if name in (arguments.case or requests())}
+    cases = {
+        name: made for name, made in requests().items() if name in (arguments.case or requests())
+    }
     runs: dict[str, list[dict[str, list[float]]]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as name:
         policy = model.write_model(
@@ -66,28 +80,42 @@ def main(words: Sequence[str] | None = None) -> None:
         (policy / "chat_template.jinja").write_text(SLOW)
         with Server(policy) as server:
             for _ in range(arguments.repeats):
-                for case, (clients, request) in cases.items():  # idle before each, so that both meet the same machine
+                # idle before each, so that both meet the same machine
+                for case, (clients, request) in cases.items():
                     time.sleep(arguments.rest)
                     idle = probed(server.port, seconds / 4)
                     with Load(server.port, clients, request):
                         busy = probed(server.port, seconds)
-                    runs[case].append({**busy, "idle": idle["health"], "answered": [float(server.is_up())]})
+                    runs[case].append(
+                        {**busy, "idle": idle["health"], "answered": [float(server.is_up())]}
+                    )
     rows = [row(case, cases[case][0], measured) for case, measured in runs.items()]
     notes = [
-        "ms that /v2/health/live takes on a connection of its own, asked every 20 ms; idle: before, without a load;",
-        "machine: ms by which a pause of 1 ms in the asking process is late meanwhile, which no server can be blamed for",
+        "ms that /v2/health/live takes on a connection of its own, asked every 20 ms; idle: "
+        "before, without a load;",
+        "machine: ms by which a pause of 1 ms in the asking process is late meanwhile, which no "
+        "server can be blamed for",
     ]
     settings = {"repeats": arguments.repeats, "seconds": seconds}
     results.report(results.Results("serving", rows, settings, runs, notes), arguments)
 
 
 def row(case: str, clients: int, measured: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
-    health, idle, late = ([each for one in measured for each in one[name]] for name in ("health", "idle", "machine"))
+    health, idle, late = (
+        [each for one in measured for each in one[name]] for name in ("health", "idle", "machine")
+    )
     return {
-        "case": case, "clients": clients, "asked": len(health), "idle": median(idle), "idle, most": max(idle),
-        "health": median(health), "health, 95%": sorted(health)[int(0.95 * len(health))], "health, most": max(health),
-        "machine, most": max(late), "goal": GOAL,
-    }  # fmt: skip
+        "case": case,
+        "clients": clients,
+        "asked": len(health),
+        "idle": median(idle),
+        "idle, most": max(idle),
+        "health": median(health),
+        "health, 95%": sorted(health)[int(0.95 * len(health))],
+        "health, most": max(health),
+        "machine, most": max(late),
+        "goal": GOAL,
+    }
 
 
 def probed(port: int, seconds: float) -> dict[str, list[float]]:
@@ -107,10 +135,14 @@ def probed(port: int, seconds: float) -> dict[str, list[float]]:
 
 
 def send(port: int, method: str, path: str, body: bytes | None = None) -> int:
-    """The status of an answer; 0 where the connection breaks off, as it does after a body that is refused."""
+    """The status of an answer; 0 where the connection breaks off, as it does after a body that is
+    refused.
+    """
     connection = HTTPConnection("127.0.0.1", port, timeout=LONGEST)
     try:
-        connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", "Connection": "close"})
+        connection.request(
+            method, path, body, {"Authorization": f"Bearer {TOKEN}", "Connection": "close"}
+        )
         reply = connection.getresponse()
         reply.read()
         return reply.status
@@ -170,12 +202,16 @@ class Server:
 
 
 class Load:
-    """Clients that send a request again and again, in a process of their own, whose work must not delay who measures."""
+    """Clients that send a request again and again, in a process of their own, whose work must not
+    delay who measures.
+    """
 
     def __init__(self, port: int, clients: int, request: Request) -> None:
         context = multiprocessing.get_context("spawn")
         self._stop, self._begun = context.Event(), context.Event()
-        self._process = context.Process(target=_clients, args=(port, clients, request, self._begun, self._stop))
+        self._process = context.Process(
+            target=_clients, args=(port, clients, request, self._begun, self._stop)
+        )
 
     def __enter__(self) -> None:
         self._process.start()

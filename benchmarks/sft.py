@@ -3,9 +3,14 @@
 from benchmarks.training import Case, main
 
 CASE = Case(
-    name="sft", about=str(__doc__), rows="instructions", batch=8, longest=512, steps=24,
+    name="sft",
+    about=str(__doc__),
+    rows="instructions",
+    batch=8,
+    longest=512,
+    steps=24,
     target="12x tokens/s, a third of the memory",
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     main(CASE)

@@ -1,4 +1,6 @@
-"""How long a run takes to its first step: on one device, on two and on four, and how long `weft --help` takes."""
+"""How long a run takes to its first step: on one device, on two and on four, and how long `weft
+--help` takes.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from benchmarks import model, results
 from weft.runtime.processes import Process, adopt_orphans, descendants
 
 LAYOUTS = {"one device": "d1", "two devices": "d2", "four devices": "d4"}
-GOALS = {"weft --help": 0.1, "one device": 5.0, "two devices": 12.0, "four devices": 16.0}  # seconds, on two idle cores
+# seconds, on two idle cores
+GOALS = {"weft --help": 0.1, "one device": 5.0, "two devices": 12.0, "four devices": 16.0}
 POLL_SECONDS = 0.01
 LONGEST = 600.0
 TICKS = os.sysconf("SC_CLK_TCK")
-KINDS = {"ray::_Device": "devices", "weft.cli.main": "driver"}  # by what a command line holds; the rest is Ray's
+# by what a command line holds; the rest is Ray's
+KINDS = {"ray::_Device": "devices", "weft.cli.main": "driver"}
 WEFT = [sys.executable, "-m", "weft.cli.main"]
 
 
@@ -37,7 +41,8 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = Path(name)
         write_inputs(folder, arguments.data)
         first_step(folder, "d1", "warm")  # builds kernels and bytecode, once for an installation
-        for number in range(arguments.repeats):  # in turns, so that what else the machine does falls on all
+        # in turns, so that what else the machine does falls on all
+        for number in range(arguments.repeats):
             time.sleep(arguments.rest)
             runs["weft --help"].append(helps())
             for case, layout in layouts.items():
@@ -45,10 +50,14 @@ def main(words: Sequence[str] | None = None) -> None:
                 runs[case].append(first_step(folder, layout, f"{layout}-{number}"))
     rows = [row(case, measured) for case, measured in runs.items()]
     notes = [
-        "seconds from the start of the command to the first line of metrics.jsonl; CPU seconds until then of all its",
-        "processes, and of these: the command and the child that it supervises (driver), the devices' processes, Ray's own",
+        "seconds from the start of the command to the first line of metrics.jsonl; CPU seconds "
+        "until then of all its",
+        "processes, and of these: the command and the child that it supervises (driver), the "
+        "devices' processes, Ray's own",
     ]
-    results.report(results.Results("startup", rows, {"repeats": arguments.repeats}, runs, notes), arguments)
+    results.report(
+        results.Results("startup", rows, {"repeats": arguments.repeats}, runs, notes), arguments
+    )
 
 
 def row(case: str, measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -57,16 +66,26 @@ def row(case: str, measured: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
     seconds = [each["seconds"] for each in measured]
     return {
-        "case": case, "seconds": middle("seconds"), "least": min(seconds), "most": max(seconds), "goal": GOALS[case],
-        "first line": middle("first line"), "CPU seconds": middle("cpu"), "driver": middle("driver"),
-        "devices": middle("devices"), "Ray": middle("Ray"),
-    }  # fmt: skip
+        "case": case,
+        "seconds": middle("seconds"),
+        "least": min(seconds),
+        "most": max(seconds),
+        "goal": GOALS[case],
+        "first line": middle("first line"),
+        "CPU seconds": middle("cpu"),
+        "driver": middle("driver"),
+        "devices": middle("devices"),
+        "Ray": middle("Ray"),
+    }
 
 
 def write_inputs(folder: Path, data: Path) -> None:
     """A model of two layers with Llama 2's tokenizer, and rows of the `prompt_answer` form."""
     model.write_model(folder / "model", model.SHAPES["tiny"], data / "tokenizers" / "llama2")
-    rows = [{"prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."} for i in range(64)]
+    rows = [
+        {"prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."}
+        for i in range(64)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
@@ -75,18 +94,30 @@ def helps() -> dict[str, float]:
     before, began = os.times(), time.monotonic()
     subprocess.run([*WEFT, "--help"], stdout=subprocess.DEVNULL, check=True)
     seconds, after = time.monotonic() - began, os.times()
-    cpu = after.children_user - before.children_user + after.children_system - before.children_system
+    cpu = (
+        after.children_user - before.children_user + after.children_system - before.children_system
+    )
     return {"seconds": seconds, "first line": seconds, "cpu": cpu, "driver": cpu}
 
 
 def first_step(folder: Path, layout: str, trial: str) -> dict[str, float]:
-    """Seconds of an SFT run of one step until it is made, and until the first line on the screen; CPU seconds by kind of
-    process. Raises `RuntimeError` with what the run has printed where it fails."""
+    """Seconds of an SFT run of one step until it is made, and until the first line on the screen;
+    CPU seconds by kind of process. Raises `RuntimeError` with what the run has printed where it
+    fails.
+    """
     command = [
-        *WEFT, "quickstart", "sft", "experiment_name=startup", f"trial_name={trial}", f"fileroot={folder}",
-        f"model.path={folder}/model", f"model.layout={layout}", f"dataset.path={folder}/rows.jsonl", "max_steps=1",
+        *WEFT,
+        "quickstart",
+        "sft",
+        "experiment_name=startup",
+        f"trial_name={trial}",
+        f"fileroot={folder}",
+        f"model.path={folder}/model",
+        f"model.layout={layout}",
+        f"dataset.path={folder}/rows.jsonl",
+        "max_steps=1",
         "device=cpu",
-    ]  # fmt: skip
+    ]
     metrics, screen = folder / "startup" / trial / "metrics.jsonl", folder / f"{trial}.txt"
     first_line, others = 0.0, descendants()  # what an earlier run's Ray has left for a moment
     with screen.open("wb") as output:

@@ -1,6 +1,9 @@
-"""TRL's side of the training benchmarks. Settings that differ from its defaults make it alike to weft's run:
+"""TRL's side of the training benchmarks.
 
-float32 in place of bfloat16 autocasting, no gradient checkpointing, rows in the order of the file, one line of log a step.
+Settings that differ from its defaults make it alike to weft's run:
+
+float32 in place of bfloat16 autocasting, no gradient checkpointing, rows in the order of the file,
+one line of log a step.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ def train(settings: Settings, pause: Pause) -> dict[str, Any]:
     clock, trainer = TRAINERS[settings["name"]](settings, pause)
     trainer.add_callback(_ticking(clock))
     trainer.train()
-    return dict(trainer.state.log_history[-2])  # the last step's; the very last line sums up the run
+    # the last step's; the very last line sums up the run
+    return dict(trainer.state.log_history[-2])
 
 
 def _import_what_a_run_loads(settings: Settings) -> None:
-    """What `transformers`, TRL and torch import when they are first used, so that it does not count as memory of the run."""
+    """What `transformers`, TRL and torch import when they are first used, so that it does not count
+    as memory of the run.
+    """
     import accelerate
     import datasets  # noqa: F401
     import torch._dynamo  # noqa: F401 - by the first step of an optimizer
@@ -56,7 +62,9 @@ def sft(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
     clock = Clock(pause)
     rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in _rows(settings)]
     args = SFTConfig(**_arguments(settings), max_length=settings["longest"])
-    return clock, SFTTrainer(_model(settings, AutoModelForCausalLM), args, train_dataset=_dataset(rows))
+    return clock, SFTTrainer(
+        _model(settings, AutoModelForCausalLM), args, train_dataset=_dataset(rows)
+    )
 
 
 def rw(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
@@ -75,7 +83,10 @@ def dpo(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
 
     clock = Clock(pause)
     args = DPOConfig(**_arguments(settings), max_length=settings["longest"])
-    model, reference = _model(settings, AutoModelForCausalLM), _model(settings, AutoModelForCausalLM)
+    model, reference = (
+        _model(settings, AutoModelForCausalLM),
+        _model(settings, AutoModelForCausalLM),
+    )
     return clock, DPOTrainer(model, reference, args, train_dataset=_dataset(_pairs(settings)))
 
 
@@ -86,14 +97,22 @@ def grpo(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
     from benchmarks.rewards import distinct
 
     clock = Clock(pause)
-    arguments = _arguments(settings) | {"per_device_train_batch_size": settings["batch"] * settings["completions"]}
+    arguments = _arguments(settings) | {
+        "per_device_train_batch_size": settings["batch"] * settings["completions"]
+    }
     del arguments["train_sampling_strategy"]
     args = GRPOConfig(
-        **arguments, shuffle_dataset=False, num_generations=settings["completions"],
-        max_completion_length=settings["new_tokens"], generation_kwargs={"min_new_tokens": settings["new_tokens"]},
-    )  # fmt: skip
+        **arguments,
+        shuffle_dataset=False,
+        num_generations=settings["completions"],
+        max_completion_length=settings["new_tokens"],
+        generation_kwargs={"min_new_tokens": settings["new_tokens"]},
+    )
     return clock, GRPOTrainer(
-        _model(settings, AutoModelForCausalLM), distinct, args=args, train_dataset=_dataset(_rows(settings))
+        _model(settings, AutoModelForCausalLM),
+        distinct,
+        args=args,
+        train_dataset=_dataset(_rows(settings)),
     )
 
 
@@ -110,30 +129,56 @@ def ppo(settings: Settings, pause: Pause) -> tuple[Clock, Any]:
     arguments = _arguments(settings)
     del arguments["max_steps"], arguments["train_sampling_strategy"]
     args = PPOConfig(
-        **arguments, total_episodes=settings["all_steps"] * settings["batch"], num_sample_generations=0,
-        response_length=settings["new_tokens"], temperature=1.0, num_ppo_epochs=settings["passes"],
-    )  # fmt: skip
+        **arguments,
+        total_episodes=settings["all_steps"] * settings["batch"],
+        num_sample_generations=0,
+        response_length=settings["new_tokens"],
+        temperature=1.0,
+        num_ppo_epochs=settings["passes"],
+    )
     prompts = [{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in _rows(settings)]
     policy, reference = (_model(settings, AutoModelForCausalLM) for _ in range(2))
-    reward, value = (_model(settings, AutoModelForSequenceClassification, "reward") for _ in range(2))
+    reward, value = (
+        _model(settings, AutoModelForSequenceClassification, "reward") for _ in range(2)
+    )
     return clock, PPOTrainer(
-        args, tokenizer, policy, reference, reward_model=reward, value_model=value,
-        train_dataset=_dataset(prompts), eval_dataset=_dataset(prompts[:1]),
-    )  # fmt: skip
+        args,
+        tokenizer,
+        policy,
+        reference,
+        reward_model=reward,
+        value_model=value,
+        train_dataset=_dataset(prompts),
+        eval_dataset=_dataset(prompts[:1]),
+    )
 
 
 TRAINERS: dict[str, Callable[[Settings, Pause], tuple[Clock, Any]]] = {
-    "sft": sft, "rw": rw, "dpo": dpo, "grpo": grpo, "ppo": ppo,
-}  # fmt: skip
+    "sft": sft,
+    "rw": rw,
+    "dpo": dpo,
+    "grpo": grpo,
+    "ppo": ppo,
+}
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     return {
-        "output_dir": settings["work"], "per_device_train_batch_size": settings["batch"],
-        "max_steps": settings["all_steps"], "learning_rate": 1e-6, "logging_steps": 1, "report_to": "none",
-        "save_strategy": "no", "use_cpu": True, "bf16": False, "fp16": False, "gradient_checkpointing": False,
-        "dataloader_pin_memory": False, "train_sampling_strategy": "sequential", "disable_tqdm": True,
-    }  # fmt: skip
+        "output_dir": settings["work"],
+        "per_device_train_batch_size": settings["batch"],
+        "max_steps": settings["all_steps"],
+        "learning_rate": 1e-6,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "fp16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+    }
 
 
 def _path(settings: Settings, which: str = "model") -> Path:
@@ -152,7 +197,11 @@ def _rows(settings: Settings) -> list[dict[str, Any]]:
 
 def _pairs(settings: Settings) -> list[dict[str, Any]]:
     return [
-        {"prompt": row["prompt"], "chosen": row["pos_answers"][0], "rejected": row["neg_answers"][0]}
+        {
+            "prompt": row["prompt"],
+            "chosen": row["pos_answers"][0],
+            "rejected": row["neg_answers"][0],
+        }
         for row in _rows(settings)
     ]
 

@@ -1,4 +1,6 @@
-"""weft's side of the training benchmarks: the configurations that a user writes, run as the command line runs them."""
+"""weft's side of the training benchmarks: the configurations that a user writes, run as the command
+line runs them.
+"""
 
 from __future__ import annotations
 
@@ -77,14 +79,25 @@ def ppo(settings: Settings) -> Any:
     return _sampling(config, config.ppo, settings)
 
 
-CONFIGS: dict[str, Callable[[Settings], Any]] = {"sft": sft, "rw": rw, "dpo": dpo, "grpo": grpo, "ppo": ppo}
+CONFIGS: dict[str, Callable[[Settings], Any]] = {
+    "sft": sft,
+    "rw": rw,
+    "dpo": dpo,
+    "grpo": grpo,
+    "ppo": ppo,
+}
 
 
 def _options(settings: Settings) -> dict[str, Any]:
     return {
-        "experiment_name": "bench", "trial_name": settings["name"], "fileroot": settings["work"], "progress": False,
-        "device": "cpu", "recover_mode": "disabled", "max_steps": settings["all_steps"],
-    }  # fmt: skip
+        "experiment_name": "bench",
+        "trial_name": settings["name"],
+        "fileroot": settings["work"],
+        "progress": False,
+        "device": "cpu",
+        "recover_mode": "disabled",
+        "max_steps": settings["all_steps"],
+    }
 
 
 def _model(settings: Settings, which: str = "model") -> str:

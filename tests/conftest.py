@@ -31,7 +31,9 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Skip tests, and their fixtures, once the time of a CI run is over: a machine at half the speed still ends in time."""
+    """Skip tests, and their fixtures, once the time of a CI run is over: a machine at half the
+    speed still ends in time.
+    """
     if time.time() > float(os.environ.get(UNTIL, "inf")):
         pytest.skip(TOO_LATE)
 
@@ -52,7 +54,9 @@ def _data_dir() -> Path:
 
 @pytest.fixture(autouse=True)
 def _keep_environment() -> Iterator[None]:
-    """Undo what a test, or what it imports, sets in the environment: Ray and deterministic torch do, for instance."""
+    """Undo what a test, or what it imports, sets in the environment: Ray and deterministic torch
+    do, for instance.
+    """
     before = dict(os.environ)
     yield
     for name in set(os.environ) - set(before):
@@ -90,7 +94,9 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def forked_devices() -> Iterator[None]:
-    """Let the runs of a module take forked processes as their devices, in place of Ray's actors, which start slowly."""
+    """Let the runs of a module take forked processes as their devices, in place of Ray's actors,
+    which start slowly.
+    """
     from tests.runtime.forked_devices import fork_devices
 
     with pytest.MonkeyPatch.context() as patch:

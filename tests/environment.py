@@ -1,7 +1,9 @@
-"""The environment that tests run in: made here alone, before torch is imported, whatever the user's shell and home hold.
+"""The environment that tests run in: made here alone, before torch is imported, whatever the user's
+shell and home hold.
 
-Names that are not listed in `KEPT` are dropped, for processes that tests start too: settings of Ray, Hugging Face, W&B, MKL,
-proxies, locale, terminal and Python itself. Home is an empty folder, without tokens or configuration files.
+Names that are not listed in `KEPT` are dropped, for processes that tests start too: settings of
+Ray, Hugging Face, W&B, MKL, proxies, locale, terminal and Python itself. Home is an empty folder,
+without tokens or configuration files.
 
 To test under other settings, name them in `WEFT_TEST_ENVIRONMENT`, as `tools/processors.py` does.
 """
@@ -29,12 +31,35 @@ CACHE = (
 
 # Where programs, packages and devices are, and what the tests' own options say.
 KEPT = {
-    "PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "VIRTUAL_ENV", "TMPDIR", "USER", "LOGNAME", "SHELL", "CI",
-    "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "OUT",
-}  # fmt: skip
-KEPT_FAMILIES = ("WEFT_TEST_", "WEFT_BENCH_", "WEFT_CUDA_", "PYTEST_", "COV_", "COVERAGE_", "NVIDIA_", "PIP_", "UV_")
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "TMPDIR",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "CI",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "OUT",
+}
+KEPT_FAMILIES = (
+    "WEFT_TEST_",
+    "WEFT_BENCH_",
+    "WEFT_CUDA_",
+    "PYTEST_",
+    "COV_",
+    "COVERAGE_",
+    "NVIDIA_",
+    "PIP_",
+    "UV_",
+)
 SET = {
-    "OMP_NUM_THREADS": "1",  # results repeat, and processes of tests do not take each other's processors
+    # results repeat, and processes of tests do not take each other's processors
+    "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "LC_ALL": "C.UTF-8",
     "LANG": "C.UTF-8",
@@ -45,8 +70,17 @@ SET = {
 
 def cleaned(given: Mapping[str, str], home: Path) -> dict[str, str]:
     """The environment of tests from the one that was `given`, with `home` as the user's home."""
-    kept = {name: value for name, value in given.items() if name in KEPT or name.startswith(KEPT_FAMILIES)}
-    own = {"HOME": str(home), HOME: str(home), "HF_HOME": str(home / "huggingface"), "XDG_CACHE_HOME": str(CACHE)}
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name in KEPT or name.startswith(KEPT_FAMILIES)
+    }
+    own = {
+        "HOME": str(home),
+        HOME: str(home),
+        "HF_HOME": str(home / "huggingface"),
+        "XDG_CACHE_HOME": str(CACHE),
+    }
     if site.ENABLE_USER_SITE:  # packages of the user's own, which lie in the real home
         own["PYTHONUSERBASE"] = site.getuserbase()
     asked = dict(word.split("=", 1) for word in shlex.split(given.get(ASKED, "")))
@@ -67,8 +101,11 @@ def prepare() -> None:
 
 
 def reset_warnings() -> None:
-    """Drop what PYTHONWARNINGS says; pytest sets the filters of pyproject.toml. To be called once pytest is configured: it puts
-    filters back that are changed while it reads conftest.py."""
+    """Drop what PYTHONWARNINGS says; pytest sets the filters of pyproject.toml.
+
+    To be called once pytest is configured: it puts filters back that are changed while it reads
+    conftest.py.
+    """
     if sys.warnoptions:
         sys.warnoptions.clear()
         warnings.resetwarnings()

@@ -1,7 +1,8 @@
-"""Processes for tests that start in milliseconds: forked from one that has imported torch and weft, and nothing else.
+"""Processes for tests that start in milliseconds: forked from one that has imported torch and weft,
+and nothing else.
 
-Python's fork server is started once per test process. A test gets fresh processes from it, so nothing that one test leaves in
-a process is there for the next.
+Python's fork server is started once per test process. A test gets fresh processes from it, so
+nothing that one test leaves in a process is there for the next.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-# Imported by the fork server. None of them starts a thread or opens a device; a name that is missing is imported on first use.
+# Imported by the fork server. None of them starts a thread or opens a device; a name that is
+# missing is imported on first use.
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -44,14 +46,18 @@ PRELOADED = [
 
 @cache
 def fork_server() -> ForkServerContext:
-    """Return the multiprocessing context whose processes are forked from the one that has imported `PRELOADED`."""
+    """Return the multiprocessing context whose processes are forked from the one that has imported
+    `PRELOADED`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def inherit_fork_server() -> None:
-    """Let this process, which is forked itself, fork from the same server; Python would start another one for it."""
+    """Let this process, which is forked itself, fork from the same server; Python would start
+    another one for it.
+    """
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined, method-assign]
 
 
@@ -67,7 +73,9 @@ def run_weft(
     Raises `subprocess.TimeoutExpired` if it takes longer than `seconds`.
     """
     folder = Path(tempfile.mkdtemp(prefix="weft-command-"))
-    process = fork_server().Process(target=_command, args=(tuple(words), cwd, dict(environment), prepare, folder))
+    process = fork_server().Process(
+        target=_command, args=(tuple(words), cwd, dict(environment), prepare, folder)
+    )
     try:
         process.start()
         process.join(seconds)
@@ -83,7 +91,11 @@ def run_weft(
 
 
 def _command(
-    words: tuple[str, ...], cwd: Path, environment: dict[str, str], prepare: Callable[[], None] | None, folder: Path
+    words: tuple[str, ...],
+    cwd: Path,
+    environment: dict[str, str],
+    prepare: Callable[[], None] | None,
+    folder: Path,
 ) -> None:
     import huggingface_hub.constants
     import torch
@@ -97,10 +109,12 @@ def _command(
             os.dup2(file.fileno(), descriptor)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - Python's own is closed in processes of multiprocessing
     sys.argv = ["weft", *words]
-    sys.orig_argv = [sys.executable, "-m", "weft.cli.main", *words]  # which a supervisor starts again
+    # which a supervisor starts again
+    sys.orig_argv = [sys.executable, "-m", "weft.cli.main", *words]
     os.environ.clear()
     os.environ.update(environment)
-    huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"  # was read when it was imported
+    # was read when it was imported
+    huggingface_hub.constants.HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"
     os.chdir(cwd)
     inherit_fork_server()
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))

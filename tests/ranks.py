@@ -1,4 +1,5 @@
-"""Processes that run functions together as the ranks of a gloo process group, started once for many tests.
+"""Processes that run functions together as the ranks of a gloo process group, started once for many
+tests.
 
     with Ranks(2, folder) as ranks:
         results = ranks.run(function, *arguments)      # one result a rank
@@ -32,7 +33,9 @@ DEADLINE = 120.0  # seconds that a function may take, and a rank to start
 
 
 class Ranks:
-    """`spawned`: each process imports for itself and hashes texts in its own way, as those of a run do."""
+    """`spawned`: each process imports for itself and hashes texts in its own way, as those of a run
+    do.
+    """
 
     def __init__(self, size: int, folder: Path, *, spawned: bool = False) -> None:
         context = multiprocessing.get_context("spawn") if spawned else fork_server()
@@ -48,7 +51,10 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the function returns on each rank. Raises `AssertionError` with a rank's traceback."""
+        """What the function returns on each rank.
+
+        Raises `AssertionError` with a rank's traceback.
+        """
         for pipe in self._pipes:
             pipe.send((function, arguments))
         ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -72,15 +78,21 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for process in self._processes:
             process.kill()
             process.join()
 
 
 def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
-    """Each function begins with a process group of its own: every group has threads that look for messages, and those of a
-    hundred functions would leave no time for the next."""
+    """Each function begins with a process group of its own: every group has threads that look for
+    messages, and those of a hundred functions would leave no time for the next.
+    """
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays: to look through it each time would take half a second
     for number in itertools.count():

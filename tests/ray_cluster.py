@@ -1,4 +1,6 @@
-"""A Ray cluster on this machine for tests: nodes of one CPU under addresses of their own, lost and added at will."""
+"""A Ray cluster on this machine for tests: nodes of one CPU under addresses of their own, lost and
+added at will.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Nodes:
             self._port = free.getsockname()[1]
         self.address = f"127.0.0.1:{self._port}"
         self.environment = {"RAY_AUTH_TOKEN": "weft" * 8, "RAY_AUTH_MODE": "token"}
-        self.mark = f"cluster-{uuid.uuid4().hex}"  # in the environment of all that the cluster starts
+        # in the environment of all that the cluster starts
+        self.mark = f"cluster-{uuid.uuid4().hex}"
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._folder = folder
         self.start_head()
@@ -38,9 +41,12 @@ class Nodes:
         """The first, or another one at the address of one that is lost."""
         folder = tempfile.mkdtemp(prefix="h", dir=self._folder)
         self._start(
-            "--head", f"--port={self._port}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder}",
+            "--head",
+            f"--port={self._port}",
+            "--node-ip-address=127.0.0.1",
+            f"--temp-dir={folder}",
             "--include-dashboard=false",
-        )  # fmt: skip
+        )
 
     def add(self, address: str | None = None) -> None:
         own = address or f"127.0.0.{1 + len(self.nodes)}"
@@ -50,9 +56,16 @@ class Nodes:
         line = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--block"]
         line += ["--num-cpus=1", "--num-gpus=0", "--disable-usage-stats"]
         log = self._folder / f"node{len(self.nodes)}.log"
-        environment = {**os.environ, **self.environment, "WEFT_TEST_CLUSTER": self.mark, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            **self.environment,
+            "WEFT_TEST_CLUSTER": self.mark,
+            "OMP_NUM_THREADS": "1",
+        }
         with log.open("wb") as file:
-            self.nodes.append(subprocess.Popen(line, env=environment, stdout=file, stderr=subprocess.STDOUT))
+            self.nodes.append(
+                subprocess.Popen(line, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            )
         end = time.monotonic() + 120.0
         while b"Ray runtime started" not in log.read_bytes():
             assert time.monotonic() < end and self.nodes[-1].poll() is None, (
@@ -69,7 +82,11 @@ class Nodes:
                 line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if ours and sign in line and (node is None or self.nodes[node].pid in _ancestors(int(folder.name))):
+            if (
+                ours
+                and sign in line
+                and (node is None or self.nodes[node].pid in _ancestors(int(folder.name)))
+            ):
                 found.append(int(folder.name))
         return sorted(found)
 

@@ -1,6 +1,8 @@
-"""The recipes as they are planned: `python -m tests.recipes` writes their memory into them, and the table of their README.
+"""The recipes as they are planned: `python -m tests.recipes` writes their memory into them, and the
+table of their README.
 
-Where the data of the tests are, the config.json of a model is the real one; of the others it is the one that weft ships.
+Where the data of the tests are, the config.json of a model is the real one; of the others it is the
+one that weft ships.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Model:
-    """`parameters` as the model's page says; `real`: the folder of the tests' data with the real file."""
+    """`parameters` as the model's page says; `real`: the folder of the tests' data with the real
+    file.
+    """
 
     parameters: int
     real: str | None = None
@@ -56,7 +60,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan says: `needed` GiB of a device of a GPU of this `name`, and whether that is there."""
+    """What a plan says: `needed` GiB of a device of a GPU of this `name`, and whether that is
+    there.
+    """
 
     lines: tuple[str, ...]
     needed: float
@@ -95,7 +101,11 @@ def write_models(folder: Path) -> dict[str, Path]:
 def words(recipe: Path, models: Mapping[str, Path]) -> list[str]:
     """The command line of a recipe's plan: its models' names become directories."""
     roles = {role: value for role, value in values_of(recipe).items() if isinstance(value, dict)}
-    paths = [f"{role}.path={models[value['path']]}" for role, value in roles.items() if value.get("path") in models]
+    paths = [
+        f"{role}.path={models[value['path']]}"
+        for role, value in roles.items()
+        if value.get("path") in models
+    ]
     return [kind_of(recipe), "--config", str(recipe), "experiment_name=e", "trial_name=t", *paths]
 
 
@@ -107,7 +117,9 @@ def plan(recipe: Path, models: Mapping[str, Path]) -> Planned:
     verdict = next(line for line in lines if re.match(r"fits: |does NOT fit: ", line))
     number, unit = re.search(r"about ([\d.]+) ([GM])iB", verdict).groups()  # type: ignore[union-attr]
     gpu = verdict.rpartition(": ")[2]
-    return Planned(tuple(lines), float(number) / (1 if unit == "G" else 1024), gpu, verdict.startswith("fits"))
+    return Planned(
+        tuple(lines), float(number) / (1 if unit == "G" else 1024), gpu, verdict.startswith("fits")
+    )
 
 
 def said(planned: Planned, count: int) -> str:
@@ -127,7 +139,8 @@ def table(plans: Mapping[Path, Planned]) -> str:
         for recipe, planned in plans.items():
             if kind_of(recipe) == kind:
                 lines.append(
-                    f"| [{recipe.stem}]({recipe.name}) | {head(recipe, 'Model').split(';')[0]} | {head(recipe, 'GPU')} | "
+                    f"| [{recipe.stem}]({recipe.name}) | {head(recipe, 'Model').split(';')[0]} | "
+                    f"{head(recipe, 'GPU')} | "
                     f"{planned.needed:.0f} GiB |"
                 )
         lines.append("")
@@ -140,9 +153,14 @@ def main() -> None:
         plans = {recipe: plan(recipe, models) for recipe in files()}
     for recipe, planned in plans.items():
         count = values_of(recipe).get("n_gpus_per_node", 1)
-        text = re.sub(r"^# Memory: .*$", f"# Memory: {said(planned, count)}", recipe.read_text(), flags=re.M)
+        text = re.sub(
+            r"^# Memory: .*$", f"# Memory: {said(planned, count)}", recipe.read_text(), flags=re.M
+        )
         recipe.write_text(text)
-        print(f"{recipe.stem:40} {planned.needed:6.1f} GiB of {planned.gpu}{'' if planned.fits else '  DOES NOT FIT'}")
+        print(
+            f"{recipe.stem:40} {planned.needed:6.1f} GiB of "
+            f"{planned.gpu}{'' if planned.fits else '  DOES NOT FIT'}"
+        )
     if README.is_file():
         begin, end = "<!-- table -->\n", "<!-- end -->"
         before, _, rest = README.read_text().partition(begin)

@@ -3,7 +3,8 @@
     with SlurmCluster(folder) as cluster:
         subprocess.run(["sbatch", ...], env={**os.environ, **cluster.env})
 
-Needs the distribution's packages `slurm-wlm` and `munge` (.ci/run installs them) and root, which slurmd asks for.
+Needs the distribution's packages `slurm-wlm` and `munge` (.ci/run installs them) and root, which
+slurmd asks for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from types import TracebackType
 
 import pytest
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "squeue", "scontrol", "sinfo")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scancel",
+    "squeue",
+    "scontrol",
+    "sinfo",
+)
 START_SECONDS = 30.0
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
@@ -67,7 +78,10 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
-    """Two nodes n1 and n2 with two processors each. `env` is what Slurm's commands need to find it."""
+    """Two nodes n1 and n2 with two processors each.
+
+    `env` is what Slurm's commands need to find it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,26 +107,41 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def _start(self) -> None:
         socket_file = self.folder / "munge.sock"
         self._daemon(
-            "munged", "--force", "--foreground", f"--key-file={self.folder}/munge.key", f"--socket={socket_file}",
-            f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+            "munged",
+            "--force",
+            "--foreground",
+            f"--key-file={self.folder}/munge.key",
+            f"--socket={socket_file}",
+            f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log",
             f"--seed-file={self.folder}/munge.seed",
-        )  # fmt: skip
+        )
         self._until("munged has no socket", socket_file.exists)
         configured = ("-D", "-f", self.env["SLURM_CONF"])
         self._daemon("slurmctld", *configured)
         for node in ("n1", "n2"):
             self._daemon("slurmd", "-N", node, *configured)
-        self._until("the nodes are not idle", lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2")
+        self._until(
+            "the nodes are not idle",
+            lambda: self.run("sinfo", "-h", "-o", "%t %D").strip() == "idle 2",
+        )
 
     def run(self, *words: str) -> str:
         """What a command of Slurm prints."""
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **self.env})
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, env={**os.environ, **self.env}
+        )
         return done.stdout
 
     def stop(self) -> None:
@@ -135,14 +164,20 @@ class SlurmCluster:
         assert program is not None
         with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as output:
             self._daemons.append(
-                subprocess.Popen([program, *words], stdout=output, stderr=output, env={**os.environ, **self.env})
+                subprocess.Popen(
+                    [program, *words], stdout=output, stderr=output, env={**os.environ, **self.env}
+                )
             )
 
     def _until(self, otherwise: str, there: object) -> None:
         end = time.monotonic() + START_SECONDS
         while not there():  # type: ignore[operator]
-            tails = "\n".join(f"{p.name}: {p.read_text()[-500:]}" for p in self.folder.glob("*.out"))
-            assert all(daemon.poll() is None for daemon in self._daemons), f"a daemon of Slurm ended:\n{tails}"
+            tails = "\n".join(
+                f"{p.name}: {p.read_text()[-500:]}" for p in self.folder.glob("*.out")
+            )
+            assert all(daemon.poll() is None for daemon in self._daemons), (
+                f"a daemon of Slurm ended:\n{tails}"
+            )
             assert time.monotonic() < end, f"{otherwise} after {START_SECONDS:g} s:\n{tails}"
             time.sleep(0.2)
 

@@ -1,4 +1,7 @@
-"""Size budgets: what a reader can hold in the head. Excused cases stand in one list, each with its reason."""
+"""Size budgets: what a reader can hold in the head.
+
+Excused cases stand in one list, each with its reason.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ def over_budget() -> dict[tuple[str, str, str], int]:
 
 def test_everything_is_within_budget() -> None:
     too_large = {key: size for key, size in over_budget().items() if key not in EXCUSED}
-    assert not too_large, "\n".join(f"{k[0]} {k[1]} {k[2]}: {size} > {BUDGET[k[0]]}" for k, size in too_large.items())
+    assert not too_large, "\n".join(
+        f"{k[0]} {k[1]} {k[2]}: {size} > {BUDGET[k[0]]}" for k, size in too_large.items()
+    )
 
 
 def test_no_excuse_outlives_its_case() -> None:

@@ -24,7 +24,18 @@ def test_a_name_of_any_length_is_compared() -> None:
 
 
 def test_unlike_names_are_not_suggested() -> None:
-    known = ["stats", "filter", "split", "webgpt", "minimath", "math", "oasst_export", "oasst2", "pythia-1b", "a_rlhf"]
+    known = [
+        "stats",
+        "filter",
+        "split",
+        "webgpt",
+        "minimath",
+        "math",
+        "oasst_export",
+        "oasst2",
+        "pythia-1b",
+        "a_rlhf",
+    ]
     assert nearest("oasst_expo", known) == ["oasst_export"] and nearest("count", known) == []
     assert nearest("imagenet", known) == [] and nearest("web_gpt", known) == ["webgpt"]
     assert nearest("ppo.kl_clt", ["ppo.kl_ctl", "ppo.dual_clip"]) == ["ppo.kl_ctl"]
@@ -34,9 +45,14 @@ def test_unlike_names_are_not_suggested() -> None:
 def test_what_a_name_begins_with_or_has_as_a_word_is_near() -> None:
     known = ["oasst_export_of_many_words", "oasst2", "a_rlhf", "rlhfx", "wrlhf", "dpo"]
     assert nearest("oasst", known) == ["oasst2", "oasst_export_of_many_words"]
-    assert nearest("rlhf", known) == ["rlhfx", "wrlhf", "a_rlhf"] and nearest("dp", ["dpo", "xdp"])[0] == "dpo"
+    assert (
+        nearest("rlhf", known) == ["rlhfx", "wrlhf", "a_rlhf"]
+        and nearest("dp", ["dpo", "xdp"])[0] == "dpo"
+    )
 
 
 def test_many_names_are_not_listed() -> None:
-    assert str(unknown_name("thing", "qqq", map(str, range(90)))).endswith("known: 90 names, none of them like it")
+    assert str(unknown_name("thing", "qqq", map(str, range(90)))).endswith(
+        "known: 90 names, none of them like it"
+    )
     assert str(unknown_name("thing", "qqq", "ab")).endswith("known: a, b")

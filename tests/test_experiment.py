@@ -17,8 +17,17 @@ from weft.topology import Layout, Mesh
 
 def test_without_groups_the_nodes_say_it() -> None:
     asked = Scheduling(n_nodes=2, n_gpus_per_node=4, memory_gb=8.0)
-    assert (asked.num_devices, asked.gpus_per_node, asked.cpus_per_node, asked.memory_per_node_gb) == (8, 4, None, 8.0)
-    assert asked.ignored_on_one_machine() == ["memory_gb"] and asked.env == {} and asked.common("nodelist") is None
+    assert (
+        asked.num_devices,
+        asked.gpus_per_node,
+        asked.cpus_per_node,
+        asked.memory_per_node_gb,
+    ) == (8, 4, None, 8.0)
+    assert (
+        asked.ignored_on_one_machine() == ["memory_gb"]
+        and asked.env == {}
+        and asked.common("nodelist") is None
+    )
     assert Scheduling().num_devices == 1
 
 
@@ -30,14 +39,27 @@ def test_groups_are_added_up_and_spread_over_the_nodes() -> None:
             "reward": Workers(count=2, gpus=0, cpus=1, nodelist="n[1-2]", env={"A": "1", "B": "2"}),
         },
     )
-    assert (asked.num_devices, asked.gpus_per_node, asked.cpus_per_node, asked.memory_per_node_gb) == (7, 3, 9, 25.0)
+    assert (
+        asked.num_devices,
+        asked.gpus_per_node,
+        asked.cpus_per_node,
+        asked.memory_per_node_gb,
+    ) == (7, 3, 9, 25.0)
     assert asked.env == {"A": "1", "B": "2"} and asked.common("nodelist") == "n[1-2]"
-    assert asked.ignored_on_one_machine() == ["actor.cpus", "actor.memory_gb", "reward.cpus", "reward.nodelist"]
+    assert asked.ignored_on_one_machine() == [
+        "actor.cpus",
+        "actor.memory_gb",
+        "reward.cpus",
+        "reward.nodelist",
+    ]
 
 
 def test_groups_that_differ_where_a_job_has_one_answer_are_refused() -> None:
     asked = Scheduling(
-        workers={"a": Workers(container="x", env={"A": "1"}), "b": Workers(container="y", env={"A": "2"})}
+        workers={
+            "a": Workers(container="x", env={"A": "1"}),
+            "b": Workers(container="y", env={"A": "2"}),
+        }
     )
     with pytest.raises(ConfigError, match=r"the groups differ in container \(a: 'x', b: 'y'\)"):
         asked.common("container")
@@ -45,7 +67,9 @@ def test_groups_that_differ_where_a_job_has_one_answer_are_refused() -> None:
         _ = asked.env
 
 
-@pytest.mark.parametrize(("field", "value"), [("count", 0), ("gpus", -1), ("cpus", 0), ("memory_gb", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("count", 0), ("gpus", -1), ("cpus", 0), ("memory_gb", -1.0)]
+)
 def test_sizes_have_a_least(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"Workers: {field}={value}: must be at least"):
         Workers(**{field: value})  # type: ignore[arg-type]
@@ -67,10 +91,15 @@ def ppo(**options: str) -> Experiment:
             calls[group] = replace(calls[group], **{field: value})
     evaluation = replace(calls["train"], method="evaluate")
     return Experiment(
-        control=Control("e", "t"), roles=roles, graph=DataflowGraph(list(calls.values()), ["prompt"]), dataset=DatasetSpec(),
-        dataset_type="prompt", data_role="actor", steps_follow="train",
+        control=Control("e", "t"),
+        roles=roles,
+        graph=DataflowGraph(list(calls.values()), ["prompt"]),
+        dataset=DatasetSpec(),
+        dataset_type="prompt",
+        data_role="actor",
+        steps_follow="train",
         evaluation=Evaluation(DataflowGraph([evaluation], ["logprobs"]), 4),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +108,11 @@ def ppo(**options: str) -> Experiment:
         ({}, {"actor": "d1 0", "gen": "d1 0", "train": "d1 0", "ref_inf": "d1 0"}, 1),
         ({"actor__layout": "d2"}, {"actor": "d2f2 0,1", "gen": "d2f2 0,1", "train": "d2f2 0,1"}, 2),
         ({"train__layout": "d2"}, {"actor": "d2f2 0,1", "gen": "d2f2 0,1", "eval": "d2f2 0,1"}, 2),
-        ({"train__layout": "t2", "gen__layout": "d2"}, {"actor": "t2 0,1", "gen": "d2 0,1", "ref": "d1 0"}, 2),
+        (
+            {"train__layout": "t2", "gen__layout": "d2"},
+            {"actor": "t2 0,1", "gen": "d2 0,1", "ref": "d1 0"},
+            2,
+        ),
         ({"actor__layout": "d2", "gen__layout": "d1"}, {"actor": "d2f2 0,1", "gen": "d1 0"}, 2),
         ({"train__layout": "t2", "gen__layout": "d4"}, {"actor": "t2 0,1", "gen": "d4 0,1,2,3"}, 4),
         (
@@ -88,10 +121,16 @@ def ppo(**options: str) -> Experiment:
             4,
         ),
         ({"gen__device_mesh": "5"}, {"actor": "d1 0", "gen": "d1 5"}, 6),
-        ({"ref_inf__layout": "d2", "ref_inf__device_mesh": "1,3"}, {"ref": "d2 1,3", "ref_inf": "d2 1,3"}, 4),
+        (
+            {"ref_inf__layout": "d2", "ref_inf__device_mesh": "1,3"},
+            {"ref": "d2 1,3", "ref_inf": "d2 1,3"},
+            4,
+        ),
     ],
 )
-def test_where_roles_and_calls_are(options: dict[str, str], places: dict[str, str], devices: int) -> None:
+def test_where_roles_and_calls_are(
+    options: dict[str, str], places: dict[str, str], devices: int
+) -> None:
     made = ppo(**options)
     made.check()
     calls = {call.name: made.mesh_of(call) for call in made.graph.model_calls()}
@@ -105,7 +144,9 @@ def test_where_roles_and_calls_are(options: dict[str, str], places: dict[str, st
 def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
     assert ppo().copies() == []
     assert ppo(ref_inf__device_mesh="1").copies() == [], "nothing else uses the reference"
-    assert ppo(train__layout="t2", gen__layout="d2").copies() == [("actor", Mesh(Layout(data=2), (0, 1)))]
+    assert ppo(train__layout="t2", gen__layout="d2").copies() == [
+        ("actor", Mesh(Layout(data=2), (0, 1)))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +156,17 @@ def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
         ({"actor__layout": "d0"}, "^actor.layout=d0: data is 0; every degree is at least 1"),
         (
             {"gen__device_mesh": "0-1"},
-            "^gen.device_mesh='0-1': layout d1f1t1p1c1e1 needs one device, and 2 were given; name one",
+            "^gen.device_mesh='0-1': layout d1f1t1p1c1e1 needs one device, and 2 were given; name "
+            "one",
         ),
         (
             {"gen__layout": "t2", "gen__device_mesh": "1,0"},
             "gen.device_mesh='1,0': device numbers must rise; write 0,1",
         ),
-        ({"actor__device_mesh": "2", "gen__layout": "d4"}, "gen: layout .* needs 4 .*; say which by gen.device_mesh"),
+        (
+            {"actor__device_mesh": "2", "gen__layout": "d4"},
+            "gen: layout .* needs 4 .*; say which by gen.device_mesh",
+        ),
         (
             {"actor__layout": "t2", "actor__device_mesh": "3"},
             "^actor.device_mesh='3': layout .* needs 2 devices, and 1 was",

@@ -1,4 +1,6 @@
-"""The floors of docs/architecture.md: a module imports only from lower floors, and what must stay light stays light."""
+"""The floors of docs/architecture.md: a module imports only from lower floors, and what must stay
+light stays light.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,45 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 
-# One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow may close a loop.
+# One floor is one row of rooms: a room looks into its neighbour only where this says so. No arrow
+# may close a loop.
 NEIGHBOURS = {
-    ("errors", "redaction"), ("observe", "redaction"),
-    ("registry", "errors"), ("reading", "errors"), ("options", "errors"), ("options", "reading"),
-    ("writing", "errors"), ("writing", "reading"), ("observe", "writing"),
-    ("randomness", "errors"), ("topology", "errors"), ("topology", "placement"),
-    ("observe", "extras"), ("observe", "errors"), ("observe", "registry"), ("observe", "options"), ("observe", "reading"),
-    ("protocol", "errors"), ("kernels", "errors"),
-    ("algorithms", "errors"), ("algorithms", "registry"), ("algorithms", "options"),
-    ("host", "data"), ("apps", "cli"), ("scripts", "cli"),
-}  # fmt: skip
+    ("errors", "redaction"),
+    ("observe", "redaction"),
+    ("registry", "errors"),
+    ("reading", "errors"),
+    ("options", "errors"),
+    ("options", "reading"),
+    ("writing", "errors"),
+    ("writing", "reading"),
+    ("observe", "writing"),
+    ("randomness", "errors"),
+    ("topology", "errors"),
+    ("topology", "placement"),
+    ("observe", "extras"),
+    ("observe", "errors"),
+    ("observe", "registry"),
+    ("observe", "options"),
+    ("observe", "reading"),
+    ("protocol", "errors"),
+    ("kernels", "errors"),
+    ("algorithms", "errors"),
+    ("algorithms", "registry"),
+    ("algorithms", "options"),
+    ("host", "data"),
+    ("apps", "cli"),
+    ("scripts", "cli"),
+}
 
 TORCH_FREE = ("torch", "transformers", "ray")
-LIGHT = ("weft", "weft.experiments", "weft.experiment", "weft.graph.graph", "weft.cli.main", "weft.algorithms.ppo")
+LIGHT = (
+    "weft",
+    "weft.experiments",
+    "weft.experiment",
+    "weft.graph.graph",
+    "weft.cli.main",
+    "weft.algorithms.ppo",
+)
 
 
 def part_of(module: str) -> str:
@@ -63,7 +90,9 @@ def part_of(module: str) -> str:
 
 
 def imported(source: str, module: str, *, package: bool) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import in a file, wherever it stands: also in functions and under TYPE_CHECKING."""
+    """(line, module) of every import in a file, wherever it stands: also in functions and under
+    TYPE_CHECKING.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -76,7 +105,11 @@ def imported(source: str, module: str, *, package: bool) -> Iterator[tuple[int, 
                 base = ".".join([*parents, base] if base else parents)
             for alias in node.names:
                 yield node.lineno, f"{base}.{alias.name}"
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "import_module":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "import_module"
+        ):
             for argument in node.args[:1]:
                 if isinstance(argument, ast.Constant):
                     yield node.lineno, str(argument.value)
@@ -154,17 +187,31 @@ def test_a_circle_of_files_is_found() -> None:
     graph = file_graph()
     graph["weft.kernels.types"] |= {"weft.models.network.transformer"}
     found = circle(graph)
-    assert found is not None and {"weft.kernels.types", "weft.models.network.transformer"} <= set(found)
+    assert found is not None and {"weft.kernels.types", "weft.models.network.transformer"} <= set(
+        found
+    )
 
 
 def test_a_type_only_import_is_an_arrow() -> None:
-    assert "weft.runtime.state" in {target.rpartition(".")[0] for _, target in imported(
-        "if TYPE_CHECKING:\n    from weft.runtime.state import State", "weft.graph.x", package=False)}  # fmt: skip
+    assert "weft.runtime.state" in {
+        target.rpartition(".")[0]
+        for _, target in imported(
+            "if TYPE_CHECKING:\n    from weft.runtime.state import State",
+            "weft.graph.x",
+            package=False,
+        )
+    }
 
 
 def test_every_part_has_a_floor() -> None:
-    parts = {p.stem for p in (SRC / "weft").iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))}
-    assert parts - {"__init__", "__main__"} <= set(FLOOR), "a new part of weft needs a floor in FLOORS"
+    parts = {
+        p.stem
+        for p in (SRC / "weft").iterdir()
+        if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))
+    }
+    assert parts - {"__init__", "__main__"} <= set(FLOOR), (
+        "a new part of weft needs a floor in FLOORS"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +226,16 @@ def test_every_part_has_a_floor() -> None:
         ("weft.data.sample", "from ..engine.base import Engine", True),
         ("weft.kernels.types", "from weft.models.network.config import TransformerConfig", True),
         ("weft.models.network.lora", "from weft.engine.spec import LoRASpec", True),
-        ("weft.observe.report", "import importlib\nimportlib.import_module('weft.data.sample')", True),
-        ("weft.engine.torch.engine", "from weft.models.network.transformer import Transformer", False),
+        (
+            "weft.observe.report",
+            "import importlib\nimportlib.import_module('weft.data.sample')",
+            True,
+        ),
+        (
+            "weft.engine.torch.engine",
+            "from weft.models.network.transformer import Transformer",
+            False,
+        ),
         ("weft.host.reward", "from weft.data.sample import SequenceSample", False),
     ],
 )
@@ -216,7 +271,10 @@ def test_the_light_check_can_fail() -> None:
 def test_optional_packages_have_one_home(package: str) -> None:
     homes = []
     for path in sorted((SRC / "weft").rglob("*.py")):
-        names = {target.split(".")[0] for _, target in imported(path.read_text(), "weft.x", package=False)}
+        names = {
+            target.split(".")[0]
+            for _, target in imported(path.read_text(), "weft.x", package=False)
+        }
         names |= {"tensorboard"} if "torch.utils.tensorboard" in path.read_text() else set()
         if package in names:
             homes.append(str(path.relative_to(SRC)))

@@ -36,7 +36,8 @@ class Outer:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"inner": {"lr": "1e-5"}}, ("inner.lr", 1e-5)),  # what YAML makes of a number without a dot
+        # what YAML makes of a number without a dot
+        ({"inner": {"lr": "1e-5"}}, ("inner.lr", 1e-5)),
         ({"inner": {"lr": 1}}, ("inner.lr", 1.0)),
         ({"count": 1e3}, ("count", 1000)),
         ({"count": "12"}, ("count", 12)),
@@ -130,7 +131,11 @@ def test_plain_values_go_there_and_back() -> None:
 
 def test_leaves_show_type_default_and_help() -> None:
     found = {leaf.name: leaf for leaf in leaves(Outer(inner=Inner(lr=0.25)))}
-    assert (found["inner.lr"].type, found["inner.lr"].default, found["inner.lr"].help) == ("float", 0.25, "step size")
+    assert (found["inner.lr"].type, found["inner.lr"].default, found["inner.lr"].help) == (
+        "float",
+        0.25,
+        "step size",
+    )
     assert found["inner.kind"].type == "adam|sgd"
     assert found["limit"].type == "int or null"
     assert found["texts"].type == "list of str"

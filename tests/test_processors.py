@@ -56,4 +56,6 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
 def test_an_unknown_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         processors.main(["--only", "torch-avx3"])
-    assert "no configuration torch-avx3; there are unchanged, torch-default" in capsys.readouterr().err
+    assert (
+        "no configuration torch-avx3; there are unchanged, torch-default" in capsys.readouterr().err
+    )

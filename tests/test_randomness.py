@@ -1,4 +1,6 @@
-"""One hash for every random number: published vectors, golden numbers, independence of batch and order."""
+"""One hash for every random number: published vectors, golden numbers, independence of batch and
+order.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,16 @@ from hypothesis import strategies as st
 from weft import randomness
 from weft.errors import ConfigError
 
-# Known answers of Random123 (D. E. Shaw Research), file kat_vectors, threefry2x32 with 20 rounds: counter, key, result.
+# Known answers of Random123 (D. E. Shaw Research), file kat_vectors, threefry2x32 with 20 rounds:
+# counter, key, result.
 KNOWN = [
     ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
     ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
     ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
 ]
 
-# (seed, purpose, step, id, k, position) -> number * 2^24. These never change: sampled text depends on them.
+# (seed, purpose, step, id, k, position) -> number * 2^24. These never change: sampled text depends
+# on them.
 GOLDEN = {
     (1, "sample", 0, "a", 0, 0): 12780603,
     (1, "sample", 0, "a", 0, 1): 374303,
@@ -31,7 +35,9 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
-def test_published_vectors(counter: tuple[int, int], key: tuple[int, int], result: tuple[int, int]) -> None:
+def test_published_vectors(
+    counter: tuple[int, int], key: tuple[int, int], result: tuple[int, int]
+) -> None:
     found = randomness.threefry(np.array(key, np.uint32), np.array(counter, np.uint32))
     assert tuple(found.tolist()) == result
 
@@ -111,5 +117,7 @@ def test_permutations() -> None:
 
 
 def test_generators_repeat() -> None:
-    assert randomness.generator(1, "a", 2).integers(0, 10**9) == randomness.generator(1, "a", 2).integers(0, 10**9)
+    assert randomness.generator(1, "a", 2).integers(0, 10**9) == randomness.generator(
+        1, "a", 2
+    ).integers(0, 10**9)
     assert randomness.generator(1, "a", 2).random() != randomness.generator(1, "b", 2).random()

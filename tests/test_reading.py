@@ -1,4 +1,6 @@
-"""Files that a user names: what is wrong with one is a message that names it, whatever a library raised."""
+"""Files that a user names: what is wrong with one is a message that names it, whatever a library
+raised.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_errors_of_weft_and_orders_to_stop_pass() -> None:
 
 def test_a_long_message_is_cut() -> None:
     assert len(reading.reason(ValueError("x " * 10_000))) < 400
-    assert reading.shortened("a" * 500).startswith("aaa") and len(reading.shortened("a" * 500)) < 130
+    assert (
+        reading.shortened("a" * 500).startswith("aaa") and len(reading.shortened("a" * 500)) < 130
+    )
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "nothing", "long", "large"])
@@ -68,7 +72,17 @@ def test_what_is_no_file_of_a_size_is_not_opened(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"\xff\xfe", b"[" * 100_000, f'{{"a": {NINES}}}'.encode(), b'{"a": 1} x', b"[1]", b"\0"]
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        f'{{"a": {NINES}}}'.encode(),
+        b'{"a": 1} x',
+        b"[1]",
+        b"\0",
+    ],
 )
 def test_what_is_no_json_object_is_refused_with_its_name(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(raw)
@@ -117,7 +131,9 @@ def test_any_text_is_yaml_or_refused_by_name(text: str) -> None:
         assert str(error).startswith("c.yaml")
 
 
-def test_a_folder_of_very_many_files_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_very_many_files_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").mkdir()
     for name in ("x", "a/y"):
         (tmp_path / name).touch()
@@ -148,7 +164,9 @@ def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path
     (tmp_path / "link").symlink_to("nowhere")
     reading.check_folder(tmp_path, "MODEL")
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, and no file; remove it"):
+    with pytest.raises(
+        UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, and no file; remove it"
+    ):
         reading.check_folder(tmp_path, "MODEL")
 
 
@@ -164,11 +182,16 @@ def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path
         ("hf://owner/name", "write owner/name, its name on the hub"),
     ],
 )
-def test_a_url_is_no_path(path: str | Path, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_is_no_path(
+    path: str | Path, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     problem = reading.url_problem(path)
     assert problem is not None
-    assert problem.startswith("is a URL, and weft reads and writes paths of this machine; ") and told in problem
+    assert (
+        problem.startswith("is a URL, and weft reads and writes paths of this machine; ")
+        and told in problem
+    )
     with pytest.raises(ConfigError, match="is a URL"):
         reading.make_folder(Path(path), "--out", ConfigError)
     with pytest.raises(ConfigError, match="is a URL"):
@@ -177,7 +200,18 @@ def test_a_url_is_no_path(path: str | Path, told: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "path", ["runs", "./a:b", "/a:/b", "a/b:/c", "C:/data", "owner/name", "owner/name:folder", "runs/e/t@step4", "~/x"]
+    "path",
+    [
+        "runs",
+        "./a:b",
+        "/a:/b",
+        "a/b:/c",
+        "C:/data",
+        "owner/name",
+        "owner/name:folder",
+        "runs/e/t@step4",
+        "~/x",
+    ],
 )
 def test_paths_and_names_of_the_hub_are_no_urls(path: str) -> None:
     assert reading.url_problem(path) is None

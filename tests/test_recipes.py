@@ -32,19 +32,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("recipe", FILES, ids=lambda path: path.stem)
-def test_a_recipe_is_a_configuration_and_says_what_it_needs(recipe: Path, models: dict[str, Path]) -> None:
+def test_a_recipe_is_a_configuration_and_says_what_it_needs(
+    recipe: Path, models: dict[str, Path]
+) -> None:
     config: Any = configured(recipes.words(recipe, models))[0]
     without_weights(config).build()
     assert recipes.kind_of(recipe) in recipes.KINDS
     for name in ("Model", "Data", "GPU", "Memory", "Smaller", "Values"):
         assert recipes.head(recipe, name)
-    command = (
-        f"# weft quickstart {recipes.kind_of(recipe)} --config recipes/{recipe.name} experiment_name={recipe.stem} "
-    )
+    command = f"# weft quickstart {recipes.kind_of(recipe)} --config recipes/{recipe.name} experiment_name={recipe.stem} "
     assert command in recipe.read_text()
     roles = [each for each in recipes.values_of(recipe).values() if isinstance(each, dict)]
-    named = [each["path"] for each in roles if "path" in each and each is not recipes.values_of(recipe).get("dataset")]
-    assert all(path in recipe.read_text().partition("device:")[0] for path in named), "the head names every model"
+    named = [
+        each["path"]
+        for each in roles
+        if "path" in each and each is not recipes.values_of(recipe).get("dataset")
+    ]
+    assert all(path in recipe.read_text().partition("device:")[0] for path in named), (
+        "the head names every model"
+    )
     for source in sources_of(config.dataset):
         if source.named is not None:
             find(source.named)
@@ -63,7 +69,10 @@ def test_the_shapes_are_those_of_the_models() -> None:
 @pytest.mark.parametrize("name", [name for name, model in recipes.MODELS.items() if model.real])
 def test_what_stands_here_is_what_the_real_file_says(name: str, models: dict[str, Path]) -> None:
     written, network = shipped_configs()[name], read_config(models[name])[1]
-    assert network.num_layers == written["num_hidden_layers"] and network.vocab_size == written["vocab_size"]
+    assert (
+        network.num_layers == written["num_hidden_layers"]
+        and network.vocab_size == written["vocab_size"]
+    )
     assert network.hidden_size == written["hidden_size"]
 
 
@@ -88,7 +97,9 @@ def test_every_recipe_fits_and_its_memory_is_what_it_says(models: dict[str, Path
     for recipe, planned in plans.items():
         assert planned.fits, (recipe.stem, planned.lines)
         count = recipes.values_of(recipe).get("n_gpus_per_node", 1)
-        assert recipes.head(recipe, "Memory") == recipes.said(planned, count), "python -m tests.recipes writes it"
+        assert recipes.head(recipe, "Memory") == recipes.said(planned, count), (
+            "python -m tests.recipes writes it"
+        )
         size = re.search(r"(\d+) GB", recipes.head(recipe, "GPU"))
         assert size is not None and planned.needed < int(size[1])
     assert recipes.table(plans) in recipes.README.read_text(), "python -m tests.recipes writes it"
@@ -122,7 +133,9 @@ def test_a_recipe_is_read_from_any_folder_and_named_among_the_sections(
     assert weft.main(["config", "ls", "gsm8k-qwen3-0.6b"]) == 0
     assert "  grpo-gsm8k-qwen3-0.6b  Arithmetic word problems" in capsys.readouterr().out
     assert weft.main(["config", "show", "rw-ultrafeedback-qwen3-0.6b"]) == 0
-    assert capsys.readouterr().out.startswith("weft quickstart rw --configs rw-ultrafeedback-qwen3-0.6b")
+    assert capsys.readouterr().out.startswith(
+        "weft quickstart rw --configs rw-ultrafeedback-qwen3-0.6b"
+    )
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "grpo-gsm8k-qwen3-0.6b.yaml").write_text("actor.path: mine\n")
     assert weft.main([*words, "--cfg", "job"]) == 0 and "Qwen3" not in capsys.readouterr().out, (
@@ -131,5 +144,7 @@ def test_a_recipe_is_read_from_any_folder_and_named_among_the_sections(
 
 
 def test_settings_to_sample_the_best_of_many_with() -> None:
-    settings, notes = read_file(str(recipes.RECIPES / "sampling" / "best-of-n.yaml"), GenerationSpec())
+    settings, notes = read_file(
+        str(recipes.RECIPES / "sampling" / "best-of-n.yaml"), GenerationSpec()
+    )
     assert [each.name for each in settings] == ["best-of-n"] and not notes

@@ -9,32 +9,85 @@ from weft.redaction import is_secret, masked, masked_options, masked_words, reda
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "launch.env.HF_TOKEN", "api_key", "apikey", "my-secret", "db.password", "key",
-     "apiKey", "X-Api-Key", "Authorization", "Proxy-Authorization", "accessToken", "client_secret_value", "db_pwd", "Cookie",
-     "AWS_SECRET_ACCESS_KEY", "reward.args.private_key", "basic_auth", "passphrase"],
-)  # fmt: skip
+    "name",
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "launch.env.HF_TOKEN",
+        "api_key",
+        "apikey",
+        "my-secret",
+        "db.password",
+        "key",
+        "apiKey",
+        "X-Api-Key",
+        "Authorization",
+        "Proxy-Authorization",
+        "accessToken",
+        "client_secret_value",
+        "db_pwd",
+        "Cookie",
+        "AWS_SECRET_ACCESS_KEY",
+        "reward.args.private_key",
+        "basic_auth",
+        "passphrase",
+    ],
+)
 def test_names_that_tell(name):
     assert is_secret(name)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["model.tokenizer.eos_token", "tokenizer.add_bos_token", "dataset.args.prompt_key", "ppo.gen.max_new_tokens", "keys",
-     "reward_by_token", "monkey", "tokenizer", "api_key_env", "service.token_env", "token-file", "password_file", "author",
-     "stop_token", "tokens"],
-)  # fmt: skip
+    [
+        "model.tokenizer.eos_token",
+        "tokenizer.add_bos_token",
+        "dataset.args.prompt_key",
+        "ppo.gen.max_new_tokens",
+        "keys",
+        "reward_by_token",
+        "monkey",
+        "tokenizer",
+        "api_key_env",
+        "service.token_env",
+        "token-file",
+        "password_file",
+        "author",
+        "stop_token",
+        "tokens",
+    ],
+)
 def test_names_that_do_not(name):
     assert not is_secret(name)
 
 
 def test_words_of_a_command():
-    words = ["weft", "quickstart", "sft", "launch.env.HF_TOKEN=hf_123", "--api-key", "sk-1", "seed=3", "--token=abc",
-             "launch.env={HF_TOKEN: hf_9, OMP_NUM_THREADS: 2}", "model.tokenizer.eos_token=</s>",
-             "rew.url=http://me:pw@host:1/x"]  # fmt: skip
+    words = [
+        "weft",
+        "quickstart",
+        "sft",
+        "launch.env.HF_TOKEN=hf_123",
+        "--api-key",
+        "sk-1",
+        "seed=3",
+        "--token=abc",
+        "launch.env={HF_TOKEN: hf_9, OMP_NUM_THREADS: 2}",
+        "model.tokenizer.eos_token=</s>",
+        "rew.url=http://me:pw@host:1/x",
+    ]
     assert masked_words(words) == [
-        "weft", "quickstart", "sft", "launch.env.HF_TOKEN=***", "--api-key", "***", "seed=3", "--token=***",
-        "launch.env={HF_TOKEN: ***, OMP_NUM_THREADS: 2}", "model.tokenizer.eos_token=</s>", "rew.url=http://***@host:1/x",
-    ]  # fmt: skip
+        "weft",
+        "quickstart",
+        "sft",
+        "launch.env.HF_TOKEN=***",
+        "--api-key",
+        "***",
+        "seed=3",
+        "--token=***",
+        "launch.env={HF_TOKEN: ***, OMP_NUM_THREADS: 2}",
+        "model.tokenizer.eos_token=</s>",
+        "rew.url=http://***@host:1/x",
+    ]
 
 
 def test_a_configuration():
@@ -82,26 +135,42 @@ def test_urls(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("reward=[{'name': 'f', 'args': {'api_key': 'sk-1', 'n': 3}}]: bad",
-         "reward=[{'name': 'f', 'args': {'api_key': ***, 'n': 3}}]: bad"),
+        (
+            "reward=[{'name': 'f', 'args': {'api_key': 'sk-1', 'n': 3}}]: bad",
+            "reward=[{'name': 'f', 'args': {'api_key': ***, 'n': 3}}]: bad",
+        ),
         ("api_key=sk-123, seed=3", "api_key=***, seed=3"),
         ("sent Authorization: Bearer abc.def and failed", "sent Authorization: *** and failed"),
         ("token=None, key=''", "token=None, key=''"),
-        ("'a': is not of the form key=value; write a=VALUE", "'a': is not of the form key=value; write a=VALUE"),
-        ("unknown key: learning_rat; did you mean learning_rate?", "unknown key: learning_rat; did you mean learning_rate?"),
+        (
+            "'a': is not of the form key=value; write a=VALUE",
+            "'a': is not of the form key=value; write a=VALUE",
+        ),
+        (
+            "unknown key: learning_rat; did you mean learning_rate?",
+            "unknown key: learning_rat; did you mean learning_rate?",
+        ),
         ("row 3: the key 'scores' is missing", "row 3: the key 'scores' is missing"),
         ("options are written key=value: seed=3", "options are written key=value: seed=3"),
         ("eos_token='</s>' has no id", "eos_token='</s>' has no id"),
     ],
-)  # fmt: skip
+)
 def test_messages(text: str, shown: str) -> None:
     assert redacted(text) == shown
 
 
 def test_every_error_is_redacted_where_it_is_made() -> None:
     url = "http://me:pw@host/x?key=abc"
-    for error in (UserError(f"url={url}"), RunError(f"{url}: no answer"), DataError([f"{url}:1: bad"])):
-        assert "pw" not in str(error) and "abc" not in str(error) and "http://***@host/x?key=***" in str(error)
+    for error in (
+        UserError(f"url={url}"),
+        RunError(f"{url}: no answer"),
+        DataError([f"{url}:1: bad"]),
+    ):
+        assert (
+            "pw" not in str(error)
+            and "abc" not in str(error)
+            and "http://***@host/x?key=***" in str(error)
+        )
         assert "pw" not in repr(error.args)
 
 
@@ -114,11 +183,20 @@ def test_secrets_of_mappings_and_lists_below_a_telling_name() -> None:
         "secrets": {"a": "***", "b": ["***", {"c": "***"}]},
         "reward": [{"args": {"url": "http://***@h/?k=***", "apiKey": "***"}}],
     }
-    names = ["secrets.a", "secrets.b[0]", "secrets.b[1].c", "reward[0].args.url", "reward[0].args.apiKey"]
+    names = [
+        "secrets.a",
+        "secrets.b[0]",
+        "secrets.b[1].c",
+        "reward[0].args.url",
+        "reward[0].args.apiKey",
+    ]
     assert list(masked_options(masked(config))) == names
     assert not list(masked_options({"prompt": "*** rate this ***", "token": None}))
 
 
 def test_a_reference_to_a_variable_is_no_secret() -> None:
-    words = ["api_key=${oc.env:KEY}", "reward=[{name: f, args: {api_key: '${oc.env:KEY}', token: abc}}]"]
+    words = [
+        "api_key=${oc.env:KEY}",
+        "reward=[{name: f, args: {api_key: '${oc.env:KEY}', token: abc}}]",
+    ]
     assert masked_words(words) == [words[0], words[1].replace("abc", "***")]

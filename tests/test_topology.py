@@ -13,7 +13,15 @@ from weft.checkpoints.hf_io import parameter_shapes
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 from weft.registry import families
-from weft.topology import Coordinates, Layout, holdings, kv_heads_of, stage_of, tensor_slice, vocabulary_of
+from weft.topology import (
+    Coordinates,
+    Layout,
+    holdings,
+    kv_heads_of,
+    stage_of,
+    tensor_slice,
+    vocabulary_of,
+)
 
 
 def config_of(family: str) -> TransformerConfig:
@@ -50,14 +58,29 @@ def test_a_hand_worked_example() -> None:
     assert (config.num_heads, kv) == (4, 2)
     name = "blocks.1.attention.{}.weight".format
     hidden = config.hidden_size
-    assert tensor_slice(name("q"), (4 * d, hidden), config, 2, 1) == (slice(2 * d, 4 * d), slice(0, hidden))
-    assert tensor_slice(name("k"), (2 * d, hidden), config, 4, 3) == (slice(d, 2 * d), slice(0, hidden))
-    assert tensor_slice(name("o"), (hidden, 4 * d), config, 2, 0) == (slice(0, hidden), slice(0, 2 * d))
+    assert tensor_slice(name("q"), (4 * d, hidden), config, 2, 1) == (
+        slice(2 * d, 4 * d),
+        slice(0, hidden),
+    )
+    assert tensor_slice(name("k"), (2 * d, hidden), config, 4, 3) == (
+        slice(d, 2 * d),
+        slice(0, hidden),
+    )
+    assert tensor_slice(name("o"), (hidden, 4 * d), config, 2, 0) == (
+        slice(0, hidden),
+        slice(0, 2 * d),
+    )
     down = tensor_slice("blocks.0.mlp.down.weight", (hidden, inner), config, 2, 1)
     assert down == (slice(0, hidden), slice(inner // 2, inner))
     assert tensor_slice("blocks.0.mlp.down.bias", (hidden,), config, 2, 1) == (slice(0, hidden),)
-    assert tensor_slice("embed.weight", (131, hidden), config, 2, 0) == (slice(0, 65), slice(0, hidden))
-    assert tensor_slice("head.weight", (131, hidden), config, 2, 1) == (slice(65, 131), slice(0, hidden))
+    assert tensor_slice("embed.weight", (131, hidden), config, 2, 0) == (
+        slice(0, 65),
+        slice(0, hidden),
+    )
+    assert tensor_slice("head.weight", (131, hidden), config, 2, 1) == (
+        slice(65, 131),
+        slice(0, hidden),
+    )
     assert tensor_slice("norm.weight", (hidden,), config, 2, 1) == (slice(0, hidden),)
 
 
@@ -66,7 +89,10 @@ def test_adapters_are_split_with_their_layer() -> None:
     d, r, hidden = config.head_dim, 4, config.hidden_size
     rows = tensor_slice("blocks.0.attention.q.lora_b", (4 * d, r), config, 2, 1)
     assert rows == (slice(2 * d, 4 * d), slice(0, r))
-    assert tensor_slice("blocks.0.attention.q.lora_a", (r, hidden), config, 2, 1) == (slice(0, r), slice(0, hidden))
+    assert tensor_slice("blocks.0.attention.q.lora_a", (r, hidden), config, 2, 1) == (
+        slice(0, r),
+        slice(0, hidden),
+    )
     columns = tensor_slice("blocks.0.attention.o.lora_a", (r, 4 * d), config, 2, 1)
     assert columns == (slice(0, r), slice(2 * d, 4 * d))
     experts = tensor_slice("blocks.0.mlp.experts.down.lora_a", (8, r, 64), config, 2, 1)
@@ -91,7 +117,9 @@ def test_stages_hold_every_block_once(layers: int, stages: int) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.floats(0.0, 12.0))
-def test_the_last_stage_has_fewer_blocks_for_the_output_matrix(layers: int, stages: int, head: float) -> None:
+def test_the_last_stage_has_fewer_blocks_for_the_output_matrix(
+    layers: int, stages: int, head: float
+) -> None:
     if stages > layers:
         return
     held = [stage_of(layers, stages, stage, head) for stage in range(stages)]
@@ -112,11 +140,14 @@ def test_ids_are_held_once(size: int, t: int) -> None:
 
 def test_queries_read_the_heads_that_their_rank_holds() -> None:
     config = config_of("llama")
-    assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [slice(1, 2)] * 2
+    assert [kv_heads_of(config, 4, rank) for rank in range(4)] == [slice(0, 1)] * 2 + [
+        slice(1, 2)
+    ] * 2
 
 
 @pytest.mark.parametrize(
-    ("turns", "blocks"), [(False, [[0, 1, 4, 5], [2, 3, 6, 7]]), (True, [[0, 1, 6, 7], [2, 3, 4, 5]])]
+    ("turns", "blocks"),
+    [(False, [[0, 1, 4, 5], [2, 3, 6, 7]]), (True, [[0, 1, 6, 7], [2, 3, 4, 5]])],
 )
 def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[list[int]]) -> None:
     """Round robin, or there and back: then the first rank has both ends."""
@@ -125,7 +156,9 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[lis
     layout = Layout(pipeline=2, stages_a_rank=2, turns=turns)
     for tied in (False, True):
         for rank, own in enumerate(blocks):
-            held = holdings(dict.fromkeys(names, (8,)), config, layout, Coordinates(pipeline=rank), tied=tied)
+            held = holdings(
+                dict.fromkeys(names, (8,)), config, layout, Coordinates(pipeline=rank), tied=tied
+            )
             last = rank == layout.placement.last_rank
             ends = ["embed.weight"] * (rank == 0 or (tied and last)) + ["norm.weight"] * last
             assert list(held) == [*(names[layer] for layer in own), *ends]
@@ -134,7 +167,9 @@ def test_a_rank_holds_the_blocks_of_all_its_stages(turns: bool, blocks: list[lis
 def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
     layout = Layout.parse("d4t2e2", trained=True)
     assert (layout.fsdp, layout.num_devices) == (1, 8)
-    shapes = dict.fromkeys(("blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.experts.up.lora_a"), (6, 8, 4))
+    shapes = dict.fromkeys(
+        ("blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.experts.up.lora_a"), (6, 8, 4)
+    )
     shapes["blocks.1.mlp.router.weight"] = (6, 4)
     config = config_of("mixtral")
     for data in range(4):
@@ -145,15 +180,22 @@ def test_experts_are_held_whole_by_some_of_the_data_ranks() -> None:
         assert held["blocks.1.mlp.router.weight"] == (slice(0, 6), slice(0, 4))
 
 
-@pytest.mark.parametrize(("layout", "shards"), [("d8f8e2", 4), ("d8f4e2", 2), ("d8f2e4", 1), ("d8f4e4", 1)])
+@pytest.mark.parametrize(
+    ("layout", "shards"), [("d8f8e2", 4), ("d8f4e2", 2), ("d8f2e4", 1), ("d8f4e4", 1)]
+)
 def test_experts_are_shared_by_the_ranks_that_have_the_same_ones(layout: str, shards: int) -> None:
     """Of each sharded copy; all else by all of its ranks."""
     parsed, config = Layout.parse(layout), config_of("mixtral")
     expert, dense = "blocks.1.mlp.experts.gate.weight", "blocks.1.mlp.router.weight"
-    held = [holdings({expert: (16, 8, 4), dense: (16, 4)}, config, parsed, Coordinates(data=data)) for data in range(8)]
+    held = [
+        holdings({expert: (16, 8, 4), dense: (16, 4)}, config, parsed, Coordinates(data=data))
+        for data in range(8)
+    ]
     size = 16 // parsed.expert // shards
     for data, parts in enumerate(held):
-        first = 16 // parsed.expert * (data % parsed.expert) + size * (data % parsed.fsdp // parsed.expert)
+        first = 16 // parsed.expert * (data % parsed.expert) + size * (
+            data % parsed.fsdp // parsed.expert
+        )
         assert parts[expert] == (slice(first, first + size), slice(0, 8), slice(0, 4))
         first = 16 // parsed.fsdp * (data % parsed.fsdp)
         assert parts[dense] == (slice(first, first + 16 // parsed.fsdp), slice(0, 4))

@@ -1,4 +1,6 @@
-"""Every output is written as a file: links are followed, and devices, pipes and folders stay what they are."""
+"""Every output is written as a file: links are followed, and devices, pipes and folders stay what
+they are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WRITES = re.compile(
 )
 # Places that write only into a folder which they have just made, or into another process.
 OWN_FOLDERS = {
-    "host/verifiers/_isolation.py": "what a process says of itself in /proc, in folders that it alone sees",
+    "host/verifiers/_isolation.py": (
+        "what a process says of itself in /proc, in folders that it alone sees"
+    ),
     "writing.py": "the one place",
     "engine/hf/lora.py": "the folder of an unfinished checkpoint",
     "host/_worker.py": "standard output",
@@ -37,7 +41,9 @@ OWN_FOLDERS = {
 
 
 def kinds(folder: Path) -> dict[str, Path]:
-    """Paths that are no regular files: a pipe, a link to it, a device, a folder, and a link that leads to itself."""
+    """Paths that are no regular files: a pipe, a link to it, a device, a folder, and a link that
+    leads to itself.
+    """
     os.mkfifo(folder / "pipe")
     (folder / "to_pipe").symlink_to("pipe")
     (folder / "to_device").symlink_to("/dev/full")
@@ -49,7 +55,9 @@ def kinds(folder: Path) -> dict[str, Path]:
 def test_what_is_no_file_is_refused_and_stays(tmp_path, name):
     path = kinds(tmp_path)[name]
     before = sorted((p.name, os.lstat(p).st_mode) for p in tmp_path.iterdir())
-    with pytest.raises(UserError, match=rf"{name}: is a (pipe or a device|folder), and weft writes files"):
+    with pytest.raises(
+        UserError, match=rf"{name}: is a (pipe or a device|folder), and weft writes files"
+    ):
         write(path, "text")
     with pytest.raises(UserError, match="weft writes files"):
         opened(path, "a")
@@ -99,7 +107,9 @@ def test_every_output_goes_through_this_module():
         for path in SRC.rglob("*.py")
         if WRITES.search(path.read_text()) and "testing" not in path.parts
     }
-    assert found <= OWN_FOLDERS.keys(), "write with weft.writing, which refuses devices and follows links"
+    assert found <= OWN_FOLDERS.keys(), (
+        "write with weft.writing, which refuses devices and follows links"
+    )
 
 
 def test_several_may_write_one_file_at_once(tmp_path):
@@ -107,4 +117,6 @@ def test_several_may_write_one_file_at_once(tmp_path):
     with replacing(path) as one, replacing(path) as other:
         one.write_text("same")
         other.write_text("same")
-    assert path.read_text() == "same" and [each.name for each in tmp_path.iterdir()] == ["state.json"]
+    assert path.read_text() == "same" and [each.name for each in tmp_path.iterdir()] == [
+        "state.json"
+    ]

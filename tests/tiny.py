@@ -1,4 +1,6 @@
-"""Small models and data made on the spot: what a test needs where no download and no real data is at hand."""
+"""Small models and data made on the spot: what a test needs where no download and no real data is
+at hand.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TEXT = [
 
 
 def make_tokenizer(directory: Path, *, chat: bool = True, vocab_size: int = 320) -> Any:
-    """A byte-level BPE tokenizer with `<s>`, `</s>`, `<pad>` and a chat template, saved as Hugging Face does."""
+    """A byte-level BPE tokenizer with `<s>`, `</s>`, `<pad>` and a chat template, saved as Hugging
+    Face does.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -29,9 +33,14 @@ def make_tokenizer(directory: Path, *, chat: bool = True, vocab_size: int = 320)
     special = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        TEXT, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+        TEXT,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet
+        ),
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
@@ -39,18 +48,27 @@ def make_tokenizer(directory: Path, *, chat: bool = True, vocab_size: int = 320)
 
 
 def make_llama(directory: Path, *, chat: bool = True, seed: int = 0, **changes: Any) -> Path:
-    """A random Llama of a few ten thousand parameters with its tokenizer, as a Hugging Face directory."""
+    """A random Llama of a few ten thousand parameters with its tokenizer, as a Hugging Face
+    directory.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(directory, chat=chat)
     shape = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(seed)
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = LlamaConfig(vocab_size=len(tokenizer), **{**ids, **shape, **changes})
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
@@ -66,14 +84,19 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def prompt_answer_rows(count: int = 16) -> list[dict[str, Any]]:
     """Rows of the `prompt_answer` form."""
     return [
-        {"id": f"r{i}", "prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."} for i in range(count)
+        {"id": f"r{i}", "prompt": f"What is {i} plus {i}?", "answer": f" The answer is {2 * i}."}
+        for i in range(count)
     ]
 
 
 def pair_rows(count: int = 16) -> list[dict[str, Any]]:
     """Rows of the `paired_comparison` form."""
     return [
-        {"prompt": f"What is {i} plus {i}?", "pos_answers": [f" {2 * i}"], "neg_answers": [f" I will not do {i}."]}
+        {
+            "prompt": f"What is {i} plus {i}?",
+            "pos_answers": [f" {2 * i}"],
+            "neg_answers": [f" I will not do {i}."],
+        }
         for i in range(count)
     ]
 

@@ -3,9 +3,10 @@
     python tools/deliberate_bugs.py --output before.md                   # all patches of tools/deliberate_bugs
     python tools/deliberate_bugs.py --output before.md 07 whitening      # those whose names contain one of these words
 
-Each patch breaks one thing in `src/`. Its header says what is wrong and which tests to run. The tool applies the patch to a
-copy of the last commit, runs these tests, and writes the failing ones into a Markdown table. Its exit code is 1 where a patch
-does not apply, where no test catches it, or where tests fail without any patch.
+Each patch breaks one thing in `src/`. Its header says what is wrong and which tests to run. The
+tool applies the patch to a copy of the last commit, runs these tests, and writes the failing ones
+into a Markdown table. Its exit code is 1 where a patch does not apply, where no test catches it, or
+where tests fail without any patch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ NO_TESTS = 5  # pytest's exit code where nothing was collected
 
 @dataclass(frozen=True)
 class Patch:
-    """A bug and its header: what is wrong, the test files or folders to run, the tier of tests (`MARKERS`)."""
+    """A bug and its header: what is wrong, the test files or folders to run, the tier of tests
+    (`MARKERS`).
+    """
 
     path: Path
     what: str
@@ -50,9 +53,14 @@ class Patch:
     def read(cls, path: Path) -> Patch:
         """Raises `ValueError` for a header that lacks a line."""
         header = path.read_text().partition("diff --git")[0].splitlines()
-        values = dict(line.split(": ", 1) for line in header if line.startswith(("tests: ", "tier: ")))
+        values = dict(
+            line.split(": ", 1) for line in header if line.startswith(("tests: ", "tier: "))
+        )
         if not header or set(values) != {"tests", "tier"} or values["tier"] not in MARKERS:
-            raise ValueError(f"{path.name}: the header needs a sentence, a line `tests: PATHS` and a line `tier: TIER`")
+            raise ValueError(
+                f"{path.name}: the header needs a sentence, a line `tests: PATHS` and a line "
+                f"`tier: TIER`"
+            )
         return cls(path, header[0], tuple(values["tests"].split()), values["tier"])
 
 
@@ -74,8 +82,15 @@ class Outcome:
 
     def row(self, patch: Patch) -> str:
         """One line of the table."""
-        cases = [f"`{test}`" + (f" ({count} cases)" if count > 1 else "") for test, count in self.functions.items()]
-        which = f"**{self.trouble}**" if self.trouble else "<br>".join(cases) or "**no test catches it**"
+        cases = [
+            f"`{test}`" + (f" ({count} cases)" if count > 1 else "")
+            for test, count in self.functions.items()
+        ]
+        which = (
+            f"**{self.trouble}**"
+            if self.trouble
+            else "<br>".join(cases) or "**no test catches it**"
+        )
         return f"| `{patch.name}` | {patch.what} | {len(self.functions)} | {which} |"
 
 
@@ -85,12 +100,16 @@ def copied_tree(patch: Path | None = None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="deliberate-bug-") as folder:
         tree = Path(folder) / "tree"
         tree.mkdir()
-        archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+        archive = subprocess.run(
+            ["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True
+        ).stdout
         subprocess.run(["tar", "-x"], cwd=tree, check=True, input=archive)
         if patch is not None:
             # Within another checkout `git apply` would pass over these files without a word.
             apart = os.environ | {"GIT_CEILING_DIRECTORIES": folder}
-            subprocess.run(["git", "apply", str(patch)], cwd=tree, check=True, env=apart, capture_output=True)
+            subprocess.run(
+                ["git", "apply", str(patch)], cwd=tree, check=True, env=apart, capture_output=True
+            )
         yield tree
 
 
@@ -101,12 +120,32 @@ def run_tests(tree: Path, tests: Sequence[str], tier: str, seconds: float) -> Ou
         return Outcome(trouble=f"no such tests: {', '.join(missing)}")
     defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     data = {"WEFT_TEST_DATA": str(ROOT.parent / "shared" / "data")}
-    environment = defaults | data | os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider", *MARKERS[tier], *tests]
+    environment = (
+        defaults
+        | data
+        | os.environ
+        | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        *MARKERS[tier],
+        *tests,
+    ]
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        cwd=tree,
+        env=environment,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -115,7 +154,9 @@ def run_tests(tree: Path, tests: Sequence[str], tier: str, seconds: float) -> Ou
         return Outcome(trouble=f"the tests did not end within {seconds:g} s")
     failed = tuple(found["test"] for found in FAILURE.finditer(said))
     if process.returncode == NO_TESTS or (process.returncode and not failed):
-        return Outcome(trouble=f"pytest ended with {process.returncode}: {said.strip().splitlines()[-1]}")
+        return Outcome(
+            trouble=f"pytest ended with {process.returncode}: {said.strip().splitlines()[-1]}"
+        )
     return Outcome(failed)
 
 
@@ -133,9 +174,13 @@ def run_clean(patches: Sequence[Patch], seconds: float) -> Outcome:
     failed: list[str] = []
     with copied_tree() as tree:
         for tier in MARKERS:
-            tests = sorted({test for patch in patches if patch.tier == tier for test in patch.tests})
+            tests = sorted(
+                {test for patch in patches if patch.tier == tier for test in patch.tests}
+            )
             # pytest runs a file twice that is named beside its folder.
-            apart = [test for test in tests if not any(test.startswith(f"{other}/") for other in tests)]
+            apart = [
+                test for test in tests if not any(test.startswith(f"{other}/") for other in tests)
+            ]
             found = run_tests(tree, apart, tier, seconds * len(patches)) if apart else Outcome()
             if found.trouble:
                 return found
@@ -153,12 +198,25 @@ def update_table(output: Path, patch: Patch, outcome: Outcome) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="patches whose names contain one of these; all where none is given")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file for the table; its other rows stay")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "words", nargs="*", help="patches whose names contain one of these; all where none is given"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="Markdown file for the table; its other rows stay",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="patches at a time")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the tests of a patch may take")
-    parser.add_argument("--skip-clean", action="store_true", help="do not run the tests without a patch first")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds that the tests of a patch may take"
+    )
+    parser.add_argument(
+        "--skip-clean", action="store_true", help="do not run the tests without a patch first"
+    )
     given = parser.parse_args()
 
     patches = [Patch.read(path) for path in sorted(PATCHES.glob("*.patch"))]
@@ -175,7 +233,10 @@ def main() -> int:
             update_table(given.output, patch, outcome)
             caught = bool(outcome.failed) and outcome.trouble is None
             good = good and caught
-            print(f"{patch.name}: {outcome.trouble or f'{len(outcome.functions)} tests fail'}", flush=True)
+            print(
+                f"{patch.name}: {outcome.trouble or f'{len(outcome.functions)} tests fail'}",
+                flush=True,
+            )
     return 0 if good else 1
 
 

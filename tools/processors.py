@@ -1,11 +1,13 @@
-"""Runs the numerical tests as other processors, and other versions of torch and transformers, would compute them.
+"""Runs the numerical tests as other processors, and other versions of torch and transformers, would
+compute them.
 
     python tools/processors.py            # every configuration that this processor supports
     python tools/processors.py --list
     python tools/processors.py --only torch-avx2 kernels-off --tests tests/models
 
-Prints a line for each configuration: what passed, or why it is not run. Exits with 1 if a test fails. Logs, and the virtual
-environments of other versions (some gigabytes each), are in `build/processors`.
+Prints a line for each configuration: what passed, or why it is not run. Exits with 1 if a test
+fails. Logs, and the virtual environments of other versions (some gigabytes each), are in
+`build/processors`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ BUILD = ROOT / "build" / "processors"
 ASKED = "WEFT_TEST_ENVIRONMENT"  # of tests/environment.py
 TESTS = ("kernels", "models", "algorithms", "interfaces", "engine", "parallel", "realloc")
 OLDEST = ("torch==2.11.0", "transformers==5.10.*")  # the lower bounds of pyproject.toml
-AVX2, AVX512 = ("avx2", "fma"), ("avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+AVX2, AVX512 = (
+    ("avx2", "fma"),
+    ("avx2", "fma", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """Environment variables that tests run with, and instructions that the processor must have. `capability` is what torch
-    must then say that it uses; `native`: weft's kernels must be there; `versions`: `oldest`, `newest` or the environment's."""
+    """Environment variables that tests run with, and instructions that the processor must have.
+
+    `capability` is what torch must then say that it uses; `native`: weft's kernels must be there;
+    `versions`: `oldest`, `newest` or the environment's.
+    """
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -85,7 +93,9 @@ CONFIGURATIONS = (
 def instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
     """What the processor has, as Linux names it; nothing where that is not known."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return {word for line in lines if line.startswith("flags") for word in line.split(":", 1)[1].split()}
+    return {
+        word for line in lines if line.startswith("flags") for word in line.split(":", 1)[1].split()
+    }
 
 
 def why_not(configuration: Configuration, found: set[str]) -> str | None:
@@ -101,12 +111,15 @@ def why_not(configuration: Configuration, found: set[str]) -> str | None:
 def environment(configuration: Configuration) -> dict[str, str]:
     words = " ".join(f"{name}={value}" for name, value in configuration.variables.items())
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Variables that torch reads while it is imported are also set directly: a plugin of pytest may import it first.
+    # Variables that torch reads while it is imported are also set directly: a plugin of pytest may
+    # import it first.
     return {**os.environ, **configuration.variables, ASKED: words, "PYTHONPATH": path}
 
 
 def interpreter(versions: str | None, python: str) -> str | None:
-    """The Python of some versions, installed first where that was not done; None for the `newest` if `python` has them."""
+    """The Python of some versions, installed first where that was not done; None for the `newest`
+    if `python` has them.
+    """
     if versions is None:
         return python
     limits = OLDEST if versions == "oldest" else _newer(python)
@@ -130,13 +143,17 @@ def _newer(python: str) -> list[str]:
     words = ["install", "--dry-run", "--upgrade", "--no-deps", *limits]
     done = subprocess.run([python, "-m", "pip", *words], capture_output=True, text=True, check=True)
     found = re.search(r"Would install (.*)", done.stdout)
-    return [re.sub(r"-(?=[\d.]+)", "==", word, count=1) for word in found[1].split()] if found else []
+    return (
+        [re.sub(r"-(?=[\d.]+)", "==", word, count=1) for word in found[1].split()] if found else []
+    )
 
 
 def check(configuration: Configuration, python: str) -> str | None:
     """What is not as the configuration says, before the tests."""
     code = "import torch; from weft.kernels.cpu.library import library; print(torch.backends.cpu.get_cpu_capability(), library() is not None)"  # noqa: E501
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment(configuration))
+    done = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, env=environment(configuration)
+    )
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     capability, native = done.stdout.split()
@@ -145,31 +162,60 @@ def check(configuration: Configuration, python: str) -> str | None:
     return "weft's kernels are not there" if configuration.native and native != "True" else None
 
 
-def run(configuration: Configuration, python: str, tests: Sequence[str], more: Sequence[str]) -> tuple[bool, str]:
+def run(
+    configuration: Configuration, python: str, tests: Sequence[str], more: Sequence[str]
+) -> tuple[bool, str]:
     """Whether all tests pass, and what to say of them."""
     wrong = check(configuration, python)
     if wrong is not None:
         return False, wrong
-    command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *more, *tests]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        *more,
+        *tests,
+    ]
     begin, log = time.monotonic(), BUILD / f"{configuration.name}.log"
     with log.open("w") as output:
-        done = subprocess.run(command, cwd=ROOT, env=environment(configuration), stdout=output, stderr=output)
-    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", log.read_text().strip().rpartition("\n")[2])
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(configuration), stdout=output, stderr=output
+        )
+    counts = re.findall(
+        r"\d+ (?:passed|failed|skipped|errors?)\b", log.read_text().strip().rpartition("\n")[2]
+    )
     text = ", ".join(counts) or f"pytest ended with {done.returncode}"
     where = "" if done.returncode == 0 else f"; see {log.relative_to(ROOT)}"
     return done.returncode == 0, f"{text} in {time.monotonic() - begin:.0f} s{where}"
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Run the numerical tests as other processors would compute them.")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="configurations, of those that --list shows")
-    parser.add_argument("--skip", nargs="+", metavar="NAME", default=[], help="configurations to leave out")
-    parser.add_argument("--tests", nargs="+", metavar="PATH", default=[f"tests/{name}" for name in TESTS])
-    parser.add_argument(
-        "--list", action="store_true", help="show the configurations, and which this processor supports"
+    parser = argparse.ArgumentParser(
+        description="Run the numerical tests as other processors would compute them."
     )
     parser.add_argument(
-        "--python", default=sys.executable, help="the interpreter of configurations without own versions"
+        "--only", nargs="+", metavar="NAME", help="configurations, of those that --list shows"
+    )
+    parser.add_argument(
+        "--skip", nargs="+", metavar="NAME", default=[], help="configurations to leave out"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", metavar="PATH", default=[f"tests/{name}" for name in TESTS]
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="show the configurations, and which this processor supports",
+    )
+    parser.add_argument(
+        "--python",
+        default=sys.executable,
+        help="the interpreter of configurations without own versions",
     )
     arguments, more = parser.parse_known_args(words)
     names = [each.name for each in CONFIGURATIONS]
@@ -191,7 +237,10 @@ def main(words: Sequence[str]) -> int:
             else:
                 fine, reason_or_counts = run(each, python, arguments.tests, more)
                 passed &= fine
-                print(f"{each.name:18} {'passed' if fine else 'FAILED'}: {reason_or_counts}", flush=True)
+                print(
+                    f"{each.name:18} {'passed' if fine else 'FAILED'}: {reason_or_counts}",
+                    flush=True,
+                )
                 continue
         print(f"{each.name:18} {f'not run: {reason}' if reason else 'supported'}", flush=True)
     return 0 if passed else 1

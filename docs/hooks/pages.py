@@ -1,5 +1,6 @@
-"""What the site needs beyond the pages: fences that mkdocs reads, tables from the code, pages that live elsewhere in the
-repository."""
+"""What the site needs beyond the pages: fences that mkdocs reads, tables from the code, pages that
+live elsewhere in the repository.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     uri = page.file.src_uri
     markdown = markdown.replace(METRICS, metric_help.markdown())
-    return render(markdown, uri, {at: source for source, at in ELSEWHERE.items()}.get(uri, f"docs/{uri}"))
+    return render(
+        markdown, uri, {at: source for source, at in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
+    )
 
 
 def on_post_page(output: str, **_: Any) -> str:
@@ -48,8 +51,12 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def _breaks(name: str) -> str:
-    """A name in a table with the places where it may break: after dots, and after underscores where it is long."""
-    return name.replace(".", ".<wbr>").replace("_", "_<wbr>" if len(name) > 24 + len("<code></code>") else "_")
+    """A name in a table with the places where it may break: after dots, and after underscores where
+    it is long.
+    """
+    return name.replace(".", ".<wbr>").replace(
+        "_", "_<wbr>" if len(name) > 24 + len("<code></code>") else "_"
+    )
 
 
 def render(markdown: str, uri: str, source: str) -> str:
@@ -65,9 +72,13 @@ def _fence(fence: re.Match[str]) -> str:
 
 
 def _link(link: re.Match[str], uri: str, source: str) -> str:
-    """A link to a page leads to where the site has it; of a link to other files of the repository only the text stays."""
+    """A link to a page leads to where the site has it; of a link to other files of the repository
+    only the text stays.
+    """
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link["target"]))
-    at = ELSEWHERE.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+    at = ELSEWHERE.get(target) or (
+        target.removeprefix("docs/") if target.startswith("docs/") else None
+    )
     if at is None:
         return link["text"] if (ROOT / target).exists() else link[0]
     relative = posixpath.relpath(at, posixpath.dirname(uri) or ".")

@@ -1,4 +1,5 @@
-"""The pictures of docs/concepts.md: `python docs/hooks/pictures.py` writes them to docs/img; a test compares them.
+"""The pictures of docs/concepts.md: `python docs/hooks/pictures.py` writes them to docs/img; a test
+compares them.
 
 Each brings its own ground and both schemes, so it can be read on a light page and on a dark one.
 """
@@ -16,7 +17,10 @@ from weft.observe.palette import INDIGO, MAGENTA, ORANGE, SKY, TEAL, Hue
 FOLDER = Path(__file__).resolve().parent.parent / "img"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 HUES = {"actor": INDIGO, "critic": ORANGE, "ref": TEAL, "rew": MAGENTA, "host": SKY}
-LIGHT, DARK = ("#ffffff", "#1b1d23", "#5c6370", "#d5d9e0"), ("#191b21", "#eceef2", "#a3a9b6", "#3a3f4a")
+LIGHT, DARK = (
+    ("#ffffff", "#1b1d23", "#5c6370", "#d5d9e0"),
+    ("#191b21", "#eceef2", "#a3a9b6", "#3a3f4a"),
+)
 
 
 class Picture:
@@ -27,7 +31,15 @@ class Picture:
         self.parts: list[str] = []
 
     def box(
-        self, x: float, y: float, width: float, height: float, hue: str = "", text: str = "", *, style: str = ""
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        hue: str = "",
+        text: str = "",
+        *,
+        style: str = "",
     ) -> None:
         kind = f"h-{hue}" if hue else "plain"
         self.parts.append(
@@ -37,10 +49,14 @@ class Picture:
             self.text(x + width / 2, y + height / 2 + 4, text)
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "middle") -> None:
-        self.parts.append(f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
+        self.parts.append(
+            f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float, style: str = "") -> None:
-        self.parts.append(f'<path class="line {style}" d="M{x:g} {y:g}L{to_x:g} {to_y:g}" marker-end="url(#head)"/>')
+        self.parts.append(
+            f'<path class="line {style}" d="M{x:g} {y:g}L{to_x:g} {to_y:g}" marker-end="url(#head)"/>'
+        )
 
     def svg(self) -> str:
         head = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
@@ -56,9 +72,7 @@ class Picture:
 
 def _style() -> str:
     shared = f"text{{font:13px {FONT}}}.small{{font-size:11px}}.bold{{font-weight:600}}rect{{stroke-width:1.5}}"
-    shared += (
-        ".line{fill:none;stroke-width:1.5}.dashed{stroke-dasharray:5 4}.empty{fill-opacity:.25;stroke-dasharray:3 3}"
-    )
+    shared += ".line{fill:none;stroke-width:1.5}.dashed{stroke-dasharray:5 4}.empty{fill-opacity:.25;stroke-dasharray:3 3}"
 
     def scheme(colours: tuple[str, str, str, str], side: str, mix: int) -> str:
         ground, ink, soft, edge = colours
@@ -66,10 +80,18 @@ def _style() -> str:
         rules += f".plain{{fill:{ground};stroke:{edge}}}.line{{stroke:{soft}}}.tip{{fill:{soft}}}"
         for name, hue in HUES.items():
             colour = getattr(hue, side) if isinstance(hue, Hue) else hue
-            rules += f".h-{name}{{fill:color-mix(in srgb,{colour} {mix}%,{ground});stroke:{colour}}}"
+            rules += (
+                f".h-{name}{{fill:color-mix(in srgb,{colour} {mix}%,{ground});stroke:{colour}}}"
+            )
         return rules
 
-    return shared + scheme(LIGHT, "light", 14) + "@media (prefers-color-scheme:dark){" + scheme(DARK, "dark", 24) + "}"
+    return (
+        shared
+        + scheme(LIGHT, "light", 14)
+        + "@media (prefers-color-scheme:dark){"
+        + scheme(DARK, "dark", 24)
+        + "}"
+    )
 
 
 def call() -> Picture:
@@ -87,13 +109,19 @@ def call() -> Picture:
     p.text(545, 30, "keys out", "soft")
     p.arrow(420, 80, 478, 80)
     p.box(480, 66, 130, 28, "", "ref_logprobs")
-    p.text(320, 168, "a role, what it does, where it does it; edges follow from the keys", "small soft")
+    p.text(
+        320, 168, "a role, what it does, where it does it; edges follow from the keys", "small soft"
+    )
     return p
 
 
 def packing() -> Picture:
     """The same five sequences padded and packed."""
-    p = Picture(640, 250, "Five sequences of different lengths, padded to the longest and packed without padding")
+    p = Picture(
+        640,
+        250,
+        "Five sequences of different lengths, padded to the longest and packed without padding",
+    )
     lengths, hues = (190, 70, 120, 40, 150), ("actor", "critic", "ref", "rew", "host")
     p.text(30, 28, "padded: every row as long as the longest", "bold", "start")
     for index, (length, hue) in enumerate(zip(lengths, hues, strict=True)):
@@ -112,7 +140,11 @@ def packing() -> Picture:
 
 def layout() -> Picture:
     """What each of eight devices has in d2t2p2."""
-    p = Picture(640, 260, "Layout d2t2p2: eight devices, two copies of the model, each cut by depth and by width")
+    p = Picture(
+        640,
+        260,
+        "Layout d2t2p2: eight devices, two copies of the model, each cut by depth and by width",
+    )
     for copy in range(2):
         left = 30 + 305 * copy
         p.text(left + 137, 30, f"copy {copy + 1}: half of the batch", "bold")
@@ -121,17 +153,26 @@ def layout() -> Picture:
                 x, y = left + 140 * rank, 45 + 95 * stage
                 p.box(x, y, 130, 80, "actor" if copy == 0 else "critic")
                 p.text(x + 65, y + 28, f"device {4 * stage + 2 * copy + rank}", "bold")
-                p.text(x + 65, y + 48, "layers 1 to 16" if stage == 0 else "layers 17 to 32", "small")
+                p.text(
+                    x + 65, y + 48, "layers 1 to 16" if stage == 0 else "layers 17 to 32", "small"
+                )
                 p.text(x + 65, y + 66, "left half" if rank == 0 else "right half", "small")
     p.text(
-        320, 246, "d2: two parts of the batch. t2: each layer on two devices. p2: two stages of layers.", "small soft"
+        320,
+        246,
+        "d2: two parts of the batch. t2: each layer on two devices. p2: two stages of layers.",
+        "small soft",
     )
     return p
 
 
 def reallocation() -> Picture:
     """Parameters on their way from a training layout to a sampling layout."""
-    p = Picture(640, 250, "Reallocation: weights trained on d2f1t2 go to the four whole copies of d4 that sample")
+    p = Picture(
+        640,
+        250,
+        "Reallocation: weights trained on d2f1t2 go to the four whole copies of d4 that sample",
+    )
     p.text(150, 28, "actor_train on d2f1t2", "bold")
     p.text(490, 28, "actor_gen on d4", "bold")
     for device in range(4):
@@ -145,19 +186,31 @@ def reallocation() -> Picture:
         p.box(490, y, 90, 32, "actor", "right")
         p.text(600, y + 21, f"{device}", "soft")
         p.arrow(250, y + 16, 392, y + 16, "dashed")
-    p.text(320, 236, "each device keeps the half that it has and receives the other one: no byte more", "small soft")
+    p.text(
+        320,
+        236,
+        "each device keeps the half that it has and receives the other one: no byte more",
+        "small soft",
+    )
     return p
 
 
 def step() -> Picture:
     """A PPO step in time."""
     p = Picture(
-        640, 250, "A PPO step in time: sampling, three calls at once, advantages, two trainings at once, weights moved"
+        640,
+        250,
+        "A PPO step in time: sampling, three calls at once, advantages, two trainings at once, "
+        "weights moved",
     )
     rows = (
         (
             "devices 0-3",
-            ((0, 200, "actor", "actor_gen"), (345, 120, "actor", "actor_train"), (475, 45, "actor", "move")),
+            (
+                (0, 200, "actor", "actor_gen"),
+                (345, 120, "actor", "actor_train"),
+                (475, 45, "actor", "move"),
+            ),
         ),
         ("devices 4-5", ((205, 70, "critic", "critic_inf"), (345, 150, "critic", "critic_train"))),
         ("device 6", ((205, 75, "ref", "ref_inf"),)),
@@ -184,12 +237,21 @@ def graphs() -> dict[str, str]:
         ppo.actor.path, ppo.rew.path, ppo.dataset.path = "SFT", "REWARD", str(rows)
         grpo = GRPOConfig(experiment_name="e", trial_name="t", reward="gsm8k")
         grpo.actor.path, grpo.dataset.path = "SFT", str(rows)
-        return {"ppo-graph.svg": to_svg(ppo.build().graph), "grpo-graph.svg": to_svg(grpo.build().graph)}
+        return {
+            "ppo-graph.svg": to_svg(ppo.build().graph),
+            "grpo-graph.svg": to_svg(grpo.build().graph),
+        }
 
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
-    drawn = {"call": call, "packing": packing, "layout": layout, "reallocation": reallocation, "step": step}
+    drawn = {
+        "call": call,
+        "packing": packing,
+        "layout": layout,
+        "reallocation": reallocation,
+        "step": step,
+    }
     return {f"{name}.svg": draw().svg() for name, draw in drawn.items()} | graphs()
 
 

@@ -1,4 +1,6 @@
-"""Open-Assistant's `check_dataset_counts.py` on weft: prints the command that its arguments come to, and runs it."""
+"""Open-Assistant's `check_dataset_counts.py` on weft: prints the command that its arguments come
+to, and runs it.
+"""
 
 import sys
 

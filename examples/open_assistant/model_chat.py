@@ -1,4 +1,6 @@
-"""Open-Assistant's `model_chat.py` on weft: prints the command that its arguments come to, and runs it."""
+"""Open-Assistant's `model_chat.py` on weft: prints the command that its arguments come to, and runs
+it.
+"""
 
 import sys
 

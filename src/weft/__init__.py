@@ -1,4 +1,6 @@
-"""weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO as dataflow graphs."""
+"""weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO as dataflow
+graphs.
+"""
 
 from weft.registry import (
     register_advantage,

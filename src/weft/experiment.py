@@ -1,4 +1,7 @@
-"""An experiment: roles, graph, placement, datasets, control. The single value handed to the runtime."""
+"""An experiment: roles, graph, placement, datasets, control.
+
+The single value handed to the runtime.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the run is evaluated on `valid_path`: its own small graph, run over the validation set at `eval_freq_*`.
+    """How the run is evaluated on `valid_path`: its own small graph, run over the validation set at
+    `eval_freq_*`.
 
-    Nodes call `evaluate` (or generate/inference plus a host function). Metrics are means over ids, logged as
-    `eval/{source}/{metric}` for every validation source and `eval/{metric}` over all.
+    Nodes call `evaluate` (or generate/inference plus a host function). Metrics are means over ids,
+    logged as `eval/{source}/{metric}` for every validation source and `eval/{metric}` over all.
     """
 
     graph: DataflowGraph
@@ -67,26 +71,35 @@ class Control:
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()
     progress: bool = True
-    env: Mapping[str, str] = field(default_factory=dict)  # of the run and its workers, over that of whoever starts it
+    # of the run and its workers, over that of whoever starts it
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def step_range(text: str) -> range:
-    """The steps that `5:8` (both of them too) or `5` names, counted from 1. Raises `ConfigError` for anything else."""
+    """The steps that `5:8` (both of them too) or `5` names, counted from 1.
+
+    Raises `ConfigError` for anything else.
+    """
     found = STEPS.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"must be steps such as 5:8 or 5, not {text!r}")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first = int(found[1])
+    last = int(found[2] or found[1])
     if not 1 <= first <= last:
-        raise ConfigError(f"must name steps from 1 on, the first one first, such as 5:8, not {text!r}")
+        raise ConfigError(
+            f"must name steps from 1 on, the first one first, such as 5:8, not {text!r}"
+        )
     return range(first, last + 1)
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """`steps_follow` names the node whose firings are the run's steps (one line of metrics.jsonl each)."""
+    """`steps_follow` names the node whose firings are the run's steps (one line of metrics.jsonl
+    each).
+    """
 
     control: Control
     roles: Mapping[str, ModelSpec]
@@ -97,15 +110,20 @@ class Experiment:
     placement: Mapping[str, Layout] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     fixed_prompts: Evaluation | None = None  # answers those of `control.eval_prompts`
-    init_from: Mapping[str, str] = field(default_factory=dict)  # role -> role it starts as a copy of
+    # role -> role it starts as a copy of
+    init_from: Mapping[str, str] = field(default_factory=dict)
     saved_roles: Sequence[str] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)  # the resolved options, written to config.yaml
-    left_at_default: frozenset[str] = frozenset()  # options that the user's configuration leaves as they are
+    # the resolved options, written to config.yaml
+    config: Mapping[str, Any] = field(default_factory=dict)
+    # options that the user's configuration leaves as they are
+    left_at_default: frozenset[str] = frozenset()
     chosen: Sequence[str] = ()  # those of them that nobody has set, and that weft has given a value
     steps_follow: str = ""
-    updates_per_firing: Mapping[str, int] = field(default_factory=dict)  # trained node -> optimizer steps of one firing
+    # trained node -> optimizer steps of one firing
+    updates_per_firing: Mapping[str, int] = field(default_factory=dict)
     plan_notes: Sequence[str] = ()  # lines printed before the run: sizes and counts
-    search: Mapping[str, Any] = field(default_factory=dict)  # what allocation_mode=search reckoned, as plain values
+    # what allocation_mode=search reckoned, as plain values
+    search: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
         for node in self.graph.nodes:
@@ -114,21 +132,26 @@ class Experiment:
         raise unknown_name("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x", post_hooks=[])`.
+        """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x",
+        post_hooks=[])`.
 
-        The evaluation's node of that name changes with it. Another interface, or host function, begins without the arguments
-        of the first.
+        The evaluation's node of that name changes with it. Another interface, or host function,
+        begins without the arguments of the first.
         """
         changed = _changed(self.graph, name, changes)
         evaluation = self.evaluation
         if evaluation is not None and any(n.name == name for n in evaluation.graph.nodes):
-            kept = {key: value for key, value in changes.items() if key not in ("method", "batch_size")}
+            kept = {
+                key: value for key, value in changes.items() if key not in ("method", "batch_size")
+            }
             evaluation = replace(evaluation, graph=_changed(evaluation.graph, name, kept))
         return replace(self, graph=changed, evaluation=evaluation)
 
     @property
     def most_epochs(self) -> float:
-        """Return how many epochs a run may have: no bound where something is trained and `max_steps` says for how long."""
+        """Return how many epochs a run may have: no bound where something is trained and
+        `max_steps` says for how long.
+        """
         lasts_by_steps = self.control.max_steps is not None and bool(self.trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
@@ -136,11 +159,16 @@ class Experiment:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
 
     def resolved(self) -> dict[str, Any]:
-        """What config.yaml holds, by which a restart knows its run: the options, or the experiment itself without them."""
+        """What config.yaml holds, by which a restart knows its run: the options, or the experiment
+        itself without them.
+        """
         return dict(self.config) or _described(self)
 
     def check(self) -> None:
-        """What can be refused without torch. Raises `UserError` with the field, its value, the rule and the fix."""
+        """What can be refused without torch.
+
+        Raises `UserError` with the field, its value, the rule and the fix.
+        """
         _check_control(self.control)
         _check_roles(self)
         for call in self.calls():
@@ -148,12 +176,18 @@ class Experiment:
 
     def calls(self) -> list[MFCDef]:
         """Every model function call, those of the evaluation and of fixed prompts last."""
-        beside = [each.graph.model_calls() for each in (self.evaluation, self.fixed_prompts) if each is not None]
+        beside = [
+            each.graph.model_calls()
+            for each in (self.evaluation, self.fixed_prompts)
+            if each is not None
+        ]
         return [*self.graph.model_calls(), *(call for calls in beside for call in calls)]
 
     def meshes(self) -> dict[str, Mesh]:
-        """Where each role's own weights are: on the mesh of the call that trains it; else on the one that the role names; and
-        where each of its calls names one of its own, on the first call's. Raises `ConfigError` for a mesh that does not fit."""
+        """Where each role's own weights are: on the mesh of the call that trains it; else on the
+        one that the role names; and where each of its calls names one of its own, on the first
+        call's. Raises `ConfigError` for a mesh that does not fit.
+        """
         found = {}
         for role, spec in self.roles.items():
             try:
@@ -166,26 +200,35 @@ class Experiment:
             if len(set(trained.values())) > 1:
                 shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
                 raise ConfigError(
-                    f"{role}: its weights are trained in one place, and {shown}; give these calls one layout"
+                    f"{role}: its weights are trained in one place, and {shown}; give these calls "
+                    f"one layout"
                 )
             first = next(iter(own.values()), None) if all(own.values()) else None
             found[role] = next(iter(trained.values()), first or named)
         return found
 
     def mesh_of(self, call: MFCDef) -> Mesh:
-        """Where a call is made: on a mesh of its own or its role's. Raises `ConfigError` for what does not fit."""
+        """Where a call is made: on a mesh of its own or its role's.
+
+        Raises `ConfigError` for what does not fit.
+        """
         primary = self.meshes()[call.role]
         return self._own_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
     def copies(self) -> list[tuple[str, Mesh]]:
-        """(role, mesh) wherever calls use a role's weights beside its own mesh, in the order of calls."""
+        """(role, mesh) wherever calls use a role's weights beside its own mesh, in the order of
+        calls.
+        """
         own = self.meshes()
         used = dict.fromkeys((call.role, self.mesh_of(call)) for call in self.calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _own_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """The mesh that a call asks for; None where it asks for none. Without `device_mesh` it has the first of the role's
-        devices, or the run's first ones where the role has too few of these."""
+        """The mesh that a call asks for; None where it asks for none.
+
+        Without `device_mesh` it has the first of the role's devices, or the run's first ones where
+        the role has too few of these.
+        """
         if call.layout is None and call.device_mesh is None:
             return None
         spec = self.roles[call.role]
@@ -196,12 +239,15 @@ class Experiment:
                 layout = spec.placed(Layout.parse(call.layout, trained=sharded))
             if call.device_mesh is not None:
                 return parse_mesh(call.device_mesh, layout)
-            enough = next((mesh.ranks for mesh in role if layout.num_devices <= len(mesh.ranks)), None)
+            enough = next(
+                (mesh.ranks for mesh in role if layout.num_devices <= len(mesh.ranks)), None
+            )
             if enough is not None:
                 return Mesh(layout, enough[: layout.num_devices])
             if role[0].ranks != tuple(range(len(role[0].ranks))):
                 raise ConfigError(
-                    f"layout {layout} needs {layout.num_devices} devices and {call.role} has {len(role[0].ranks)}; say which "
+                    f"layout {layout} needs {layout.num_devices} devices and {call.role} has "
+                    f"{len(role[0].ranks)}; say which "
                     f"by {call.name}.device_mesh"
                 )
             return Mesh.first(layout)
@@ -210,7 +256,9 @@ class Experiment:
 
     def _trains(self, call: MFCDef) -> bool:
         """Whether it is a training call, or what the evaluation makes of one."""
-        return call.trains or any(node.trains and node.name == call.name for node in self.graph.nodes)
+        return call.trains or any(
+            node.trains and node.name == call.name for node in self.graph.nodes
+        )
 
     @property
     def num_devices(self) -> int:
@@ -226,7 +274,9 @@ def _changed(graph: DataflowGraph, name: str, changes: Mapping[str, Any]) -> Dat
         changes = {"args": {}, **changes}
     unknown = sorted(set(changes) - {spec.name for spec in fields(node)})
     if unknown:
-        raise unknown_name(f"field of node {name!r}", unknown[0], [spec.name for spec in fields(node)])
+        raise unknown_name(
+            f"field of node {name!r}", unknown[0], [spec.name for spec in fields(node)]
+        )
     new = replace(node, **changes)
     return replace(graph, nodes=[new if n.name == name else n for n in graph.nodes])
 
@@ -238,9 +288,14 @@ def _check_control(control: Control) -> None:
     for option in ("experiment_name", "trial_name"):
         value = getattr(control, option)
         if not NAME.fullmatch(value):
-            raise ConfigError(f"{option}={value!r}: must hold letters, digits, . and - only, and not begin with a dot")
+            raise ConfigError(
+                f"{option}={value!r}: must hold letters, digits, . and - only, and not begin with "
+                f"a dot"
+            )
     if control.recover_mode not in ("auto", "resume", "disabled"):
-        raise ConfigError(f"recover_mode={control.recover_mode!r}: must be one of auto, resume, disabled")
+        raise ConfigError(
+            f"recover_mode={control.recover_mode!r}: must be one of auto, resume, disabled"
+        )
     if control.profile_steps is not None:
         try:
             step_range(control.profile_steps)
@@ -257,8 +312,12 @@ def _check_control(control: Control) -> None:
 
 
 def _check_roles(experiment: Experiment) -> None:
-    roles, graph = experiment.roles, experiment.graph
-    evaluated = experiment.evaluation.graph.model_calls() if experiment.evaluation else ()
+    roles = experiment.roles
+    graph = experiment.graph
+    if experiment.evaluation:
+        evaluated = experiment.evaluation.graph.model_calls()
+    else:
+        evaluated = ()
     named = {f"node {n.name!r}": n.role for n in (*graph.model_calls(), *evaluated)}
     named |= {
         f"sync {s.source} -> {s.target}": role
@@ -266,31 +325,47 @@ def _check_roles(experiment: Experiment) -> None:
         for role in (s.source, s.target)
         if role not in roles
     }
-    named |= {f"init_from {a} <- {b}": r for a, b in experiment.init_from.items() for r in (a, b) if r not in roles}
+    named |= {
+        f"init_from {a} <- {b}": r
+        for a, b in experiment.init_from.items()
+        for r in (a, b)
+        if r not in roles
+    }
     named |= {f"saved role {role!r}": role for role in experiment.saved_roles}
     for place, role in {**named, "data_role": experiment.data_role}.items():
         if role not in roles:
             raise GraphError(f"{place}: there is no role {role!r}; roles: {', '.join(roles)}")
     if experiment.steps_follow not in graph.order:
-        raise GraphError(f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}")
+        raise GraphError(
+            f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}"
+        )
     for node in (*graph.model_calls(), *evaluated):
         if node.trains and not roles[node.role].trained:
-            raise GraphError(f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it")
+            raise GraphError(
+                f"node {node.name!r} trains {node.role!r}, whose spec has trained=False; set it"
+            )
         backend = roles[node.role].backend
         shipped = (
             backend == "null" and node.interface in interfaces.shipped()
         )  # these ask the engine, and there is none
-        if backend in NO_NETWORK and (node.method in ("generate", "train_step") or _moves(node) or shipped):
+        if backend in NO_NETWORK and (
+            node.method in ("generate", "train_step") or _moves(node) or shipped
+        ):
             raise GraphError(
-                f"node {node.name!r} calls {node.method} on {node.role!r}, which has {node.role}.backend={backend}, a "
-                "tokenizer alone: it cannot be trained, generated with or moved; give the role a network, or the node an "
+                f"node {node.name!r} calls {node.method} on {node.role!r}, which has "
+                f"{node.role}.backend={backend}, a "
+                "tokenizer alone: it cannot be trained, generated with or moved; give the role a "
+                "network, or the node an "
                 f"interface with its own ({node.name}.interface=NAME)"
             )
-    moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(experiment.init_from.values())
+    moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(
+        experiment.init_from.values()
+    )
     for role in sorted(moved | set(experiment.init_from) | set(experiment.saved_roles)):
         if roles[role].backend in NO_NETWORK:
             raise GraphError(
-                f"role {role!r} has {role}.backend={roles[role].backend}, a tokenizer alone; there are no "
+                f"role {role!r} has {role}.backend={roles[role].backend}, a tokenizer alone; "
+                f"there are no "
                 "parameters to move or save"
             )
 
@@ -300,12 +375,17 @@ def _moves(node: MFCDef) -> bool:
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:
-    """Plain values that say what is computed; graph nodes and specs are dataclasses of plain values."""
+    """Plain values that say what is computed; graph nodes and specs are dataclasses of plain
+    values.
+    """
     return {
         **_plain(asdict(experiment.control)),
         "roles": {name: _plain(asdict(spec)) for name, spec in experiment.roles.items()},
         "nodes": {node.name: _plain(asdict(node)) for node in experiment.graph.nodes},
-        "syncs": {f"{sync.source} -> {sync.target}": _plain(asdict(sync)) for sync in experiment.graph.syncs},
+        "syncs": {
+            f"{sync.source} -> {sync.target}": _plain(asdict(sync))
+            for sync in experiment.graph.syncs
+        },
         "dataset": {"type": experiment.dataset_type, **_plain(asdict(experiment.dataset))},
         "init_from": dict(experiment.init_from),
     }
@@ -316,7 +396,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return repr(value)
 
 
 @dataclass(frozen=True)
@@ -343,9 +425,10 @@ class Workers:
 class Scheduling:
     """What a registered experiment asks of the machines; `scheduling_setup()` returns it.
 
-    `workers` says it by groups, such as {"actor": Workers(count=8, cpus=8), "reward": Workers(count=2, gpus=0)}; `memory_gb`
-    is of a node. `mode=slurm` asks for all of it in one job, in which nothing ties a role to the nodes of a
-    group; the other modes use counts, GPUs and `env` alone.
+    `workers` says it by groups, such as {"actor": Workers(count=8, cpus=8), "reward":
+    Workers(count=2, gpus=0)}; `memory_gb` is of a node. `mode=slurm` asks for all of it in one job,
+    in which nothing ties a role to the nodes of a group; the other modes use counts, GPUs and `env`
+    alone.
     """
 
     n_nodes: int = 1
@@ -373,17 +456,27 @@ class Scheduling:
 
     @property
     def memory_per_node_gb(self) -> float | None:
-        asked = sum(group.count * (group.memory_gb or 0.0) for group in self.workers.values()) / self.n_nodes
+        asked = (
+            sum(group.count * (group.memory_gb or 0.0) for group in self.workers.values())
+            / self.n_nodes
+        )
         return max(self.memory_gb or 0.0, asked) or None
 
     def common(self, name: str) -> Any:
-        """What the groups that set the field `name` all set it to, None where none does. Raises `ConfigError` where they
-        differ: one job has one answer."""
-        values = {group: getattr(w, name) for group, w in self.workers.items() if getattr(w, name) is not None}
+        """What the groups that set the field `name` all set it to, None where none does.
+
+        Raises `ConfigError` where they differ: one job has one answer.
+        """
+        values = {
+            group: getattr(w, name)
+            for group, w in self.workers.items()
+            if getattr(w, name) is not None
+        }
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{group}: {value!r}" for group, value in values.items())
             raise ConfigError(
-                f"Scheduling: the groups differ in {name} ({shown}), and all of them are one job; give one"
+                f"Scheduling: the groups differ in {name} ({shown}), and all of them are one job; "
+                f"give one"
             )
         return next(iter(values.values()), None)
 
@@ -395,7 +488,8 @@ class Scheduling:
             for name, value in workers.env.items():
                 if found.setdefault(name, value) != value:
                     raise ConfigError(
-                        f"Scheduling: {group} sets {name}={value!r}, another group {found[name]!r}; give one"
+                        f"Scheduling: {group} sets {name}={value!r}, another group "
+                        f"{found[name]!r}; give one"
                     )
         return found
 
@@ -403,6 +497,9 @@ class Scheduling:
         """The fields that are set and that a run without a job of its own ignores."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
         found = [
-            f"{group}.{name}" for group, w in self.workers.items() for name in names if getattr(w, name) is not None
+            f"{group}.{name}"
+            for group, w in self.workers.items()
+            for name in names
+            if getattr(w, name) is not None
         ]
         return [*(["memory_gb"] if self.memory_gb is not None else []), *found]

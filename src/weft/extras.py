@@ -1,4 +1,6 @@
-"""How to install what an optional part of weft needs. weft is installed from its sources, so that is what the command names."""
+"""How to install what an optional part of weft needs. weft is installed from its sources, so that
+is what the command names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""How a configuration is described, read and checked. Configurations are dataclasses beside what they configure.
+"""How a configuration is described, read and checked.
 
-A field made by `option` carries its help text and its rule. `read` fills a configuration from nested plain values (a command
-line, a YAML file), `leaves` lists its options for `--help`, `validate` checks types and rules, `to_mapping` writes it out.
+Configurations are dataclasses beside what they configure.
+
+A field made by `option` carries its help text and its rule. `read` fills a configuration from
+nested plain values (a command line, a YAML file), `leaves` lists its options for `--help`,
+`validate` checks types and rules, `to_mapping` writes it out.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ def option(
 ) -> Any:
     """A dataclass field with a help text and a rule that `validate` enforces.
 
-    `check` returns what is wrong with a value, or None. `hidden` marks fields that weft fills in, absent from `--help`.
-    A mutable default (list, dict, dataclass) is copied for every instance.
+    `check` returns what is wrong with a value, or None. `hidden` marks fields that weft fills in,
+    absent from `--help`. A mutable default (list, dict, dataclass) is copied for every instance.
     """
     metadata = {
         "help": help,
@@ -69,15 +72,21 @@ class Leaf:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every option of a configuration (an instance: its values are the defaults shown), nested ones too."""
+    """Every option of a configuration (an instance: its values are the defaults shown), nested ones
+    too.
+    """
     hints = _hints(type(config))
     for spec in visible(config):
-        value, name = getattr(config, spec.name), f"{prefix}{spec.name}"
+        value = getattr(config, spec.name)
+        name = f"{prefix}{spec.name}"
         if is_dataclass(value):
             yield from leaves(value, f"{name}.")
         else:
             choices = spec.metadata.get("choices")
-            shown = "|".join(map(str, choices)) if choices else describe_type(hints[spec.name])
+            if choices:
+                shown = "|".join(map(str, choices))
+            else:
+                shown = describe_type(hints[spec.name])
             yield Leaf(name, shown, value, spec.metadata.get("help", ""))
 
 
@@ -92,7 +101,8 @@ def describe_type(hint: Any) -> str:
         return "any"
     if hint is type(None):
         return "null"
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe_type(a) for a in arguments)
     if origin is typing.Literal:
@@ -109,7 +119,9 @@ def describe_type(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value of a command line together with its spelling: `trial_name=1.10` is the text "1.10", not the number 1.1."""
+    """A value of a command line together with its spelling: `trial_name=1.10` is the text "1.10",
+    not the number 1.1.
+    """
 
     value: Any
     text: str
@@ -118,8 +130,9 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Unread:
-    """What the grammar of command lines does not take, or takes for a sweep: `text` as it stands, or the `items` of a list. An
-    option that is neither raises `error`."""
+    """What the grammar of command lines does not take, or takes for a sweep: `text` as it stands,
+    or the `items` of a list. An option that is neither raises `error`.
+    """
 
     text: str | None
     items: tuple[str, ...] | None
@@ -127,7 +140,10 @@ class Unread:
     error: ConfigError
 
     def as_a(self, hint: Any) -> str | list[str]:
-        kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            kinds = typing.get_args(hint)
+        else:
+            kinds = (hint,)
         if self.text is not None and str in kinds:
             return self.text
         if list[str] in kinds and self.items is not None:
@@ -137,13 +153,18 @@ class Unread:
         raise self.error
 
 
-def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()) -> Config:
-    """A copy of `base` with the nested `values` in place of its own, each brought to its field's type.
+def read(
+    base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
+) -> Config:
+    """A copy of `base` with the nested `values` in place of its own, each brought to its field's
+    type.
 
-    Raises `ConfigError`: for an unknown name with the nearest ones, for a wrong type with option, value and rule.
+    Raises `ConfigError`: for an unknown name with the nearest ones, for a wrong type with option,
+    value and rule.
     """
     names = known or [leaf.name for leaf in leaves(base)]
-    hints, allowed = _hints(type(base)), {spec.name: spec for spec in visible(base)}
+    hints = _hints(type(base))
+    allowed = {spec.name: spec for spec in visible(base)}
     changed = {spec.name: getattr(base, spec.name) for spec in fields(base) if spec.init}  # type: ignore[arg-type]
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -163,7 +184,9 @@ def read(base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Se
 def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
     """The error of a group's own check: an option that it begins with has its dotted name."""
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
-    return ConfigError(f"{prefix}{error}") if begins and begins[1] in names else error
+    if begins and begins[1] in names:
+        return ConfigError(f"{prefix}{error}")
+    return error
 
 
 def _written(name: str, value: Any) -> str:
@@ -175,17 +198,30 @@ def _written(name: str, value: Any) -> str:
 
 
 def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
-    """The error for an option that does not exist. Near are options of the same last name, then like spellings."""
-    root, last = name.split(".")[0], name.rsplit(".", 1)[-1]
-    same_end = sorted((k for k in known if k.rsplit(".", 1)[-1] == last), key=lambda k: k.split(".")[0] != root)
+    """The error for an option that does not exist.
+
+    Near are options of the same last name, then like spellings.
+    """
+    root = name.split(".")[0]
+    last = name.rsplit(".", 1)[-1]
+    same_end = sorted(
+        (k for k in known if k.rsplit(".", 1)[-1] == last), key=lambda k: k.split(".")[0] != root
+    )
     close = list(dict.fromkeys([*same_end, *nearest(name, known)]))[:3]
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists every option"
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = "--help lists every option"
     return ConfigError(f"unknown option {name!r}; {hint}")
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int. Raises `ConfigError`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int.
+
+    Raises `ConfigError`.
+    """
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if isinstance(value, Scalar) and value.unread is not None:
         value = value.unread.as_a(hint)
     if isinstance(value, Scalar):
@@ -204,7 +240,11 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
             return value
         if isinstance(value, Mapping):
             return read(hint(), value, f"{name}.")
-        raise _wrong(name, value, f"is a group of options; set one of them, such as {_first_option(hint, name)}")
+        raise _wrong(
+            name,
+            value,
+            f"is a group of options; set one of them, such as {_first_option(hint, name)}",
+        )
     container = origin or hint
     if isinstance(container, type) and issubclass(container, Mapping):
         return _coerce_mapping(value, arguments[1] if arguments else Any, name)
@@ -221,7 +261,9 @@ def plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -267,8 +309,9 @@ def problem(spec: Field[Any], value: Any) -> str | None:
 def validate(config: Any, path: str = "") -> None:
     """Check type and rule of every field of a dataclass, nested ones too.
 
-    Raises `ConfigError` naming the dotted option, its value and the rule. Types are checked as they stand: what a command
-    line spells has been brought to its type by `read`, and code that passes "3" for a number hears of it here.
+    Raises `ConfigError` naming the dotted option, its value and the rule. Types are checked as they
+    stand: what a command line spells has been brought to its type by `read`, and code that passes
+    "3" for a number hears of it here.
     """
     hints = _hints(type(config))
     try:
@@ -276,14 +319,18 @@ def validate(config: Any, path: str = "") -> None:
     except ConfigError as error:
         raise _in_full(error, path, hints) from None
     for spec in fields(config):
-        value, name = getattr(config, spec.name), f"{path}{spec.name}"
+        value = getattr(config, spec.name)
+        name = f"{path}{spec.name}"
         if is_dataclass(value) and not isinstance(value, type):
             validate(value, f"{name}.")
             continue
         wanted = coerce(value, hints[spec.name], name)
         as_list = list(value) if isinstance(value, tuple) else value
-        if wanted != as_list and wanted == wanted:  # a NaN equals nothing; the field's rule speaks of it
-            raise _wrong(name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}")
+        # a NaN equals nothing; the field's rule speaks of it
+        if wanted != as_list and wanted == wanted:
+            raise _wrong(
+                name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}"
+            )
         wrong = problem(spec, value)
         if wrong:
             raise _wrong(name, value, wrong)
@@ -293,7 +340,8 @@ def _wrong(name: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}={shortened(repr(plain(value)), LONGEST_VALUE)}: {rule}")
 
 
-_HINTS: dict[type[Any], Mapping[str, Any]] = {}  # of each class that was asked for: evaluating the texts is slow
+# of each class that was asked for: evaluating the texts is slow
+_HINTS: dict[type[Any], Mapping[str, Any]] = {}
 
 
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
@@ -328,7 +376,9 @@ def _coerce_union(value: Any, arguments: tuple[Any, ...], name: str) -> Any:
 
 def _coerce_mapping(value: Any, item: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise _wrong(name, value, f"must be a mapping; write {name}.KEY=VALUE or '{name}={{KEY: VALUE}}'")
+        raise _wrong(
+            name, value, f"must be a mapping; write {name}.KEY=VALUE or '{name}={{KEY: VALUE}}'"
+        )
     return {str(key): coerce(each, item, f"{name}.{key}") for key, each in value.items()}
 
 
@@ -347,11 +397,18 @@ def _coerce_scalar(value: Any, hint: Any, name: str) -> Any:
         return value
     if hint in (int, float):
         return _coerce_number(value, hint, name)
-    raise _wrong(name, value, f"has the type {describe_type(hint)}, which no command line can write; set it in code")
+    raise _wrong(
+        name,
+        value,
+        f"has the type {describe_type(hint)}, which no command line can write; set it in code",
+    )
 
 
 def _coerce_number(value: Any, hint: Any, name: str) -> int | float:
-    rule = "must be a whole number, such as 8" if hint is int else "must be a number, such as 0.1 or 1e-5"
+    if hint is int:
+        rule = "must be a whole number, such as 8"
+    else:
+        rule = "must be a number, such as 0.1 or 1e-5"
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise _wrong(name, value, rule)
     try:
@@ -362,4 +419,6 @@ def _coerce_number(value: Any, hint: Any, name: str) -> int | float:
         return number
     if not number.is_integer():
         raise _wrong(name, value, rule)
-    return int(value) if not isinstance(value, str) or value.lstrip("+-").isdigit() else int(number)
+    if not isinstance(value, str) or value.lstrip("+-").isdigit():
+        return int(value)
+    return int(number)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`, every second round of the
-    stages goes back from the last rank to the first (the V of ZBV, which has two)."""
+    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`,
+    every second round of the stages goes back from the last rank to the first (the V of ZBV, which
+    has two).
+    """
 
     ranks: int
     stages_a_rank: int = 1

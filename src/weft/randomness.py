@@ -1,9 +1,11 @@
 """Random numbers that depend on what they are for, and on nothing else: one hash, no state.
 
-`uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any rank and after any restart.
-threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") uses 32-bit integer addition,
-exclusive or and rotation alone, so numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
-blake2b(seed|purpose|step|id|k), the counter is the position, a number is the top 24 bits of the first output word / 2^24.
+`uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any
+rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3") uses 32-bit integer addition, exclusive or and rotation alone, so
+numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
+blake2b(seed|purpose|step|id|k), the counter is the position, a number is the top 24 bits of the
+first output word / 2^24.
 """
 
 from __future__ import annotations
@@ -23,24 +25,36 @@ PARITY = 0x1BD11BDA  # Skein's key-schedule constant, as in Random123
 
 
 def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
-    """Two words: the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8), each word little-endian.
+    """Two words: the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8), each word
+    little-endian.
 
-    `purpose` says what the numbers are for ("sample", "shuffle/NAME", ...); `k` is the completion's index within its id.
-    Raises `ConfigError` where `purpose` holds a bar, since then two purposes could share a key.
+    `purpose` says what the numbers are for ("sample", "shuffle/NAME", ...); `k` is the completion's
+    index within its id. Raises `ConfigError` where `purpose` holds a bar, since then two purposes
+    could share a key.
     """
     if "|" in purpose:
-        raise ConfigError(f"purpose {purpose!r} of a random number holds '|', which separates the parts; leave it out")
+        raise ConfigError(
+            f"purpose {purpose!r} of a random number holds '|', which separates the parts; leave "
+            f"it out"
+        )
     digest = hashlib.blake2b(f"{int(seed)}|{purpose}|{int(step)}|{id}|{int(k)}".encode()).digest()
     low, high = np.frombuffer(digest[:8], dtype="<u4")
     return np.uint32(low), np.uint32(high)
 
 
 def threefry(keys: Words, counters: Words) -> Words:
-    """threefry-2x32-20 of each row: `keys` and `counters` uint32 [..., 2] (broadcast) -> uint32 [..., 2]."""
-    keys, counters = np.broadcast_arrays(np.asarray(keys, np.uint32), np.asarray(counters, np.uint32))
-    first, second = keys[..., :1], keys[..., 1:]  # slices stay arrays, whose additions wrap without a warning
+    """threefry-2x32-20 of each row: `keys` and `counters` uint32 [..., 2] (broadcast) -> uint32
+    [..., 2].
+    """
+    keys, counters = np.broadcast_arrays(
+        np.asarray(keys, np.uint32), np.asarray(counters, np.uint32)
+    )
+    # slices stay arrays, whose additions wrap without a warning
+    first = keys[..., :1]
+    second = keys[..., 1:]
     schedule = (first, second, first ^ second ^ np.uint32(PARITY))
-    x, y = counters[..., :1] + first, counters[..., 1:] + second
+    x = counters[..., :1] + first
+    y = counters[..., 1:] + second
     for block in range(5):
         for rotation in ROTATIONS[4 * (block % 2) : 4 * (block % 2) + 4]:
             x = x + y
@@ -51,7 +65,9 @@ def threefry(keys: Words, counters: Words) -> Words:
 
 
 def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), multiples of 2^-24: `keys` uint32 [n, 2] (or one key [2]), `positions` uint32 [n] -> float64 [n]."""
+    """Numbers in [0, 1), multiples of 2^-24: `keys` uint32 [n, 2] (or one key [2]), `positions`
+    uint32 [n] -> float64 [n].
+    """
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
     counters = np.stack([places, np.zeros_like(places)], axis=-1)
@@ -66,7 +82,9 @@ def uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) 
 def permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
     """A random order of 0 .. n - 1 (int64 [n]): positions sorted by their two hash words."""
     places = np.arange(n, dtype=np.uint32)
-    words = threefry(np.asarray(key(seed, purpose, step)), np.stack([places, np.zeros_like(places)], axis=-1))
+    words = threefry(
+        np.asarray(key(seed, purpose, step)), np.stack([places, np.zeros_like(places)], axis=-1)
+    )
     order = (words[:, 0].astype(np.uint64) << np.uint64(32)) | words[:, 1].astype(np.uint64)
     return np.argsort(order, kind="stable").astype(np.int64)
 

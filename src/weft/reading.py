@@ -1,10 +1,13 @@
-"""Files that a user names: how they are read, and what a library raises meanwhile as one message. This is the one place of it.
+"""Files that a user names: how they are read, and what a library raises meanwhile as one message.
+
+This is the one place of it.
 
     with reading(f"{path}: no tokenizer can be read there", ConfigError, "give a tokenizer.json"): ...   # a library at work
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
-`what` begins the message: the option or the file; `kind` is the `UserError` that it becomes. Only what reads the user's input
-belongs inside `reading`: an error of weft's own is no `UserError` and must not look like one.
+`what` begins the message: the option or the file; `kind` is the `UserError` that it becomes. Only
+what reads the user's input belongs inside `reading`: an error of weft's own is no `UserError` and
+must not look like one.
 """
 
 from __future__ import annotations
@@ -38,15 +41,26 @@ URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
 # Errors of the system that speak of the place a user named, whatever weft wanted to do there.
 NO_HOME = ("Could not determine home directory.",)  # what pathlib says of ~NAME
-PLACES = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+PLACES = (
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+)
 
 
 def url_problem(path: str | Path) -> str | None:
-    """Return what is wrong with a URL in place of a path, and what to write; None for a path or the name of a hub's model."""
+    """Return what is wrong with a URL in place of a path, and what to write; None for a path or the
+    name of a hub's model.
+    """
     found = URL.match(str(path))  # `Path` makes one slash of two
     if found is None:
         return None
-    kind, rest = found[1].lower(), str(path)[found.end() :]
+    kind = found[1].lower()
+    rest = str(path)[found.end() :]
     fix = "mount the storage, or copy the files to this machine"
     if kind == "file":
         fix = f"write /{rest}"
@@ -56,7 +70,9 @@ def url_problem(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raises `kind` for a URL in place of a path; a folder named after it would be made or looked for otherwise."""
+    """Raises `kind` for a URL in place of a path; a folder named after it would be made or looked
+    for otherwise.
+    """
     problem = url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
@@ -64,7 +80,9 @@ def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -
 
 @contextmanager
 def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iterator[None]:
-    """Whatever a library raises within is a `kind` that says `what` could not be read, why, and `fix`."""
+    """Whatever a library raises within is a `kind` that says `what` could not be read, why, and
+    `fix`.
+    """
     tail = f"; {fix}" if fix else ""
     try:
         yield
@@ -73,7 +91,8 @@ def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iter
     except Exception as error:
         raise kind(f"{what}: {reason(error)}{tail}") from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # what a library written in Rust raises where it gives up
+        # what a library written in Rust raises where it gives up
+        if type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {reason(error)}{tail}") from error
 
@@ -106,8 +125,9 @@ def shortened(text: str, most: int = 120) -> str:
 
 
 def place_problem(error: Exception) -> str | None:
-    """What an error of the system says of a place that a user named: one that is too long, no folder, not to be opened, in the
-    home of nobody. None for other errors."""
+    """What an error of the system says of a place that a user named: one that is too long, no
+    folder, not to be opened, in the home of nobody. None for other errors.
+    """
     if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
         return f"{shortened(str(error.filename))}: {reason(error)}; name another place"
     if type(error) is RuntimeError and error.args == NO_HOME:
@@ -116,15 +136,23 @@ def place_problem(error: Exception) -> str | None:
 
 
 def check_working_directory() -> None:
-    """Raises `UserError` where the working directory was removed: no relative path leads anywhere then."""
+    """Raises `UserError` where the working directory was removed: no relative path leads anywhere
+    then.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working directory was removed; change to another one (cd ~) and try again") from None
+        raise UserError(
+            "the working directory was removed; change to another one (cd ~) and try again"
+        ) from None
 
 
-def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, most: int | None = None) -> None:
-    """Raises `kind` where there is no regular file of at most `most` bytes at `path`: a pipe or a device has no end."""
+def check_file(
+    path: str | Path, what: str, kind: type[UserError] = UserError, most: int | None = None
+) -> None:
+    """Raises `kind` where there is no regular file of at most `most` bytes at `path`: a pipe or a
+    device has no end.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -139,7 +167,9 @@ def check_file(path: str | Path, what: str, kind: type[UserError] = UserError, m
 
 
 def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raises `kind` where a folder whose files a library opens holds a pipe or a device, which it would wait for."""
+    """Raises `kind` where a folder whose files a library opens holds a pipe or a device, which it
+    would wait for.
+    """
     with reading(what, kind):
         for entry in os.scandir(folder):
             try:
@@ -151,8 +181,10 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
 
 
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
-    """Every file in a folder and those below it, links to folders not followed. Raises `kind` for one of very many entries: who
-    writes / means another."""
+    """Every file in a folder and those below it, links to folders not followed.
+
+    Raises `kind` for one of very many entries: who writes / means another.
+    """
     if is_root(folder):
         raise kind(f"{what}: {ROOT}")
     count = 0
@@ -160,7 +192,8 @@ def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> I
         count += len(folders) + len(names)
         if count > MOST_ENTRIES:
             raise kind(
-                f"{what}: more than {MOST_ENTRIES:,} files and folders lie below it; name the folder that is meant"
+                f"{what}: more than {MOST_ENTRIES:,} files and folders lie below it; name the "
+                f"folder that is meant"
             )
         yield from (Path(place, name) for name in names)
 
@@ -171,13 +204,18 @@ def is_root(folder: Path) -> bool:
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Make a folder that a user named, and those above it, where they are not there. Raises `kind` where the system refuses."""
+    """Make a folder that a user named, and those above it, where they are not there.
+
+    Raises `kind` where the system refuses.
+    """
     refuse_url(path, what, kind)
     with reading(f"{what}: the folder cannot be made", kind, "name another"):
         path.mkdir(parents=True, exist_ok=True)
 
 
-def read_text(path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MOST_BYTES) -> str:
+def read_text(
+    path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MOST_BYTES
+) -> str:
     """The text of a file. Raises `kind` for what is no regular file, is too large, or no UTF-8."""
     check_file(path, what, kind, most)
     with reading(what, kind):
@@ -200,13 +238,21 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
 
 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
-    """What a YAML file holds; None where it is empty. Raises `kind`: with the line, for what is not YAML."""
+    """What a YAML file holds; None where it is empty.
+
+    Raises `kind`: with the line, for what is not YAML.
+    """
     values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
     return values
 
 
-def parse_yaml(text: str, what: str, kind: type[UserError] = UserError) -> tuple[Any, yaml.Node | None]:
-    """(what a YAML text holds, its nodes). Raises `kind`, also for a text that holds itself or unfolds to too much."""
+def parse_yaml(
+    text: str, what: str, kind: type[UserError] = UserError
+) -> tuple[Any, yaml.Node | None]:
+    """(what a YAML text holds, its nodes).
+
+    Raises `kind`, also for a text that holds itself or unfolds to too much.
+    """
     import yaml
 
     with reading(what, kind):
@@ -234,10 +280,8 @@ def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
     rows = text.splitlines()
     at = error.problem_mark.line if error.problem_mark else 0
     for index in range(min(at, len(rows) - 1), max(at - 4, 0), -1):
-        above, below = (
-            re.fullmatch(r"(\s*)-\s+([\w./-]+)\s*(#.*)?", rows[index - 1]),
-            re.match(r"(\s*)(\w+)\s*:", rows[index]),
-        )
+        above = re.fullmatch(r"(\s*)-\s+([\w./-]+)\s*(#.*)?", rows[index - 1])
+        below = re.match(r"(\s*)(\w+)\s*:", rows[index])
         if above and below and len(below[1]) >= len(above[1]):
             return (
                 f"{below[2]!r} stands below '- {above[2]}' (line {index}), which has no colon; "
@@ -247,10 +291,13 @@ def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
 
 
 def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
-    """Counts the values below a node as they unfold: aliases may make millions of a few lines, or a value hold itself."""
+    """Counts the values below a node as they unfold: aliases may make millions of a few lines, or a
+    value hold itself.
+    """
     import yaml
 
-    stack, count = [(root, 1)], 0
+    stack = [(root, 1)]
+    count = 0
     while stack:
         node, depth = stack.pop()
         count += 1
@@ -259,7 +306,8 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
             raise kind(f"{what}:{line}: holds itself, or nests deeper than {MOST_DEPTH} levels")
         if count > MOST_VALUES:
             raise kind(
-                f"{what}: holds more than {MOST_VALUES:,} values; aliases (*name) count each time they stand there"
+                f"{what}: holds more than {MOST_VALUES:,} values; aliases (*name) count each time "
+                f"they stand there"
             )
         if isinstance(node, yaml.MappingNode):
             stack += [(each, depth + 1) for pair in node.value for each in pair]
@@ -269,7 +317,9 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
 
 @cache
 def _loader() -> Any:
-    """PyYAML's safe loader, for which 1e-5 without a dot is a number and a key given twice is an error."""
+    """PyYAML's safe loader, for which 1e-5 without a dot is a number and a key given twice is an
+    error.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -281,7 +331,10 @@ def _loader() -> Any:
                 line = key.start_mark.line + 1
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"{key.value!r} stands here again, first on line {seen[key.value]}", key.start_mark
+                        None,
+                        None,
+                        f"{key.value!r} stands here again, first on line {seen[key.value]}",
+                        key.start_mark,
                     )
                 seen[key.value] = line
             return super().construct_mapping(node, deep)
@@ -289,12 +342,19 @@ def _loader() -> Any:
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             try:
                 return super().construct_object(node, deep)
-            except (ValueError, ArithmeticError) as error:  # a date of month 99, a number of 5,000 digits
-                raise yaml.constructor.ConstructorError(None, None, reason(error), node.start_mark) from error
+            except (
+                ValueError,
+                ArithmeticError,
+            ) as error:  # a date of month 99, a number of 5,000 digits
+                raise yaml.constructor.ConstructorError(
+                    None, None, reason(error), node.start_mark
+                ) from error
 
     rules: Mapping[str, Any] = yaml.SafeLoader.yaml_implicit_resolvers
     Loader.yaml_implicit_resolvers = {first: list(each) for first, each in rules.items()}
     Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+        list("-+0123456789"),
     )
     return Loader

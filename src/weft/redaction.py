@@ -1,6 +1,9 @@
-"""The one redaction: passwords, keys and tokens in all that weft shows and stores. The name stays, the value does not.
+"""The one redaction: passwords, keys and tokens in all that weft shows and stores.
 
-Errors (`weft.errors`), lines for people, logs, `run.json`, `config.yaml`, reports and what loggers send go through it.
+The name stays, the value does not.
+
+Errors (`weft.errors`), lines for people, logs, `run.json`, `config.yaml`, reports and what loggers
+send go through it.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ LAST = re.compile(
     r"|auth|authorization|bearer|cookies?)$",
     re.IGNORECASE,
 )
-ANYWHERE = re.compile(r"(?:^|[_\-.\s])(?:password|passwd|passphrase|secret|authorization)(?=[_\-.\s]|$)", re.IGNORECASE)
-# Names of variables and files that hold a secret, words of a vocabulary, and names of columns, which tell nothing.
+ANYWHERE = re.compile(
+    r"(?:^|[_\-.\s])(?:password|passwd|passphrase|secret|authorization)(?=[_\-.\s]|$)",
+    re.IGNORECASE,
+)
+# Names of variables and files that hold a secret, words of a vocabulary, and names of columns,
+# which tell nothing.
 KNOWN = re.compile(
     r"(?:[_-](?:env|file|path|name|variable)"
     r"|(?:^|[._-])(?:(?:(?:add|use|num)_)?(?:bos|eos|pad|sep|unk|mask|cls|image|stop|next|last|first|special|end|per|by)_token"
@@ -28,19 +35,28 @@ KNOWN = re.compile(
 CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://[^\s'\"<>`\\]+")
-BARE_USER = re.compile(r"(?<![\w@/.:])[^\s:/@'\"{}\[\](),=]+:[^\s/@'\"]+@(?=[\w\-.\[]+(?::\d|[/.\]]|$|[\s'\",)]))")
+BARE_USER = re.compile(
+    r"(?<![\w@/.:])[^\s:/@'\"{}\[\](),=]+:[^\s/@'\"]+@(?=[\w\-.\[]+(?::\d|[/.\]]|$|[\s'\",)]))"
+)
 ASSIGNED = re.compile(r"([\w.\-]+)=(?!=)(\"[^\"]*\"|'[^']*'|[^\s,;&{}\[\]()'\"]+)")
-IN_MAPPING = re.compile(r"([{,]\s*)(['\"]?)([\w.\-]+)\2(\s*:\s*)(\"[^\"]*\"|'[^']*'|[^\s,{}\[\]'\"][^,{}\[\]]*)")
+IN_MAPPING = re.compile(
+    r"([{,]\s*)(['\"]?)([\w.\-]+)\2(\s*:\s*)(\"[^\"]*\"|'[^']*'|[^\s,{}\[\]'\"][^,{}\[\]]*)"
+)
 HEADER = re.compile(
-    r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)", re.IGNORECASE
+    r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)",
+    re.IGNORECASE,
 )
 PLAIN = ("none", "null", "true", "false", "value", "")  # `key=value` is how options are written
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a value of this name is to be hidden: HF_TOKEN, apiKey, my.secret, but not eos_token or answer_key."""
+    """Return whether a value of this name is to be hidden: HF_TOKEN, apiKey, my.secret, but not
+    eos_token or answer_key.
+    """
     spaced = CAMEL.sub("_", name)
-    return (LAST.search(spaced) or ANYWHERE.search(spaced)) is not None and KNOWN.search(spaced) is None
+    return (LAST.search(spaced) or ANYWHERE.search(spaced)) is not None and KNOWN.search(
+        spaced
+    ) is None
 
 
 def redacted_urls(text: str) -> str:
@@ -51,15 +67,26 @@ def redacted_urls(text: str) -> str:
 
 
 def _redacted_url(url: str) -> str:
-    end = url[len(url.rstrip(".,;:)]")) :] if "?" in url or "#" in url else ""  # of the sentence around it
+    # of the sentence around it
+    end = url[len(url.rstrip(".,;:)]")) :] if "?" in url or "#" in url else ""
     scheme, _, rest = url.removesuffix(end).partition("://")
-    place, mark, query = rest, "", ""
+    place = rest
+    mark = ""
+    query = ""
     if found := re.search(r"[?#]", rest):
-        place, mark, query = rest[: found.start()], found[0], rest[found.end() :]
+        place = rest[: found.start()]
+        mark = found[0]
+        query = rest[found.end() :]
     authority, slash, path = place.partition("/")
-    odd = re.search(r":(?!\d*$)", authority) is not None and "@" not in authority and not authority.startswith("[")
+    odd = (
+        re.search(r":(?!\d*$)", authority) is not None
+        and "@" not in authority
+        and not authority.startswith("[")
+    )
     if odd and "@" in rest:  # a password with a slash or a question mark in it
-        place, mark, query = f"{MASK}@{rest.rpartition('@')[2]}", "", ""
+        place = f"{MASK}@{rest.rpartition('@')[2]}"
+        mark = ""
+        query = ""
     elif "@" in authority:
         place = f"{MASK}@{authority.rpartition('@')[2]}{slash}{path}"
     return f"{scheme}://{place}{mark}{re.sub(r'[^&#]+', _redacted_entry, query)}{end}"
@@ -71,24 +98,32 @@ def _redacted_entry(found: re.Match[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """A message with the secrets in its URLs masked, and the values of telling names: `api_key=...`, `{'token': ...}`."""
+    """A message with the secrets in its URLs masked, and the values of telling names:
+    `api_key=...`, `{'token': ...}`.
+    """
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
     text = redacted_urls(text)
     text = ASSIGNED.sub(lambda found: f"{found[1]}={_hidden(found[1], found[2])}", text)
     text = IN_MAPPING.sub(
-        lambda found: f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hidden(found[3], found[5])}", text
+        lambda found: (
+            f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}{_hidden(found[3], found[5])}"
+        ),
+        text,
     )
     return HEADER.sub(lambda found: f"{found[1]}{MASK}", text)
 
 
 def _hidden(name: str, value: str) -> str:
-    return MASK if is_secret(name) and value.strip("'\" .:").lower() not in PLAIN else value
+    if is_secret(name) and value.strip("'\" .:").lower() not in PLAIN:
+        return MASK
+    return value
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command: of `name=value` and `--name value` with a telling name the value is masked, also in mappings.
-    `${oc.env:NAME}` tells nothing and stays."""
+    """The words of a command: of `name=value` and `--name value` with a telling name the value is
+    masked, also in mappings. `${oc.env:NAME}` tells nothing and stays.
+    """
     found: list[str] = []
     hide = False
     for word in words:
@@ -116,7 +151,11 @@ def _masked_text(text: str) -> str:
     text = IN_MAPPING.sub(
         lambda found: (
             f"{found[1]}{found[2]}{found[3]}{found[2]}{found[4]}"
-            + (found[5] if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", found[5]) else _hidden(found[3], found[5]))
+            + (
+                found[5]
+                if re.fullmatch(r"['\"]?\0\d+\0['\"]?\s*", found[5])
+                else _hidden(found[3], found[5])
+            )
         ),
         redacted_urls(text),
     )
@@ -139,7 +178,9 @@ def masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iter
     """Dotted names of the values that were masked when this configuration was stored."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from masked_options(each, f"{name}.{key}".lstrip("."), telling=telling or is_secret(str(key)))
+            yield from masked_options(
+                each, f"{name}.{key}".lstrip("."), telling=telling or is_secret(str(key))
+            )
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from masked_options(each, f"{name}[{index}]", telling=telling)

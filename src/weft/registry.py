@@ -1,8 +1,9 @@
 """Names that configurations use, and the things they stand for.
 
-A shipped thing is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. So the names are known
-without importing anything (torch stays out of `--help`), and a new file is all that a new name needs. User code registers
-with the `register_*` functions, as decorators or plain calls. A name may also be a place: `module:thing`, `FILE.py:thing`.
+A shipped thing is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. So
+the names are known without importing anything (torch stays out of `--help`), and a new file is all
+that a new name needs. User code registers with the `register_*` functions, as decorators or plain
+calls. A name may also be a place: `module:thing`, `FILE.py:thing`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Form:
-    """How a plain function stands for more: `maker` is the `module:function` that makes the thing of it, as
-    `made(function, name, **options)`; it is imported when the name is first asked for."""
+    """How a plain function stands for more: `maker` is the `module:function` that makes the thing
+    of it, as `made(function, name, **options)`; it is imported when the name is first asked for.
+    """
 
     maker: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,7 +45,10 @@ class Form:
 
 
 class Registry:
-    """One kind of name. `package` is the folder below `weft` whose modules register themselves when imported."""
+    """One kind of name.
+
+    `package` is the folder below `weft` whose modules register themselves when imported.
+    """
 
     def __init__(self, kind: str, package: str = "") -> None:
         self.kind = kind
@@ -53,17 +58,25 @@ class Registry:
         self._made: dict[str, Any] = {}  # of functions that were asked for
 
     def register(self, name: str, thing: Any = None, *, form: Form | None = None) -> Any:
-        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`. Taken names are an error.
+        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`.
 
-        With a `form` the thing is a function that stands for more; it stays as it is, to be called by hand.
+        Taken names are an error.
+
+        With a `form` the thing is a function that stands for more; it stays as it is, to be called
+        by hand.
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)
         known = self._things.get(name)
         if known is not None and not _same_definition(known, thing):
-            raise ConfigError(f"the {self.kind} {name!r} is registered twice; give the second one another name")
+            raise ConfigError(
+                f"the {self.kind} {name!r} is registered twice; give the second one another name"
+            )
         if form is not None and not inspect.isfunction(thing):
-            raise ConfigError(f"the {self.kind} {name!r}: {', '.join(form.options)} is for functions; leave it out")
+            raise ConfigError(
+                f"the {self.kind} {name!r}: {', '.join(form.options)} is for functions; leave it "
+                f"out"
+            )
         if form is not None:
             self._forms[name] = form
         self._things[name] = thing
@@ -71,7 +84,9 @@ class Registry:
         return thing
 
     def shipped(self) -> list[str]:
-        """Names of the modules in the package, without importing them; shared ones and `_helpers` are left out."""
+        """Names of the modules in the package, without importing them; shared ones and `_helpers`
+        are left out.
+        """
         if not self._package:
             return []
         folder = ROOT.joinpath(*self._package.split("."))
@@ -83,7 +98,9 @@ class Registry:
         return sorted({*self.shipped(), *self._things})
 
     def get(self, name: str) -> Any:
-        """The thing called `name`; imports its module first. A plain function comes as what it stands for.
+        """The thing called `name`; imports its module first.
+
+        A plain function comes as what it stands for.
 
         Raises `ConfigError` with the nearest names.
         """
@@ -110,7 +127,11 @@ class Registry:
         import_user_code([home])
         module = sys.modules[Path(home).stem if home.endswith(".py") else home]
         if attribute not in vars(module):
-            raise unknown_name(f"{self.kind} in {home}", attribute, (n for n in vars(module) if not n.startswith("_")))
+            raise unknown_name(
+                f"{self.kind} in {home}",
+                attribute,
+                (n for n in vars(module) if not n.startswith("_")),
+            )
         thing = vars(module)[attribute]
         known = next((name for name, each in self._things.items() if each is thing), None)
         if known is None:
@@ -131,7 +152,9 @@ class Registry:
 
 
 def _same_definition(one: Any, other: Any) -> bool:
-    """Return whether both come from one line of code: a module imported twice, by file and by name, has its things twice."""
+    """Return whether both come from one line of code: a module imported twice, by file and by name,
+    has its things twice.
+    """
     if isinstance(one, partial) and isinstance(other, partial):
         same_arguments = (one.args, one.keywords) == (other.args, other.keywords)
         return same_arguments and _same_definition(one.func, other.func)
@@ -165,35 +188,50 @@ register_reader: Register = readers.register
 
 
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
-    """Register a dataset class, or with `rows` a function `fn(row, option=..)` that makes rows of that shipped type of rows
-    of another kind (`weft.data.datasets._row_function`)."""
-    form = None if rows is None else Form("weft.data.datasets._row_function:dataset", {"rows": rows})
+    """Register a dataset class, or with `rows` a function `fn(row, option=..)` that makes rows of
+    that shipped type of rows of another kind (`weft.data.datasets._row_function`).
+    """
+    if rows is None:
+        form = None
+    else:
+        form = Form("weft.data.datasets._row_function:dataset", {"rows": rows})
     return datasets.register(name, thing, form=form)
 
 
 def register_named_dataset(name: str, **entry: Any) -> Any:
-    """Give a dataset a name: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`, the
-    keys of an
-    entry of `dataset.named_file` (docs/named-datasets.md)."""
+    """Give a dataset a name: `register_named_dataset("mine", reader="pairs", modes=["rm"],
+    repo="OWNER/NAME", ...)`, the keys of an entry of `dataset.named_file` (docs/named-datasets.md).
+    """
     return named_datasets.register(name, entry)
 
 
-def register_loss(name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False) -> Any:
-    """Register a loss: a class (or a function) that builds it of its options, or with `per` ("token" or "completion") a
-    function `fn(logprobs, .., option=..)` that says what each of them loses (`weft.algorithms._function`)."""
-    form = None if per is None else Form("weft.algorithms._function:loss", {"per": per, "by_row": by_row})
+def register_loss(
+    name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False
+) -> Any:
+    """Register a loss: a class (or a function) that builds it of its options, or with `per`
+    ("token" or "completion") a function `fn(logprobs, .., option=..)` that says what each of them
+    loses (`weft.algorithms._function`).
+    """
+    if per is None:
+        form = None
+    else:
+        form = Form("weft.algorithms._function:loss", {"per": per, "by_row": by_row})
     return losses.register(name, thing, form=form)
 
 
 def register_advantage(name: str, function: Any = None, *, per: str = "completion") -> Any:
-    """Register a host function that makes `advantages`: `fn(rewards, group, .., option=..)` returns one number a completion,
-    or with `per="token"` one a token (`weft.host._functions`)."""
-    return functions.register(name, function, form=Form("weft.host._functions:advantage", {"per": per}))
+    """Register a host function that makes `advantages`: `fn(rewards, group, .., option=..)` returns
+    one number a completion, or with `per="token"` one a token (`weft.host._functions`).
+    """
+    return functions.register(
+        name, function, form=Form("weft.host._functions:advantage", {"per": per})
+    )
 
 
 def register_filter(name: str, function: Any = None) -> Any:
-    """Register a host function that drops prompts: `fn(rewards, .., option=..)` is called with the values of one prompt and
-    says whether it stays (`weft.host._functions`)."""
+    """Register a host function that drops prompts: `fn(rewards, .., option=..)` is called with the
+    values of one prompt and says whether it stays (`weft.host._functions`).
+    """
     return functions.register(name, function, form=Form("weft.host._functions:keep"))
 
 
@@ -208,8 +246,8 @@ USER_FOLDER = "experiments"  # of the working directory
 def import_user_code(names: Iterable[str]) -> None:
     """Import modules (`package.module`) and files (`path/to/file.py`) that register things.
 
-    The working directory, and the folder of each file, become importable, as they are for a script. Raises `ConfigError`
-    naming the module or file where it is not there or fails.
+    The working directory, and the folder of each file, become importable, as they are for a script.
+    Raises `ConfigError` naming the module or file where it is not there or fails.
     """
     _make_importable(Path.cwd())
     for name in names:
@@ -221,28 +259,42 @@ def import_user_code(names: Iterable[str]) -> None:
         except UserError:
             raise
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"import of {name!r} failed: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"import of {name!r} failed: {type(error).__name__}: {error}"
+            ) from error
 
 
 def import_user_folder() -> None:
-    """Import the files of `experiments/` in the working directory that name weft, as modules of one package."""
+    """Import the files of `experiments/` in the working directory that name weft, as modules of one
+    package.
+    """
     folder = Path.cwd() / USER_FOLDER
     if not folder.is_dir() or folder.samefile(ROOT / USER_FOLDER):
         return
     files = sorted(f for f in folder.glob("*.py") if "weft" in f.read_text(errors="replace"))
-    import_user_code(f"{USER_FOLDER}.{f.stem}" if f.stem != "__init__" else USER_FOLDER for f in files)
+    import_user_code(
+        f"{USER_FOLDER}.{f.stem}" if f.stem != "__init__" else USER_FOLDER for f in files
+    )
 
 
 def _import_file(file: Path) -> None:
-    """A module is called as its file, so that a second import of the same file finds the first one's names."""
+    """A module is called as its file, so that a second import of the same file finds the first
+    one's names.
+    """
     if not file.is_file():
         raise ConfigError(f"import of {str(file)!r}: there is no such file")
     _make_importable(file.resolve().parent)
     known = sys.modules.get(file.stem)
-    if known is not None and known.__spec__ is not None and known.__spec__.origin == str(file.resolve()):
+    if (
+        known is not None
+        and known.__spec__ is not None
+        and known.__spec__.origin == str(file.resolve())
+    ):
         return
     if known is not None or file.stem in sys.stdlib_module_names:
-        raise ConfigError(f"import of {str(file)!r}: another module is called {file.stem!r}; rename the file")
+        raise ConfigError(
+            f"import of {str(file)!r}: another module is called {file.stem!r}; rename the file"
+        )
     spec = importlib.util.spec_from_file_location(file.stem, file.resolve())
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)

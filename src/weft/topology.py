@@ -1,8 +1,10 @@
-"""Layouts and the part of a tensor that a rank holds. The only place that turns (parameter, layout, rank) into a `Slice`.
+"""Layouts and the part of a tensor that a rank holds.
 
-Of a network whose layers are split over t ranks each rank holds a narrower network: a part of the heads, of the MLP's width and
-of the vocabulary. Layers that read hidden states are split by rows, those that make them by columns (Shoeybi et al. 2019,
-"Megatron-LM", section 3).
+The only place that turns (parameter, layout, rank) into a `Slice`.
+
+Of a network whose layers are split over t ranks each rank holds a narrower network: a part of the
+heads, of the MLP's width and of the vocabulary. Layers that read hidden states are split by rows,
+those that make them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of one role on one set of devices; written `d2f2t2p1c1e1`, letters left out are 1.
+    """Degrees of parallelism of one role on one set of devices; written `d2f2t2p1c1e1`, letters
+    left out are 1.
 
-    `fsdp` counts the ranks that share one sharded copy, `expert` those that share the experts; both are some of `data`, which
-    they divide. Devices used: data x tensor x pipeline x context. How many stages a rank of a pipeline holds, and whether their
-    order `turns`, no letter says: it is the schedule's.
+    `fsdp` counts the ranks that share one sharded copy, `expert` those that share the experts; both
+    are some of `data`, which they divide. Devices used: data x tensor x pipeline x context. How
+    many stages a rank of a pipeline holds, and whether their order `turns`, no letter says: it is
+    the schedule's.
     """
 
     data: int = 1
@@ -52,21 +56,28 @@ class Layout:
             raise ConfigError(f"layout: e={self.expert} does not divide d={self.data}; {rule}")
         if self.fsdp % self.expert and self.expert % self.fsdp:
             raise ConfigError(
-                f"layout: f={self.fsdp} and e={self.expert}: one must divide the other, since ranks that have the same experts "
+                f"layout: f={self.fsdp} and e={self.expert}: one must divide the other, since "
+                f"ranks that have the same experts "
                 "share these in f / e parts; write another f"
             )
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Read `d2t2p1`; `f` left out is `d` for trained roles without `e`, 1 otherwise. Raises `ConfigError` on unknown
-        letters."""
+        """Read `d2t2p1`; `f` left out is `d` for trained roles without `e`, 1 otherwise.
+
+        Raises `ConfigError` on unknown letters.
+        """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
         if not text or not re.fullmatch(r"([a-z][0-9]{1,6})+", text):
-            raise ConfigError(f"layout={text[:40]}: cannot be read; it holds {rule}, at most 999,999")
+            raise ConfigError(
+                f"layout={text[:40]}: cannot be read; it holds {rule}, at most 999,999"
+            )
         for letter, degree in re.findall(r"([a-z])([0-9]+)", text):
             if letter not in LETTERS or LETTERS[letter] in degrees:
-                raise ConfigError(f"layout={text}: {letter!r} is unknown or given twice; it holds {rule}")
+                raise ConfigError(
+                    f"layout={text}: {letter!r} is unknown or given twice; it holds {rule}"
+                )
             degrees[LETTERS[letter]] = int(degree)
         shards = trained and degrees.get("expert", 1) == 1
         degrees.setdefault("fsdp", degrees.get("data", 1) if shards else 1)
@@ -77,7 +88,9 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share one sharded copy of the same experts; of `fsdp` there are so many, or one."""
+        """Ranks that share one sharded copy of the same experts; of `fsdp` there are so many, or
+        one.
+        """
         return max(self.fsdp // self.expert, 1)
 
     @property
@@ -95,8 +108,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its layout. Of `data`, `data % fsdp` is the shard that it holds, `data % expert` the part of the
-    experts, and `data % fsdp // expert` the shard of these."""
+    """Where a rank stands in its layout.
+
+    Of `data`, `data % fsdp` is the shard that it holds, `data % expert` the part of the experts,
+    and `data % fsdp // expert` the shard of these.
+    """
 
     data: int = 0
     tensor: int = 0
@@ -106,8 +122,11 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout on devices: `ranks` are those of the run's processes, one a device. Tensor ranks are neighbours, then context
-    and data ranks; pipeline stages, which exchange least, lie farthest apart."""
+    """A layout on devices: `ranks` are those of the run's processes, one a device.
+
+    Tensor ranks are neighbours, then context and data ranks; pipeline stages, which exchange least,
+    lie farthest apart.
+    """
 
     layout: Layout
     ranks: tuple[int, ...]
@@ -117,8 +136,11 @@ class Mesh:
 
     @staticmethod
     def check(layout: Layout, ranks: Sequence[int], text: str) -> None:
-        """Raises `ConfigError` where the layout needs another number of devices; `text` is what the user wrote."""
-        needed, given = layout.num_devices, len(set(ranks))
+        """Raises `ConfigError` where the layout needs another number of devices; `text` is what the
+        user wrote.
+        """
+        needed = layout.num_devices
+        given = len(set(ranks))
         if given != needed or len(ranks) != needed:
             wants = "one device" if needed == 1 else f"{needed:,} devices"
             was = "1 was" if given == 1 else f"{given:,} were"
@@ -135,8 +157,12 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def parts_as(self, other: Mesh) -> bool:
-        """Whether every rank has the same part of a batch and of the network in both, sharded or not."""
-        return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(other.layout, fsdp=1)
+        """Whether every rank has the same part of a batch and of the network in both, sharded or
+        not.
+        """
+        return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
+            other.layout, fsdp=1
+        )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises `ValueError` for a rank that is not of this mesh."""
@@ -156,14 +182,23 @@ class Mesh:
         return tuple(rank for rank in self.ranks if self.coordinates(rank).data == data)
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in these coordinates alone, itself among them, in the mesh's order."""
+        """The ranks that differ from `rank` in these coordinates alone, itself among them, in the
+        mesh's order.
+        """
         own = self.coordinates(rank)
         kept = [field.name for field in fields(Coordinates) if field.name not in axes]
-        return tuple(r for r in self.ranks if all(getattr(self.coordinates(r), k) == getattr(own, k) for k in kept))
+        return tuple(
+            r
+            for r in self.ranks
+            if all(getattr(self.coordinates(r), k) == getattr(own, k) for k in kept)
+        )
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Read device numbers such as `4-7` or `0,2`; None: the first devices. Raises `ConfigError` where they do not fit."""
+    """Read device numbers such as `4-7` or `0,2`; None: the first devices.
+
+    Raises `ConfigError` where they do not fit.
+    """
     if text is None:
         return Mesh.first(layout)
     ranks: list[int] = []
@@ -172,10 +207,14 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         if found is None:
             rule = "write device numbers such as 4-7 or 0,2, below 1,000,000"
             raise ConfigError(f"device_mesh={text!r} cannot be read; {rule}")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first = int(found[1])
+        last = int(found[2] or found[1])
         ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
     if ranks != sorted(ranks):  # process groups number their ranks in this order
-        raise ConfigError(f"device_mesh={text!r}: device numbers must rise; write {','.join(map(str, sorted(ranks)))}")
+        raise ConfigError(
+            f"device_mesh={text!r}: device numbers must rise; write "
+            f"{','.join(map(str, sorted(ranks)))}"
+        )
     Mesh.check(layout, ranks, str(text))
     return Mesh(layout, tuple(ranks))
 
@@ -186,9 +225,14 @@ def whole(shape: tuple[int, ...]) -> Slice:
 
 
 def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
-    """Part `index` of `parts` equal parts along `dim`. Raises `ConfigError` where the parts would be unequal."""
+    """Part `index` of `parts` equal parts along `dim`.
+
+    Raises `ConfigError` where the parts would be unequal.
+    """
     if shape[dim] % parts:
-        raise ConfigError(f"{shape[dim]} entries (dim {dim} of {shape}) do not split into {parts} equal parts")
+        raise ConfigError(
+            f"{shape[dim]} entries (dim {dim} of {shape}) do not split into {parts} equal parts"
+        )
     size = shape[dim] // parts
     cut = list(whole(shape))
     cut[dim] = slice(index * size, (index + 1) * size)
@@ -196,7 +240,9 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
 
 
 class NetworkSizes(Protocol):
-    """What of a network's configuration says how its parameters are split; `TransformerConfig` has it."""
+    """What of a network's configuration says how its parameters are split; `TransformerConfig` has
+    it.
+    """
 
     @property
     def num_heads(self) -> int: ...
@@ -206,9 +252,9 @@ class NetworkSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-# Which entries of a parameter a tensor rank holds, by its canonical name: of its queries' heads, of the heads that these read,
-# of the MLP's width, or of the vocabulary; and along which dim, counted from the last one. Every rank holds all other
-# parameters whole.
+# Which entries of a parameter a tensor rank holds, by its canonical name: of its queries' heads, of
+# the heads that these read, of the MLP's width, or of the vocabulary; and along which dim, counted
+# from the last one. Every rank holds all other parameters whole.
 SPLITS: tuple[tuple[str, str, int], ...] = (
     (r"attention\.q\.(weight|lora_b)", "heads", -2),
     (r"attention\.q\.bias", "heads", -1),
@@ -226,11 +272,15 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 )
 
 
-def tensor_slice(name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int) -> Slice:
-    """The part of the parameter `name` (its canonical name and whole shape) that rank `rank` of `t` tensor ranks holds.
+def tensor_slice(
+    name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int
+) -> Slice:
+    """The part of the parameter `name` (its canonical name and whole shape) that rank `rank` of `t`
+    tensor ranks holds.
 
-    With fewer key-value heads than ranks several ranks hold the one that their queries read. The vocabulary's parts may be
-    uneven. Raises `ConfigError` where heads or the MLP's width do not split evenly.
+    With fewer key-value heads than ranks several ranks hold the one that their queries read. The
+    vocabulary's parts may be uneven. Raises `ConfigError` where heads or the MLP's width do not
+    split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     found = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
@@ -253,16 +303,24 @@ def tensor_slice(name: str, shape: tuple[int, ...], config: NetworkSizes, t: int
 def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
     """The query heads of a tensor rank. Raises `ConfigError` where they do not split evenly."""
     if config.num_heads % t:
-        raise ConfigError(f"layout: t={t} does not divide the model's {config.num_heads} attention heads")
+        raise ConfigError(
+            f"layout: t={t} does not divide the model's {config.num_heads} attention heads"
+        )
     size = config.num_heads // t
     return slice(rank * size, (rank + 1) * size)
 
 
 def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
-    """The key-value heads that a tensor rank's queries read. Raises `ConfigError` where they do not split evenly."""
+    """The key-value heads that a tensor rank's queries read.
+
+    Raises `ConfigError` where they do not split evenly.
+    """
     kv = config.num_kv_heads
     if kv % t and t % kv:
-        raise ConfigError(f"layout: t={t} neither divides the model's {kv} key-value heads nor is a multiple of them")
+        raise ConfigError(
+            f"layout: t={t} neither divides the model's {kv} key-value heads nor is a multiple of "
+            f"them"
+        )
     heads_of(config, t, rank)
     return slice(rank * kv // t, max(rank * kv // t + 1, (rank + 1) * kv // t))
 
@@ -278,8 +336,10 @@ def of_experts(name: str) -> bool:
 
 
 def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """What rank `rank` of `e` expert ranks holds of the part `whole` of a parameter. Raises `ConfigError` where experts do not
-    split evenly."""
+    """What rank `rank` of `e` expert ranks holds of the part `whole` of a parameter.
+
+    Raises `ConfigError` where experts do not split evenly.
+    """
     if e == 1 or not of_experts(name):
         return whole
     num = _size(whole[0])
@@ -289,17 +349,26 @@ def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
 
 
 def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
-    """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage computes the output matrix too,
-    which costs as much as `head` blocks. Raises `ConfigError` where a stage would have none."""
+    """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage
+    computes the output matrix too, which costs as much as `head` blocks. Raises `ConfigError` where
+    a stage would have none.
+    """
     if stages > num_layers:
         rule = "every stage needs at least one"
         raise ConfigError(f"layout: p={stages} stages of a model with {num_layers} layers; {rule}")
     even = math.ceil((num_layers + head) / stages - head - 0.5)
-    last = num_layers if stages == 1 else min(max(even, 1), num_layers - stages + 1)
+    if stages == 1:
+        last = num_layers
+    else:
+        last = min(max(even, 1), num_layers - stages + 1)
     if stage == stages - 1:
         return range(num_layers - last, num_layers)
-    others, parts = num_layers - last, stages - 1
-    return range(others - (stages - 1 - stage) * others // parts, others - (stages - 2 - stage) * others // parts)
+    others = num_layers - last
+    parts = stages - 1
+    return range(
+        others - (stages - 1 - stage) * others // parts,
+        others - (stages - 2 - stage) * others // parts,
+    )
 
 
 class StagedSizes(NetworkSizes, Protocol):
@@ -323,27 +392,39 @@ def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tupl
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
         return tuple(
-            s for s in range(stages) if int(block[1]) in stage_of(sizes.num_layers, stages, s, sizes.head_layers)
+            s
+            for s in range(stages)
+            if int(block[1]) in stage_of(sizes.num_layers, stages, s, sizes.head_layers)
         )
     if not re.fullmatch(FIRST_STAGE, name):
         return (stages - 1,)
-    return tuple(sorted({0, stages - 1})) if tied and name == "embed.weight" else (0,)
+    if tied and name == "embed.weight":
+        return tuple(sorted({0, stages - 1}))
+    return (0,)
 
 
 def holdings(
-    shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, layout: Layout, at: Coordinates, *, tied: bool = False
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: StagedSizes,
+    layout: Layout,
+    at: Coordinates,
+    *,
+    tied: bool = False,
 ) -> dict[str, Slice]:
-    """What a rank holds of the parameters with these canonical names and whole shapes: a rectangle of each, none where it has
-    nothing of one. `tied`: the embedding is the output matrix too.
+    """What a rank holds of the parameters with these canonical names and whole shapes: a rectangle
+    of each, none where it has nothing of one. `tied`: the embedding is the output matrix too.
 
-    An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one size but the last
-    (`torch.chunk`), after tensor and expert parallelism have taken their parts. Experts are so shared by the ranks that have
-    the same ones.
+    An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one
+    size but the last (`torch.chunk`), after tensor and expert parallelism have taken their parts.
+    Experts are so shared by the ranks that have the same ones.
     """
     own = set(layout.placement.stages_of(at.pipeline))
     found = {
         name: expert_slice(
-            name, tensor_slice(name, shape, sizes, layout.tensor, at.tensor), layout.expert, at.data % layout.expert
+            name,
+            tensor_slice(name, shape, sizes, layout.tensor, at.tensor),
+            layout.expert,
+            at.data % layout.expert,
         )
         for name, shape in shapes.items()
         if not own.isdisjoint(stages_of(name, sizes, layout.placement.num_stages, tied=tied))
@@ -353,15 +434,19 @@ def holdings(
     sharded: dict[str, Slice] = {}
     for names in _stored(found):
         total = sum(_size(found[name][0]) for name in names)
-        parts, index = layout.fsdp, at.data % layout.fsdp
+        parts = layout.fsdp
+        index = at.data % layout.fsdp
         if of_experts(names[0]):
-            parts, index = layout.expert_shards, index // layout.expert
+            parts = layout.expert_shards
+            index = index // layout.expert
         chunk = -(-total // parts)
         start = min(index * chunk, total)
-        stop, offset = min(start + chunk, total), 0
+        stop = min(start + chunk, total)
+        offset = 0
         for name in names:
             rows, *rest = found[name]
-            low, high = max(start - offset, 0), min(stop - offset, _size(rows))
+            low = max(start - offset, 0)
+            high = min(stop - offset, _size(rows))
             if low < high:
                 sharded[name] = (slice(rows.start + low, rows.start + high), *rest)
             offset += _size(rows)

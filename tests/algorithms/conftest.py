@@ -1,4 +1,6 @@
-"""Shapes are checked in here: every function of `weft.algorithms` is type-checked when it is called."""
+"""Shapes are checked in here: every function of `weft.algorithms` is type-checked when it is
+called.
+"""
 
 from jaxtyping import install_import_hook
 

@@ -1,4 +1,6 @@
-"""Random ragged minibatches, and the rows of one as a loss sees them: written with plain loops, in numpy or torch."""
+"""Random ragged minibatches, and the rows of one as a loss sees them: written with plain loops, in
+numpy or torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,13 @@ Array = Any
 
 
 def make_sample(
-    completions: Sequence[Sequence[int]], keys: Mapping[str, Sequence[float]], prompts: Sequence[int] | None = None
+    completions: Sequence[Sequence[int]],
+    keys: Mapping[str, Sequence[float]],
+    prompts: Sequence[int] | None = None,
 ) -> SequenceSample:
-    """`completions[g]` lists the lengths of group g; each key holds one value, or row of values, a token or a completion."""
+    """`completions[g]` lists the lengths of group g; each key holds one value, or row of values, a
+    token or a completion.
+    """
     num_tokens = sum(map(sum, completions))
     num_sequences = sum(map(len, completions))
     prompt_lengths = [2] * len(completions) if prompts is None else list(prompts)
@@ -34,13 +40,27 @@ def make_sample(
     for key, values in keys.items():
         array = np.asarray(values)
         assert len(array) in (num_tokens, num_sequences), key
-        per_token = len(array) == num_tokens and (num_tokens != num_sequences or key not in PER_SEQUENCE)
-        seqlens[key] = seqlens["completion"] if per_token else [[1] * len(group) for group in completions]
+        per_token = len(array) == num_tokens and (
+            num_tokens != num_sequences or key not in PER_SEQUENCE
+        )
+        seqlens[key] = (
+            seqlens["completion"] if per_token else [[1] * len(group) for group in completions]
+        )
         data[key] = array
     return SequenceSample.from_groups([f"id{g}" for g in range(len(completions))], seqlens, data)
 
 
-PER_SEQUENCE = {"rank", "comparison", "margin", "label", "rewards", "kl_baseline", "reward_shift", "partner", "sampled"}
+PER_SEQUENCE = {
+    "rank",
+    "comparison",
+    "margin",
+    "label",
+    "rewards",
+    "kl_baseline",
+    "reward_shift",
+    "partner",
+    "sampled",
+}
 
 
 class Rows:
@@ -52,7 +72,9 @@ class Rows:
         counts = sample.lengths["completion"].tolist()
         self.bounds = [(sum(counts[:s]), sum(counts[: s + 1])) for s in range(len(counts))]
         self.num_rows, self.num_sequences = sum(counts), len(counts)
-        self.sequence = self.convert(np.array([s for s, n in enumerate(counts) for _ in range(n)], dtype=np.int64))
+        self.sequence = self.convert(
+            np.array([s for s, n in enumerate(counts) for _ in range(n)], dtype=np.int64)
+        )
         self.group = self.convert(sample.group_of("completion"))
         mask = np.ones(self.num_rows)
         if "loss_mask" in sample.data:
@@ -80,7 +102,11 @@ class Rows:
 
     def pairs(self) -> tuple[Array, Array]:
         rank = np.asarray(self.sample.data["rank"])
-        comparison = np.asarray(self.sample.data["comparison"]) if "comparison" in self else np.zeros_like(rank)
+        comparison = (
+            np.asarray(self.sample.data["comparison"])
+            if "comparison" in self
+            else np.zeros_like(rank)
+        )
         group = np.asarray(self.group)
         found = [
             (i, j)
@@ -98,7 +124,9 @@ class Result:
     stats: dict[str, float]
 
 
-def evaluate(loss: Loss, sample: SequenceSample, out: Mapping[str, Any], torch_arrays: bool = False) -> Result:
+def evaluate(
+    loss: Loss, sample: SequenceSample, out: Mapping[str, Any], torch_arrays: bool = False
+) -> Result:
     """The loss of a whole minibatch as one micro-batch, with its summary."""
     rows = Rows(sample, torch_arrays)
     arrays = {key: rows.convert(np.asarray(value, dtype=np.float64)) for key, value in out.items()}
@@ -110,7 +138,10 @@ def gradients(
     loss: Loss, sample: SequenceSample, out: Mapping[str, Any], parts: int = 1
 ) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
     """(loss, summary, gradient by output) with the minibatch cut into `parts` micro-batches."""
-    leaves = {k: torch.tensor(np.asarray(v), dtype=torch.float64, requires_grad=True) for k, v in out.items()}
+    leaves = {
+        k: torch.tensor(np.asarray(v), dtype=torch.float64, requires_grad=True)
+        for k, v in out.items()
+    }
     total = loss.denominators(sample)
     token, sequence, value = 0, 0, 0.0
     stats: list[Mapping[str, Stat]] = []
@@ -128,11 +159,16 @@ def gradients(
         value += float(part_loss.detach())
         stats.append(part_stats)
         token, sequence = token + rows.num_rows, sequence + rows.num_sequences
-    found = {k: np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy() for k, leaf in leaves.items()}
+    found = {
+        k: np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
+        for k, leaf in leaves.items()
+    }
     return value, loss.summary(reduce_stats(stats)), found
 
 
-def finite_differences(loss: Loss, sample: SequenceSample, out: Mapping[str, Any], key: str) -> np.ndarray:
+def finite_differences(
+    loss: Loss, sample: SequenceSample, out: Mapping[str, Any], key: str
+) -> np.ndarray:
     """The gradient of the loss with respect to `out[key]` by central differences in float64."""
     base = {k: np.asarray(v, dtype=np.float64) for k, v in out.items()}
     slopes = np.zeros_like(base[key])

@@ -29,7 +29,9 @@ shares = st.floats(0, 1)
 
 
 def flat(rows: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([x for row in rows for x in row], dtype=np.float64), np.array([len(row) for row in rows])
+    return np.array([x for row in rows for x in row], dtype=np.float64), np.array(
+        [len(row) for row in rows]
+    )
 
 
 def test_gae_by_hand() -> None:
@@ -37,7 +39,9 @@ def test_gae_by_hand() -> None:
     # delta = [.04, .03, .3], A3 = .3, A2 = .03 + .72 * .3 = .246, A1 = .04 + .72 * .246 = .21712
     lengths = np.array([3])
     values = np.array([0.5, 0.6, 0.7])
-    advantages, returns = gae(np.array([0.0, 0.0, 1.0]), values, np.array([0.0]), lengths, discount=0.9, lam=0.8)
+    advantages, returns = gae(
+        np.array([0.0, 0.0, 1.0]), values, np.array([0.0]), lengths, discount=0.9, lam=0.8
+    )
     assert advantages.tolist() == pytest.approx([0.21712, 0.246, 0.3])
     assert returns.tolist() == pytest.approx([0.71712, 0.846, 1.0])
     cut, _ = gae(np.array([0.0, 0.0, 1.0]), values, np.array([2.0]), lengths, discount=0.9, lam=0.8)
@@ -46,17 +50,24 @@ def test_gae_by_hand() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(ragged, st.data(), shares, shares)
-def test_gae_equals_the_naive_form(rows: list[list[float]], data: st.DataObject, discount: float, lam: float) -> None:
+def test_gae_equals_the_naive_form(
+    rows: list[list[float]], data: st.DataObject, discount: float, lam: float
+) -> None:
     rewards, lengths = flat(rows)
-    values = np.array(data.draw(st.lists(numbers, min_size=len(rewards), max_size=len(rewards))), dtype=np.float64)
-    last = np.array(data.draw(st.lists(numbers, min_size=len(rows), max_size=len(rows))), dtype=np.float64)
+    values = np.array(
+        data.draw(st.lists(numbers, min_size=len(rewards), max_size=len(rewards))), dtype=np.float64
+    )
+    last = np.array(
+        data.draw(st.lists(numbers, min_size=len(rows), max_size=len(rows))), dtype=np.float64
+    )
     advantages, returns = gae(rewards, values, last, lengths, discount=discount, lam=lam)
     start = 0
     for row, bootstrap in zip(rows, last, strict=True):
         v = [*values[start : start + len(row)], bootstrap]
         for t in range(len(row)):
             expected = sum(
-                (discount * lam) ** (u - t) * (row[u] + discount * v[u + 1] - v[u]) for u in range(t, len(row))
+                (discount * lam) ** (u - t) * (row[u] + discount * v[u + 1] - v[u])
+                for u in range(t, len(row))
             )
             assert advantages[start + t] == pytest.approx(expected, abs=1e-9)
             assert returns[start + t] == pytest.approx(expected + v[t], abs=1e-9)
@@ -68,9 +79,13 @@ def test_gae_equals_the_naive_form(rows: list[list[float]], data: st.DataObject,
 def test_reversed_sums(rows: list[list[float]], factor: float) -> None:
     values, lengths = flat(rows)
     found = reversed_discounted_sums(values, lengths, factor)
-    expected = [sum(factor**i * x for i, x in enumerate(row[t:])) for row in rows for t in range(len(row))]
+    expected = [
+        sum(factor**i * x for i, x in enumerate(row[t:])) for row in rows for t in range(len(row))
+    ]
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
-    assert segment_sums(values, lengths).tolist() == pytest.approx([sum(row) for row in rows], abs=1e-9)
+    assert segment_sums(values, lengths).tolist() == pytest.approx(
+        [sum(row) for row in rows], abs=1e-9
+    )
 
 
 def test_whitening() -> None:
@@ -89,8 +104,12 @@ REWARDS, GROUP = np.array([1.0, 0.0, 0.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1])
 
 def test_baselines_by_hand() -> None:
     third = 1 / 3
-    assert baselined(REWARDS, GROUP, "group").tolist() == pytest.approx([2 * third, -third, -third, 0, 0])
-    assert baselined(REWARDS, GROUP, "leave_one_out").tolist() == pytest.approx([1.0, -0.5, -0.5, 0, 0])
+    assert baselined(REWARDS, GROUP, "group").tolist() == pytest.approx(
+        [2 * third, -third, -third, 0, 0]
+    )
+    assert baselined(REWARDS, GROUP, "leave_one_out").tolist() == pytest.approx(
+        [1.0, -0.5, -0.5, 0, 0]
+    )
     greedy = np.array([0.5, 0.5, 0.5, 1.0, 1.0])
     assert baselined(REWARDS, GROUP, "given", greedy).tolist() == [0.5, -0.5, -0.5, 1.0, 1.0]
     assert baselined(REWARDS, GROUP, "none").tolist() == REWARDS.tolist()
@@ -105,7 +124,12 @@ def test_baselines_equal_the_naive_form(groups: list[list[float]]) -> None:
     others = [r - (sum(row) - r) / (len(row) - 1) for row in groups for r in row]
     assert baselined(rewards, group, "group").tolist() == pytest.approx(means, abs=1e-9)
     assert baselined(rewards, group, "leave_one_out").tolist() == pytest.approx(others, abs=1e-9)
-    stds = torch.cat([torch.full((len(row),), float(torch.tensor(row, dtype=torch.float64).std())) for row in groups])
+    stds = torch.cat(
+        [
+            torch.full((len(row),), float(torch.tensor(row, dtype=torch.float64).std()))
+            for row in groups
+        ]
+    )
     np.testing.assert_allclose(group_stds(rewards, group), stds, rtol=1e-6, atol=1e-7)
     alike = [max(row) == min(row) for row in groups]
     assert zero_variance(rewards, group).tolist() == alike
@@ -115,8 +139,12 @@ def test_scales_by_hand() -> None:
     centred = baselined(REWARDS, GROUP, "group")
     std = math.sqrt(1 / 3)  # of 1, 0, 0 with n - 1
     found = scaled(centred, REWARDS, GROUP, "group")
-    assert found.tolist() == pytest.approx([2 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), 0, 0])
-    assert scaled(centred, REWARDS, GROUP, "batch").tolist() == pytest.approx((centred / (1.0 + 1e-4)).tolist())
+    assert found.tolist() == pytest.approx(
+        [2 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), -1 / 3 / (std + 1e-4), 0, 0]
+    )
+    assert scaled(centred, REWARDS, GROUP, "batch").tolist() == pytest.approx(
+        (centred / (1.0 + 1e-4)).tolist()
+    )
     assert scaled(centred, REWARDS, GROUP, "none").tolist() == centred.tolist()
 
 
@@ -149,7 +177,9 @@ def test_kl_estimators_by_hand() -> None:
 
 
 def test_estimators_estimate_the_kl() -> None:
-    """Expectation over the policy itself: k1 and k3 give the KL exactly, k2 to second order; k2's gradient is the KL's."""
+    """Expectation over the policy itself: k1 and k3 give the KL exactly, k2 to second order; k2's
+    gradient is the KL's.
+    """
     logits = torch.tensor([0.3, -0.2, 0.5, 0.0], dtype=torch.float64, requires_grad=True)
     reference = torch.log_softmax(torch.tensor([0.1, 0.1, 0.4, 0.2], dtype=torch.float64), dim=0)
     policy = torch.log_softmax(logits, dim=0)
@@ -157,9 +187,13 @@ def test_estimators_estimate_the_kl() -> None:
     weights = policy.exp().detach()
     for estimator, exact in (("k1", True), ("k2", False), ("k3", True)):
         estimate = (weights * kl_estimate(policy, reference, estimator)).sum()
-        assert float(estimate.detach()) == pytest.approx(float(kl.detach()), rel=1e-9 if exact else 0.1)
+        assert float(estimate.detach()) == pytest.approx(
+            float(kl.detach()), rel=1e-9 if exact else 0.1
+        )
     gradient = torch.autograd.grad(kl, logits, retain_graph=True)[0]
-    by_k2 = torch.autograd.grad((weights * kl_estimate(policy, reference, "k2")).sum(), logits, retain_graph=True)[0]
+    by_k2 = torch.autograd.grad(
+        (weights * kl_estimate(policy, reference, "k2")).sum(), logits, retain_graph=True
+    )[0]
     by_k1 = torch.autograd.grad((weights * kl_estimate(policy, reference, "k1")).sum(), logits)[0]
     np.testing.assert_allclose(by_k2, gradient, rtol=1e-9)
     np.testing.assert_allclose(by_k1, torch.zeros(4), atol=1e-15)
@@ -202,11 +236,15 @@ def test_value_normalisation(kind: str) -> None:
     else:
         weights = [0.1 * 0.9**back for back in (2, 1, 0)]
         mean = sum(w * b.mean() for w, b in zip(weights, batches, strict=True)) / sum(weights)
-        square = sum(w * np.square(b).mean() for w, b in zip(weights, batches, strict=True)) / sum(weights)
+        square = sum(w * np.square(b).mean() for w, b in zip(weights, batches, strict=True)) / sum(
+            weights
+        )
         assert normalizer.weight == pytest.approx(1 - 0.9**3)
     assert (normalizer.mean, normalizer.std) == pytest.approx((mean, math.sqrt(square - mean**2)))
     values = np.array([1.0, 2.0])
-    assert normalizer.denormalize(normalizer.normalize(values)).tolist() == pytest.approx([1.0, 2.0])
+    assert normalizer.denormalize(normalizer.normalize(values)).tolist() == pytest.approx(
+        [1.0, 2.0]
+    )
     other = ValueNormalizer(type=kind, beta=0.9)
     other.load_state_dict(normalizer.state_dict())
     assert other.normalize(values).tolist() == normalizer.normalize(values).tolist()

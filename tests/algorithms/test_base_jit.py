@@ -41,12 +41,16 @@ def double_precision() -> Iterator[None]:
 
 
 class JaxRows(Rows):
-    """The rows of a sample whose values are traced: `keys` are arguments of the compiled function, only the layout is known."""
+    """The rows of a sample whose values are traced: `keys` are arguments of the compiled function,
+    only the layout is known.
+    """
 
     def __init__(self, sample: SequenceSample, keys: Mapping[str, Any]) -> None:
         super().__init__(sample)
         self.convert, self.keys = jnp.asarray, keys
-        self.sequence, self.group, self.mask = (keys[name] for name in ("sequence", "group", "mask"))
+        self.sequence, self.group, self.mask = (
+            keys[name] for name in ("sequence", "group", "mask")
+        )
         self.lengths = self.sum(self.mask)
 
     def __getitem__(self, key: str) -> Any:
@@ -60,8 +64,17 @@ def traced(sample: SequenceSample) -> dict[str, Any]:
     """All that a loss reads of a batch, as arguments of the compiled function."""
     plain = Rows(sample)
     better, worse = plain.pairs()
-    own = {"sequence": plain.sequence, "group": plain.group, "mask": plain.mask, "better": better, "worse": worse}
-    return {key: jnp.asarray(values) for key, values in {**{k: plain[k] for k in sample.data}, **own}.items()}
+    own = {
+        "sequence": plain.sequence,
+        "group": plain.group,
+        "mask": plain.mask,
+        "better": better,
+        "worse": worse,
+    }
+    return {
+        key: jnp.asarray(values)
+        for key, values in {**{k: plain[k] for k in sample.data}, **own}.items()
+    }
 
 
 def parts(stat: Stat) -> tuple[Any, Any]:

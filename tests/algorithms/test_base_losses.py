@@ -1,4 +1,6 @@
-"""What every loss owes: numpy equals torch, gradients are right, cuts do not matter, masked rows do not matter."""
+"""What every loss owes: numpy equals torch, gradients are right, cuts do not matter, masked rows do
+not matter.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Case:
     args: dict[str, Any]
     trains: str = "logprobs"
     halved: bool = (
-        False  # a comparison is counted at both ends, with the other end constant: gradients are twice the slope
+        # a comparison is counted at both ends, with the other end constant: gradients are twice the
+        # slope
+        False
     )
 
     def build(self) -> Loss:
@@ -41,23 +45,46 @@ CASES = [
     Case("sft", {"average": "sequence"}),
     Case("rw", {}, "scores"),
     Case("rw", {"score_l2": 0.1, "center": 0.02}, "scores"),
-    *(Case("dpo", {"loss_type": t, "beta": 0.3}) for t in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "orpo", "kto")),
     *(
         Case("dpo", {"loss_type": t, "beta": 0.3})
-        for t in ("exo_pair", "discopop", "nca_pair", "sppo_hard", "bco_pair", "apo_zero", "apo_down", "bco", "aot")
+        for t in ("sigmoid", "sigmoid_norm", "hinge", "ipo", "orpo", "kto")
+    ),
+    *(
+        Case("dpo", {"loss_type": t, "beta": 0.3})
+        for t in (
+            "exo_pair",
+            "discopop",
+            "nca_pair",
+            "sppo_hard",
+            "bco_pair",
+            "apo_zero",
+            "apo_down",
+            "bco",
+            "aot",
+        )
     ),
     Case("dpo", {"loss_type": "aot_unpaired", "beta": 0.3}, halved=True),
-    *(Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "f_divergence": f}) for f in ("forward_kl", "js", "alpha")),
+    *(
+        Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "f_divergence": f})
+        for f in ("forward_kl", "js", "alpha")
+    ),
     Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "rpo_alpha": 0.5}),
     Case("dpo", {"loss_type": "robust", "beta": 0.3, "label_smoothing": 0.1}),
     Case("dpo", {"loss_type": "sigmoid", "beta": 0.3, "label_smoothing": 0.2}),
     Case("dpo", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
-    Case("dpo", {"loss_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.5}),
+    Case(
+        "dpo", {"loss_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "undesirable_weight": 0.5}
+    ),
     Case("ppo_actor", {}),
-    Case("ppo_actor", {"eps_clip": 0.1, "eps_clip_high": 0.3, "dual_clip": 1.5, "entropy_coef": 0.01}),
+    Case(
+        "ppo_actor", {"eps_clip": 0.1, "eps_clip_high": 0.3, "dual_clip": 1.5, "entropy_coef": 0.01}
+    ),
     Case("ppo_critic", {}, "values"),
     Case("ppo_critic", {"value_eps_clip": None}, "values"),
-    *(Case("grpo", {"loss_type": t, "max_completion_length": 16}) for t in ("grpo", "dr_grpo", "dapo", "bnpo")),
+    *(
+        Case("grpo", {"loss_type": t, "max_completion_length": 16})
+        for t in ("grpo", "dr_grpo", "dapo", "bnpo")
+    ),
     Case("grpo", {"importance_level": "sequence", "loss_type": "grpo", "eps_clip": 0.02}),
     Case("grpo", {"surrogate": "reinforce"}),
     *(Case("grpo", {"kl_coef": 0.2, "kl_estimator": k}) for k in ("k1", "k2", "k3")),
@@ -72,7 +99,9 @@ def minibatch(
 ) -> tuple[Any, dict[str, Any]]:
     """(sample with every key any loss reads, outputs) of random ragged groups."""
     rng = np.random.default_rng(seed)
-    completions = [[int(rng.integers(1, 6)) for _ in range(int(rng.integers(2, 5)))] for _ in range(groups)]
+    completions = [
+        [int(rng.integers(1, 6)) for _ in range(int(rng.integers(2, 5)))] for _ in range(groups)
+    ]
     tokens, sequences = sum(map(sum, completions)), sum(map(len, completions))
     logprobs = -rng.gamma(1.0, 1.0, tokens) - 0.05
     keys: dict[str, Any] = {
@@ -114,7 +143,10 @@ def distributions(rows: int, seed: int, events: int = 4) -> np.ndarray:
 
 def teacher_of(rows: int, seed: int) -> dict[str, np.ndarray]:
     """What a teacher says of each token: three ids, and log-probs of these and of any other."""
-    return {"given_ids": np.tile(np.arange(3), (rows, 1)), "teacher_logprobs": distributions(rows, seed + 2)}
+    return {
+        "given_ids": np.tile(np.arange(3), (rows, 1)),
+        "teacher_logprobs": distributions(rows, seed + 2),
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -139,7 +171,9 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
     np.testing.assert_allclose(found[case.trains], slope * (2 if case.halved else 1), atol=1e-7)
     assert np.abs(found[case.trains]).max() > 0
     also = {"entropy_coef": {"entropy"}, "sft_coef": {"logprobs", "given_logprobs"}}
-    others = set(found) - {case.trains} - set().union(*(also.get(name, set()) for name in case.args))
+    others = (
+        set(found) - {case.trains} - set().union(*(also.get(name, set()) for name in case.args))
+    )
     assert all((found[key] == 0).all() for key in others)
 
 
@@ -170,7 +204,9 @@ def test_masked_rows_do_not_matter(case: Case) -> None:
     sample, out = minibatch(5)
     loss = case.build()
     dead = np.asarray(sample.data["loss_mask"]) == 0
-    wild = {key: spoilt(value, dead) if len(value) == len(dead) else value for key, value in out.items()}
+    wild = {
+        key: spoilt(value, dead) if len(value) == len(dead) else value for key, value in out.items()
+    }
     one, other = gradients(loss, sample, out), gradients(loss, sample, wild)
     assert one[0] == pytest.approx(other[0], rel=1e-12)
     np.testing.assert_allclose(one[2][case.trains][~dead], other[2][case.trains][~dead], rtol=1e-12)
@@ -181,7 +217,9 @@ def test_masked_rows_do_not_matter(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_trained_is_a_loss_of_zero(case: Case) -> None:
     sample, out = minibatch(5, masks=False)
-    empty = sample.update(sample.select(keys=["completion"]).remap_keys({"completion": "loss_mask"}))
+    empty = sample.update(
+        sample.select(keys=["completion"]).remap_keys({"completion": "loss_mask"})
+    )
     empty.data["loss_mask"].zero_()
     if case.trains == "scores":
         empty.data["rank"].zero_()
@@ -205,7 +243,9 @@ def test_far_apart_policies_stay_finite(case: Case) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), masks=st.booleans(), empty_prompt=st.booleans())
-def test_trained_rows_are_the_lengths_a_loss_sees(seed: int, masks: bool, empty_prompt: bool) -> None:
+def test_trained_rows_are_the_lengths_a_loss_sees(
+    seed: int, masks: bool, empty_prompt: bool
+) -> None:
     sample, _ = minibatch(seed, masks=masks, empty_prompt=empty_prompt)
     assert trained_rows(sample).tolist() == Rows(sample).lengths.tolist()
 
@@ -217,7 +257,9 @@ def test_denominators_add_up_over_ids(seed: int, case: Case) -> None:
     loss = case.build()
     whole = loss.denominators(sample)
     parts = [loss.denominators(part) for part in sample.unpack()]
-    assert whole == pytest.approx({key: sum(part[key] for part in parts) for key in whole}, rel=1e-12)
+    assert whole == pytest.approx(
+        {key: sum(part[key] for part in parts) for key in whole}, rel=1e-12
+    )
 
 
 def test_the_engines_rows_are_these_rows() -> None:
@@ -231,11 +273,16 @@ def test_the_engines_rows_are_these_rows() -> None:
         loss = case.build()
         tensors = {k: torch.as_tensor(np.asarray(v)) for k, v in out.items()}
         total = loss.denominators(sample)
-        assert float(loss(tensors, theirs, total)[0]) == pytest.approx(float(loss(tensors, ours, total)[0]), rel=1e-12)
+        assert float(loss(tensors, theirs, total)[0]) == pytest.approx(
+            float(loss(tensors, ours, total)[0]), rel=1e-12
+        )
 
 
 def test_statistics_join() -> None:
-    parts = [{"a": Sum(3.0, 2.0), "b": Max(1.0), "c": Min(4.0)}, {"a": Sum(5.0, 2.0), "b": Max(7.0), "c": Min(2.0)}]
+    parts = [
+        {"a": Sum(3.0, 2.0), "b": Max(1.0), "c": Min(4.0)},
+        {"a": Sum(5.0, 2.0), "b": Max(7.0), "c": Min(2.0)},
+    ]
     assert reduce_stats(parts) == {"a": 2.0, "b": 7.0, "c": 2.0}
     assert reduce_stats([{"a": Sum(0.0, 0.0)}]) == {}
 
@@ -249,7 +296,9 @@ def test_log_sigmoid_has_the_true_slope_at_zero() -> None:
 
 
 def test_shapes_are_checked_here() -> None:
-    """The import hook of conftest.py is in force; without it every shape annotation would be decoration."""
+    """The import hook of conftest.py is in force; without it every shape annotation would be
+    decoration.
+    """
     from weft.algorithms.preferences import sigmoid_loss
 
     assert sigmoid_loss(np.zeros(3), 0.1).shape == (3,)

@@ -59,7 +59,9 @@ def test_it_equals_the_shipped_class() -> None:
 def test_what_is_fixed_has_no_gradient() -> None:
     two = make_sample([[2]], {})
     loss = losses.get("test-dft")()
-    assert evaluate(loss, two, {"logprobs": np.log([1 / 2, 1 / 4])}).loss == pytest.approx(np.log(2) / 2)
+    assert evaluate(loss, two, {"logprobs": np.log([1 / 2, 1 / 4])}).loss == pytest.approx(
+        np.log(2) / 2
+    )
     _, _, by = gradients(loss, two, {"logprobs": np.log([1 / 2, 1 / 4])})
     np.testing.assert_allclose(by["logprobs"], [-1 / 4, -1 / 8])
 
@@ -107,7 +109,9 @@ def test_a_loss_is_found_by_its_place(tmp_path: Path, monkeypatch: pytest.Monkey
         "@register_loss('placed', per='token')\ndef placed(logprobs):\n    return -logprobs\n"
     )
     for name in ("placed_loss.py:placed", "placed", "placed_loss:placed"):
-        assert evaluate(losses.get(name)(), make_sample([[1]], {}), {"logprobs": [-2.0]}).loss == 2.0
+        assert (
+            evaluate(losses.get(name)(), make_sample([[1]], {}), {"logprobs": [-2.0]}).loss == 2.0
+        )
     assert "placed_loss.py:placed" in losses
     with pytest.raises(ConfigError, match=r"loss in placed_loss\.py 'plaged'; did you mean placed"):
         losses.get("placed_loss.py:plaged")

@@ -29,7 +29,10 @@ def policy_sample(seed: int = 1) -> tuple[Any, dict[str, np.ndarray]]:
         "ref_logprobs": logprobs + rng.normal(0, 0.4, tokens),
         "advantages": np.repeat(rng.normal(size=len(LENGTHS)), LENGTHS),
     }
-    return make_sample([LENGTHS[:2], LENGTHS[2:]], keys), {"logprobs": logprobs, "entropy": rng.gamma(1.0, 1.0, tokens)}
+    return make_sample([LENGTHS[:2], LENGTHS[2:]], keys), {
+        "logprobs": logprobs,
+        "entropy": rng.gamma(1.0, 1.0, tokens),
+    }
 
 
 def padded(rows: Any) -> torch.Tensor:
@@ -44,11 +47,18 @@ def trl_grpo(**options: Any) -> tuple[float, np.ndarray, dict[str, list[float]]]
     mask = padded(np.ones(sum(LENGTHS))).long()
     live, entropy = padded(out["logprobs"]).requires_grad_(True), padded(out["entropy"])
     metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
-    settings = {"beta": 0.0, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon_low": 0.2}
+    settings = {
+        "beta": 0.0,
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+    }
     settings |= {"epsilon_high": 0.2, "max_completion_length": 16}
     stand_in = SimpleNamespace(
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
         args=SimpleNamespace(
             delta=options.pop("delta", None),
             use_bias_correction_kl=False,
@@ -85,9 +95,17 @@ def trl_grpo(**options: Any) -> tuple[float, np.ndarray, dict[str, list[float]]]
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_grpo_equals_trl(loss_type: str, level: str, beta: float) -> None:
-    loss, gradient, metrics = trl_grpo(loss_type=loss_type, importance_sampling_level=level, beta=beta)
+    loss, gradient, metrics = trl_grpo(
+        loss_type=loss_type, importance_sampling_level=level, beta=beta
+    )
     sample, out = policy_sample()
-    ours = GRPOLoss(loss_type=loss_type, importance_level=level, kl_coef=beta, max_completion_length=16, eps_clip=0.2)
+    ours = GRPOLoss(
+        loss_type=loss_type,
+        importance_level=level,
+        kl_coef=beta,
+        max_completion_length=16,
+        eps_clip=0.2,
+    )
     value, stats, found = gradients(ours, sample, out)
     assert value == pytest.approx(loss)
     np.testing.assert_allclose(found["logprobs"], gradient, atol=1e-15)
@@ -101,15 +119,21 @@ def test_grpo_equals_trl(loss_type: str, level: str, beta: float) -> None:
 def test_clip_higher_and_dual_clip_equal_trl() -> None:
     loss, gradient, _ = trl_grpo(epsilon_low=0.1, epsilon_high=0.3, delta=1.35)
     sample, out = policy_sample()
-    value, _, found = gradients(GRPOLoss(eps_clip=0.1, eps_clip_high=0.3, dual_clip=1.35), sample, out)
+    value, _, found = gradients(
+        GRPOLoss(eps_clip=0.1, eps_clip_high=0.3, dual_clip=1.35), sample, out
+    )
     assert value == pytest.approx(loss)
     np.testing.assert_allclose(found["logprobs"], gradient, atol=1e-15)
-    assert trl_grpo(epsilon_low=0.1, epsilon_high=0.3)[0] != pytest.approx(loss)  # the dual clip bound somewhere
+    # the dual clip bound somewhere
+    assert trl_grpo(epsilon_low=0.1, epsilon_high=0.3)[0] != pytest.approx(loss)
 
 
 def test_ppo_is_the_token_mean_of_the_same_surrogate() -> None:
     sample, out = policy_sample()
-    ppo, grpo = gradients(PPOActorLoss(), sample, out), gradients(GRPOLoss(loss_type="dapo"), sample, out)
+    ppo, grpo = (
+        gradients(PPOActorLoss(), sample, out),
+        gradients(GRPOLoss(loss_type="dapo"), sample, out),
+    )
     assert ppo[0] == pytest.approx(grpo[0], rel=1e-12)
     np.testing.assert_allclose(ppo[2]["logprobs"], grpo[2]["logprobs"], rtol=1e-12)
 
@@ -127,7 +151,8 @@ def test_the_surrogate_by_hand() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    # One completion of three tokens, the last masked: ratios 2 and 1 (log 0.693, 0), reference 1 and 0 nats below.
+    # One completion of three tokens, the last masked: ratios 2 and 1 (log 0.693, 0), reference 1
+    # and 0 nats below.
     keys = {"logprobs": [-2.0, -1.0, -9.0], "ref_logprobs": [-3.0 + math.log(2), -1.0, -9.0]}
     keys |= {"advantages": [1.0, 1.0, 1.0], "loss_mask": [1.0, 1.0, 0.0]}
     out = {"logprobs": [-2.0 + math.log(2), -1.0, -1.0], "entropy": [0.5, 1.5, 99.0]}
@@ -147,7 +172,9 @@ def test_statistics_by_hand() -> None:
     assert result.stats == pytest.approx(expected)
     del keys["ref_logprobs"]
     alone = evaluate(PPOActorLoss(entropy_coef=0.1), make_sample([[3]], keys), out)
-    assert alone.stats == pytest.approx(expected | {"kl": expected["approx_kl"]}), "the policy that sampled is left"
+    assert alone.stats == pytest.approx(expected | {"kl": expected["approx_kl"]}), (
+        "the policy that sampled is left"
+    )
 
 
 def test_gspo_by_hand() -> None:
@@ -162,7 +189,10 @@ def test_gspo_by_hand() -> None:
 
 def test_reinforce_by_hand() -> None:
     keys = {"logprobs": [-1.3, -0.9, -1.0], "advantages": [2.0, 2.0, -1.0]}
-    sample, out = make_sample([[2], [1]], keys), {"logprobs": [-1.0, -1.5, -2.0], "entropy": [0.0] * 3}
+    sample, out = (
+        make_sample([[2], [1]], keys),
+        {"logprobs": [-1.0, -1.5, -2.0], "entropy": [0.0] * 3},
+    )
     value, _, found = gradients(GRPOLoss(surrogate="reinforce"), sample, out)
     assert value == pytest.approx((2.0 + 3.0 - 2.0) / 3)
     assert found["logprobs"].tolist() == pytest.approx([-2 / 3, -2 / 3, 1 / 3])
@@ -184,7 +214,9 @@ def test_averages_by_hand() -> None:
 
 def test_log_ratios_are_cut_before_exp() -> None:
     keys = {"logprobs": [-5000.0], "advantages": [-1.0]}
-    result = evaluate(PPOActorLoss(), make_sample([[1]], keys), {"logprobs": [0.0], "entropy": [0.0]})
+    result = evaluate(
+        PPOActorLoss(), make_sample([[1]], keys), {"logprobs": [0.0], "entropy": [0.0]}
+    )
     assert result.loss == pytest.approx(math.exp(LOG_RATIO_BOUND))
     assert result.stats["sampler_logprob_diff_max"] == 5000.0
 
@@ -192,7 +224,9 @@ def test_log_ratios_are_cut_before_exp() -> None:
 def test_early_stop() -> None:
     loss = PPOActorLoss(early_stop_imp_ratio=5.0, early_stop_kl=0.1)
     assert loss.veto({"importance_ratio": 4.9, "approx_kl": 0.05}) is None
-    assert "early_stop_imp_ratio=5.0" in (loss.veto({"importance_ratio": 5.1, "approx_kl": 0.05}) or "")
+    assert "early_stop_imp_ratio=5.0" in (
+        loss.veto({"importance_ratio": 5.1, "approx_kl": 0.05}) or ""
+    )
     assert "early_stop_kl=0.1" in (loss.veto({"importance_ratio": 1.0, "approx_kl": 0.2}) or "")
     assert EarlyStop()({"importance_ratio": 1e9}) is None
     assert GRPOLoss().veto({"importance_ratio": 1e9}) is None
@@ -200,7 +234,8 @@ def test_early_stop() -> None:
 
 
 def test_value_loss_by_hand() -> None:
-    # V 1.0 (old 0, return 2): moved 1 > 0.2, clipped (0.2 - 2)^2 = 3.24 > 1. V 0.1 (old 0, return 0): 0.01, inside.
+    # V 1.0 (old 0, return 2): moved 1 > 0.2, clipped (0.2 - 2)^2 = 3.24 > 1. V 0.1 (old 0, return
+    # 0): 0.01, inside.
     keys = {"values": [0.0, 0.0], "returns": [2.0, 0.0]}
     sample, out = make_sample([[2]], keys), {"values": [1.0, 0.1]}
     value, stats, found = gradients(PPOCriticLoss(0.2), sample, out)
@@ -215,10 +250,14 @@ def test_explained_variance_is_the_definition() -> None:
     returns, values = rng.normal(3.0, 1.0, 50), rng.normal(2.0, 1.0, 50)
     sample = make_sample([[20, 30]], {"values": values, "returns": returns})
     stats = evaluate(PPOCriticLoss(), sample, {"values": values}).stats
-    assert stats["explained_variance"] == pytest.approx(1.0 - np.var(returns - values) / np.var(returns))
+    assert stats["explained_variance"] == pytest.approx(
+        1.0 - np.var(returns - values) / np.var(returns)
+    )
     assert "return_square" not in stats
     alike = make_sample([[2]], {"values": [0.0, 0.0], "returns": [1.0, 1.0]})
-    assert "explained_variance" not in evaluate(PPOCriticLoss(), alike, {"values": [0.0, 0.5]}).stats
+    assert (
+        "explained_variance" not in evaluate(PPOCriticLoss(), alike, {"values": [0.0, 0.5]}).stats
+    )
 
 
 @pytest.mark.parametrize(

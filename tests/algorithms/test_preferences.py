@@ -28,16 +28,26 @@ def pairs_sample(seed: int = 0) -> tuple[Any, dict[str, np.ndarray]]:
     tokens = sum(a + b for a, b in LENGTHS)
     logprobs = -rng.gamma(1.0, 1.0, tokens) - 0.1
     reference = logprobs + rng.normal(0, 0.5, tokens)
-    keys = {"rank": [0, 1] * 4, "comparison": [0] * 8, "ref_logprobs": reference, "label": [1.0, 0.0] * 4}
+    keys = {
+        "rank": [0, 1] * 4,
+        "comparison": [0] * 8,
+        "ref_logprobs": reference,
+        "label": [1.0, 0.0] * 4,
+    }
     keys |= {"kl_baseline": [0.3] * 8}
     return make_sample(LENGTHS, keys), {"logprobs": logprobs}
 
 
 def padded(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """([8, 1 + longest], mask) as TRL lays pairs out: the better four, then the worse four; one prompt token in front."""
+    """([8, 1 + longest], mask) as TRL lays pairs out: the better four, then the worse four; one
+    prompt token in front.
+    """
     bounds = np.cumsum([0, *(n for pair in LENGTHS for n in pair)])
     longest = max(n for pair in LENGTHS for n in pair)
-    values, mask = torch.zeros(8, 1 + longest, dtype=torch.float64), torch.zeros(8, 1 + longest, dtype=torch.int64)
+    values, mask = (
+        torch.zeros(8, 1 + longest, dtype=torch.float64),
+        torch.zeros(8, 1 + longest, dtype=torch.int64),
+    )
     for pair in range(4):
         for side in range(2):
             part = rows[bounds[2 * pair + side] : bounds[2 * pair + side + 1]]
@@ -47,7 +57,11 @@ def padded(rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trl_dpo(
-    loss_type: str, beta: float, smoothing: float, divergence: str = "reverse_kl", dtype: torch.dtype = torch.float64
+    loss_type: str,
+    beta: float,
+    smoothing: float,
+    divergence: str = "reverse_kl",
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[float, dict[str, float], np.ndarray]:
     """(loss, metrics, gradient by row) of TRL's own `_compute_loss` on the same pairs."""
     trainer = pytest.importorskip("trl.trainer.dpo_trainer", reason="trl is a test dependency")
@@ -59,7 +73,11 @@ def trl_dpo(
     def model(**_: Any) -> SimpleNamespace:
         zeros = torch.zeros(8, mask.shape[1] - 1)
         return SimpleNamespace(
-            log_probs=values[:, 1:], entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
+            log_probs=values[:, 1:],
+            entropy=zeros,
+            mean_logits=zeros,
+            is_top1=zeros.bool(),
+            log_sum_sq_probs=zeros,
         )
 
     from collections import defaultdict
@@ -68,7 +86,9 @@ def trl_dpo(
     metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
     stand_in = SimpleNamespace(
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x),
+        accelerator=SimpleNamespace(
+            device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x
+        ),
         aux_loss_enabled=False,
         ld_alpha=None,
         precompute_ref_logps=True,
@@ -84,19 +104,43 @@ def trl_dpo(
         _total_train_tokens=0,
         _tp_size=1,
     )
-    inputs = {"input_ids": mask.clone(), "attention_mask": torch.ones_like(mask), "completion_mask": mask}
+    inputs = {
+        "input_ids": mask.clone(),
+        "attention_mask": torch.ones_like(mask),
+        "completion_mask": mask,
+    }
     inputs |= {"ref_chosen_logps": sums[:4], "ref_rejected_logps": sums[4:]}
     loss = trainer.DPOTrainer._compute_loss(stand_in, model, inputs, False)
     loss.backward()
     assert values.grad is not None
-    order = [values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]] for pair in range(4) for side in range(2)]
-    return float(loss.detach()), {k: v[-1] for k, v in metrics["train"].items()}, torch.cat(order).numpy()
+    order = [
+        values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]]
+        for pair in range(4)
+        for side in range(2)
+    ]
+    return (
+        float(loss.detach()),
+        {k: v[-1] for k, v in metrics["train"].items()},
+        torch.cat(order).numpy(),
+    )
 
 
 PAIRWISE = (
-    "sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "exo_pair", "nca_pair", "sppo_hard", "bco_pair", "apo_zero",
-    "apo_down", "discopop", "aot", "aot_unpaired",
-)  # fmt: skip
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "sigmoid_norm",
+    "exo_pair",
+    "nca_pair",
+    "sppo_hard",
+    "bco_pair",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "aot",
+    "aot_unpaired",
+)
 SMOOTHED = {"robust": 0.15, "exo_pair": 0.15, "aot": 0.1, "aot_unpaired": 0.1}
 
 
@@ -113,27 +157,46 @@ def test_equals_trl(loss_type: str) -> None:
     sample, out = pairs_sample()
     if loss_type in TRANSPORTED:
         sample = with_partners(sample, out, loss_type)
-    ours = gradients(dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out)
-    precision = {"rtol": 1e-6} if loss_type in TRANSPORTED else {}  # partners are float32, as every key of a run
+    ours = gradients(
+        dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing), sample, out
+    )
+    # partners are float32, as every key of a run
+    precision = {"rtol": 1e-6} if loss_type in TRANSPORTED else {}
     assert ours[0] == pytest.approx(loss, rel=precision.get("rtol", 1e-6))
     np.testing.assert_allclose(ours[2]["logprobs"], gradient, **precision)
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"):
+    for name in (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+    ):
         assert ours[1][name] == pytest.approx(metrics[name]), name
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "discopop"])
 @pytest.mark.parametrize(
-    ("divergence", "name"), [("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")]
+    "loss_type", ["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "discopop"]
+)
+@pytest.mark.parametrize(
+    ("divergence", "name"),
+    [("forward_kl", "forward_kl"), ("js", "js_divergence"), ("alpha", "alpha_divergence")],
 )
 def test_divergences_equal_trl(loss_type: str, divergence: str, name: str) -> None:
     smoothing = SMOOTHED.get(loss_type, 0.0)
-    # TRL's alpha knows no float64, and its exo_pair has a float32 epsilon: absolutely as near as float32 can be.
+    # TRL's alpha knows no float64, and its exo_pair has a float32 epsilon: absolutely as near as
+    # float32 can be.
     single = divergence == "alpha" or loss_type == "exo_pair"
     loss, _, gradient = trl_dpo(
         loss_type, 0.3, smoothing, name, torch.float32 if divergence == "alpha" else torch.float64
     )
     sample, out = pairs_sample()
-    chosen = dpo_loss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing, f_divergence=divergence, f_alpha=0.5)
+    chosen = dpo_loss(
+        loss_type=loss_type,
+        beta=0.3,
+        label_smoothing=smoothing,
+        f_divergence=divergence,
+        f_alpha=0.5,
+    )
     ours = gradients(chosen, sample, out)
     assert ours[0] == pytest.approx(loss, rel=1e-5 if single else 1e-12)
     np.testing.assert_allclose(
@@ -148,20 +211,32 @@ def test_rpo_adds_the_better_answers_cross_entropy_by_token() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_simpo_and_cdpo_equal_trl(smoothing: float) -> None:
-    trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="trl is a test dependency")
+    trainer = pytest.importorskip(
+        "trl.experimental.cpo.cpo_trainer", reason="trl is a test dependency"
+    )
     rng = np.random.default_rng(4)
     better, worse = torch.tensor(rng.normal(size=(2, 6)))
-    options = {"alpha": 0.0, "label_smoothing": smoothing, "accelerator": SimpleNamespace(device="cpu")}
+    options = {
+        "alpha": 0.0,
+        "label_smoothing": smoothing,
+        "accelerator": SimpleNamespace(device="cpu"),
+    }
     simpo = SimpleNamespace(loss_type="simpo", beta=2.0, simpo_gamma=0.5, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(simpo, better, worse)
-    np.testing.assert_allclose(preferences.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12)
+    np.testing.assert_allclose(
+        preferences.simpo_loss(better - worse, 2.0, 0.5, smoothing), theirs, rtol=1e-12
+    )
     sigmoid = SimpleNamespace(loss_type="sigmoid", beta=0.4, **options)
     theirs, *_ = trainer.CPOTrainer.cpo_loss(sigmoid, better, worse)
-    np.testing.assert_allclose(preferences.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12)
+    np.testing.assert_allclose(
+        preferences.sigmoid_loss(better - worse, 0.4, smoothing), theirs, rtol=1e-12
+    )
 
 
 def test_orpo_equals_trl() -> None:
-    trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer", reason="trl is a test dependency")
+    trainer = pytest.importorskip(
+        "trl.experimental.orpo.orpo_trainer", reason="trl is a test dependency"
+    )
     rng = np.random.default_rng(4)
     better, worse = torch.tensor(-rng.gamma(1.0, 1.0, size=(2, 6)).astype(np.float32))
     stand_in = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
@@ -180,7 +255,8 @@ def test_kto_equals_trl() -> None:
     reference, _ = padded(np.asarray(sample.data["ref_logprobs"]))
     values.requires_grad_(True)
     zeros = torch.zeros(8, mask.shape[1] - 1)
-    mismatched = torch.tensor([0.5, 0.1])  # policy - reference of mismatched completions; mean 0.3 is z0
+    # policy - reference of mismatched completions; mean 0.3 is z0
+    mismatched = torch.tensor([0.5, 0.1])
     metrics: dict[str, defaultdict[str, list[float]]] = {"train": defaultdict(list)}
     stand_in = SimpleNamespace(
         model=SimpleNamespace(training=True),
@@ -211,12 +287,24 @@ def test_kto_equals_trl() -> None:
     }
     loss = trainer.KTOTrainer._compute_loss(stand_in, model, inputs, False)
     loss.backward()
-    ours = gradients(dpo_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out)
+    ours = gradients(
+        dpo_loss("kto", 0.2, desirable_weight=1.5, undesirable_weight=0.7), sample, out
+    )
     assert ours[0] == pytest.approx(float(loss.detach()))
     assert values.grad is not None
-    order = [values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]] for pair in range(4) for side in range(2)]
+    order = [
+        values.grad[pair + 4 * side, 1 : 1 + LENGTHS[pair][side]]
+        for pair in range(4)
+        for side in range(2)
+    ]
     np.testing.assert_allclose(ours[2]["logprobs"], torch.cat(order))
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected"):
+    for name in (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    ):
         assert ours[1][name] == pytest.approx(metrics["train"][name][-1]), name
 
 
@@ -226,7 +314,9 @@ def test_kto_equals_trl() -> None:
 def hand(loss_type: str, beta: float, **options: float) -> float:
     keys = {"rank": [1, 0], "comparison": [0, 0], "ref_logprobs": [-1.0, -1.5, -1.5]}
     sample = make_sample([(1, 2)], keys)
-    return evaluate(dpo_loss(loss_type, beta, **options), sample, {"logprobs": [-2.0, -1.0, -1.0]}).loss
+    return evaluate(
+        dpo_loss(loss_type, beta, **options), sample, {"logprobs": [-2.0, -1.0, -1.0]}
+    ).loss
 
 
 def nls(x: float) -> float:
@@ -235,8 +325,12 @@ def nls(x: float) -> float:
 
 def test_by_hand() -> None:
     assert hand("sigmoid", 0.5) == pytest.approx(nls(1.0))
-    assert hand("sigmoid", 0.5, label_smoothing=0.25) == pytest.approx(0.75 * nls(1.0) + 0.25 * nls(-1.0))
-    assert hand("robust", 0.5, label_smoothing=0.25) == pytest.approx((0.75 * nls(1.0) - 0.25 * nls(-1.0)) / 0.5)
+    assert hand("sigmoid", 0.5, label_smoothing=0.25) == pytest.approx(
+        0.75 * nls(1.0) + 0.25 * nls(-1.0)
+    )
+    assert hand("robust", 0.5, label_smoothing=0.25) == pytest.approx(
+        (0.75 * nls(1.0) - 0.25 * nls(-1.0)) / 0.5
+    )
     assert hand("hinge", 0.25) == pytest.approx(0.5)
     assert hand("hinge", 0.5) == 0.0
     assert hand("sigmoid_norm", 1.0) == pytest.approx(nls(1.5))
@@ -253,28 +347,43 @@ def test_by_hand() -> None:
         q * math.log(q / 0.9) + (1 - q) * math.log((1 - q) / 0.1)
     )
     share = 1 / (1 + math.exp(-1.0 / 0.5))
-    assert hand("discopop", 0.5, discopop_tau=0.5) == pytest.approx((1 - share) * nls(1.0) + share * math.exp(-1.0))
-    assert hand("sigmoid", 0.5, f_divergence="forward_kl") == pytest.approx(nls(0.5 * (math.e - 1 / math.e)))
-    assert hand("sigmoid", 0.5, f_divergence="js") == pytest.approx(nls(0.5))  # log 2e / (1 + e) - log 2 / (e + 1) is 1
+    assert hand("discopop", 0.5, discopop_tau=0.5) == pytest.approx(
+        (1 - share) * nls(1.0) + share * math.exp(-1.0)
+    )
+    assert hand("sigmoid", 0.5, f_divergence="forward_kl") == pytest.approx(
+        nls(0.5 * (math.e - 1 / math.e))
+    )
+    # log 2e / (1 + e) - log 2 / (e + 1) is 1
+    assert hand("sigmoid", 0.5, f_divergence="js") == pytest.approx(nls(0.5))
     root = math.exp(0.5)
-    assert hand("sigmoid", 0.5, f_divergence="alpha") == pytest.approx(nls(0.5 * 2 * (root - 1 / root)))  # alpha 1/2
+    # alpha 1/2
+    assert hand("sigmoid", 0.5, f_divergence="alpha") == pytest.approx(
+        nls(0.5 * 2 * (root - 1 / root))
+    )
     odds = [math.log(math.exp(x) / (1 - math.exp(x))) for x in (-1.0, -2.0)]
     assert hand("orpo", 0.1) == pytest.approx(1.0 + 0.1 * nls(odds[0] - odds[1]))
 
 
 def test_aot_by_hand() -> None:
-    """Two ids of one pair. Policy: -1 and -2, -3 and -1 (better, worse); reference: -2 and -1, -1 and -1.5."""
+    """Two ids of one pair.
+
+    Policy: -1 and -2, -3 and -1 (better, worse); reference: -2 and -1, -1 and -1.5.
+    """
     logprobs = [-1.0, -2.0, -3.0, -1.0]
     keys = {
-        "rank": [0, 1, 0, 1], "comparison": [0] * 4, "ref_logprobs": [-2.0, -1.0, -1.0, -1.5], "old_logprobs": logprobs,
-    }  # fmt: skip
+        "rank": [0, 1, 0, 1],
+        "comparison": [0] * 4,
+        "ref_logprobs": [-2.0, -1.0, -1.0, -1.5],
+        "old_logprobs": logprobs,
+    }
 
     def loss(loss_type: str) -> float:
         sample = make_sample([(1, 1), (1, 1)], keys)
         sample = sample.update(optimal_transport(sample, HostContext(), loss_type))
         return evaluate(dpo_loss(loss_type, 0.5), sample, {"logprobs": logprobs}).loss
 
-    # Margins 1 and -2 of the policy, -1 and 0.5 of the reference: by rank 1 meets 0.5 and -2 meets -1.
+    # Margins 1 and -2 of the policy, -1 and 0.5 of the reference: by rank 1 meets 0.5 and -2 meets
+    # -1.
     assert loss("aot") == pytest.approx((nls(0.5 * 0.5) + nls(0.5 * -1.0)) / 2)
     # Ratios 1 and -2 of the better, -1 and 0.5 of the worse: by rank -2 meets -1 and 1 meets 0.5.
     assert loss("aot_unpaired") == pytest.approx((nls(0.5 * -1.0) + nls(0.5 * 0.5)) / 2)
@@ -282,7 +391,9 @@ def test_aot_by_hand() -> None:
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
 def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> None:
-    """The policy is its reference, whose log-probs ranks have added up in another order: 0 on any layout."""
+    """The policy is its reference, whose log-probs ranks have added up in another order: 0 on any
+    layout.
+    """
     base = np.array([-0.7, -1.3, -0.2, -2.1])
     keys = {"rank": [0, 1], "label": [1.0, 0.0], "kl_baseline": [0.0, 0.0], "ref_logprobs": base}
     sample = make_sample([(2, 2)], keys)
@@ -290,7 +401,7 @@ def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> N
     def share(by: float) -> float:
         return evaluate(
             dpo_loss(loss_type, 0.5), sample, {"logprobs": base + np.array([by, 0, 0, -by])}
-        ).stats["rewards/accuracies"]  # fmt: skip
+        ).stats["rewards/accuracies"]
 
     assert share(0.0) == share(5e-16) == 0.0
     assert share(1e-6) == 1.0 and share(-1e-6) == 0.0
@@ -299,31 +410,48 @@ def test_rewards_that_rounding_alone_makes_unequal_are_ties(loss_type: str) -> N
 def test_ties_are_as_wide_as_the_dtype_is_coarse() -> None:
     one, terms = np.array([1e-6]), np.array([2.0])
     assert above(one, np.zeros(1), terms).all()
-    assert not above(one.astype(np.float32), np.zeros(1, np.float32), terms.astype(np.float32)).any()
+    assert not above(
+        one.astype(np.float32), np.zeros(1, np.float32), terms.astype(np.float32)
+    ).any()
 
 
 def test_kto_by_hand() -> None:
     # Desirable: score 1; undesirable: score -1; z0 = 0.2, beta = 0.5.
     keys = {"label": [0.0, 1.0], "kl_baseline": [0.2, 0.2], "ref_logprobs": [-1.0, -1.5, -1.5]}
     sample = make_sample([(1, 2)], keys)
-    result = evaluate(dpo_loss("kto", 0.5, desirable_weight=3.0), sample, {"logprobs": [-2.0, -1.0, -1.0]})
+    result = evaluate(
+        dpo_loss("kto", 0.5, desirable_weight=3.0), sample, {"logprobs": [-2.0, -1.0, -1.0]}
+    )
     sigmoid = [1 / (1 + math.exp(-x)) for x in (0.5 * (1 - 0.2), 0.5 * (0.2 + 1))]
     assert result.loss == pytest.approx((3.0 * (1 - sigmoid[0]) + (1 - sigmoid[1])) / 2)
-    expected = {"rewards/chosen": 0.5, "rewards/rejected": -0.5, "rewards/margins": 1.0, "rewards/accuracies": 1.0}
+    expected = {
+        "rewards/chosen": 0.5,
+        "rewards/rejected": -0.5,
+        "rewards/margins": 1.0,
+        "rewards/accuracies": 1.0,
+    }
     expected |= {"logps/chosen": -2.0, "logps/rejected": -2.0, "kl_baseline": 0.2}
     assert result.stats == pytest.approx(expected)
 
 
 def test_bco_by_hand_and_its_running_shift() -> None:
-    # Rewards are beta times +1 (desirable) and -1 (undesirable); their midpoint is 0, then moves with what comes.
-    keys = {"label": [0.0, 1.0], "old_logprobs": [-2.0, -1.0, -1.0], "ref_logprobs": [-1.0, -1.5, -1.5]}
+    # Rewards are beta times +1 (desirable) and -1 (undesirable); their midpoint is 0, then moves
+    # with what comes.
+    keys = {
+        "label": [0.0, 1.0],
+        "old_logprobs": [-2.0, -1.0, -1.0],
+        "ref_logprobs": [-1.0, -1.5, -1.5],
+    }
     sample, shift = make_sample([(1, 2)], keys), BCOShift(beta=0.5)
     context = HostContext()
     first = shift(sample, context)
-    assert first.data["reward_shift"].tolist() == [0.0, 0.0] and context.metrics["reward_shift"] == 0.0
+    assert (
+        first.data["reward_shift"].tolist() == [0.0, 0.0] and context.metrics["reward_shift"] == 0.0
+    )
     result = evaluate(dpo_loss("bco", 0.5), sample.update(first), {"logprobs": [-2.0, -1.0, -1.0]})
     assert result.loss == pytest.approx(nls(0.5))
-    keys["old_logprobs"] = [-1.0, -0.5, -0.5]  # rewards +1 (desirable) and 0: means (0.5 + 1) / 2 and (-0.5 + 0) / 2
+    # rewards +1 (desirable) and 0: means (0.5 + 1) / 2 and (-0.5 + 0) / 2
+    keys["old_logprobs"] = [-1.0, -0.5, -0.5]
     later = BCOShift(beta=0.5)
     later.load_state_dict(shift.state_dict())
     moved = later(make_sample([(1, 2)], keys), HostContext())
@@ -331,21 +459,32 @@ def test_bco_by_hand_and_its_running_shift() -> None:
 
 
 def test_aot_refuses_rankings() -> None:
-    keys = {"rank": [0, 2, 1], "comparison": [0, 0, 0], "ref_logprobs": [0.0] * 3, "old_logprobs": [0.0] * 3}
+    keys = {
+        "rank": [0, 2, 1],
+        "comparison": [0, 0, 0],
+        "ref_logprobs": [0.0] * 3,
+        "old_logprobs": [0.0] * 3,
+    }
     with pytest.raises(DataError, match="id0: aot and aot_unpaired compare"):
         optimal_transport(make_sample([(1, 1, 1)], keys), HostContext())
 
 
 def test_a_ranking_gives_all_its_pairs() -> None:
     keys = {"rank": [0, 2, 1], "comparison": [0, 0, 0], "ref_logprobs": [0.0, 0.0, 0.0]}
-    result = evaluate(dpo_loss("sigmoid", 1.0), make_sample([(1, 1, 1)], keys), {"logprobs": [-1.0, -3.0, -1.5]})
+    result = evaluate(
+        dpo_loss("sigmoid", 1.0), make_sample([(1, 1, 1)], keys), {"logprobs": [-1.0, -3.0, -1.5]}
+    )
     assert result.loss == pytest.approx((nls(2.0) + nls(0.5) + nls(1.5)) / 3)
 
 
 def test_the_first_step_has_the_gradient_of_the_formula() -> None:
-    """Policy = reference: the sigmoid's argument is exactly 0, where a careless log-sigmoid has slope 0 or 1."""
+    """Policy = reference: the sigmoid's argument is exactly 0, where a careless log-sigmoid has
+    slope 0 or 1.
+    """
     keys = {"rank": [0, 1], "comparison": [0, 0], "ref_logprobs": [-1.0, -2.0]}
-    _, _, found = gradients(dpo_loss("sigmoid", 0.4), make_sample([(1, 1)], keys), {"logprobs": [-1.0, -2.0]})
+    _, _, found = gradients(
+        dpo_loss("sigmoid", 0.4), make_sample([(1, 1)], keys), {"logprobs": [-1.0, -2.0]}
+    )
     assert found["logprobs"].tolist() == pytest.approx([-0.2, 0.2])
 
 

@@ -1,4 +1,6 @@
-"""Run a benchmark as a program in a forked process, which has imported torch, and so are its sides and devices."""
+"""Run a benchmark as a program in a forked process, which has imported torch, and so are its sides
+and devices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def run_module(name: str, *words: str, cwd: Path) -> tuple[int, str, str]:
     return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
 
 
-def _run(name: str, words: tuple[str, ...], cwd: Path, environment: dict[str, str], folder: Path) -> None:
+def _run(
+    name: str, words: tuple[str, ...], cwd: Path, environment: dict[str, str], folder: Path
+) -> None:
     for number, stream in ((1, "out"), (2, "err")):
         with (folder / stream).open("w") as file:
             os.dup2(file.fileno(), number)
@@ -43,7 +47,8 @@ def _run(name: str, words: tuple[str, ...], cwd: Path, environment: dict[str, st
     pairs.CONTEXT = fork_server()
     patch = pytest.MonkeyPatch()
     fork_devices(patch.setattr)
-    patch.setattr("weft.launch.cluster.launch_devices", ForkedLaunch)  # which benchmarks.runtime calls itself
+    # which benchmarks.runtime calls itself
+    patch.setattr("weft.launch.cluster.launch_devices", ForkedLaunch)
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     finally:

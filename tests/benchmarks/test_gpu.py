@@ -1,5 +1,6 @@
-"""`benchmarks/gpu.py` on tiny sizes, in processes that have torch, transformers, numpy and safetensors with what they need,
-and nothing else that weft would use."""
+"""`benchmarks/gpu.py` on tiny sizes, in processes that have torch, transformers, numpy and
+safetensors with what they need, and nothing else that weft would use.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,22 @@ from benchmarks import bare
 
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
-    "array_api_compat", "jaxtyping", "hydra", "omegaconf", "rich", "ray", "sentencepiece", "pyarrow", "beartype", "trl",
-    "peft", "accelerate", "datasets", "tiktoken", "pandas",
-)  # fmt: skip
+    "array_api_compat",
+    "jaxtyping",
+    "hydra",
+    "omegaconf",
+    "rich",
+    "ray",
+    "sentencepiece",
+    "pyarrow",
+    "beartype",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "tiktoken",
+    "pandas",
+)
 BLOCK = """
 import importlib.machinery
 finder = importlib.machinery.PathFinder
@@ -57,15 +71,22 @@ LOGPROBS = ("sampled and recomputed", "shared and repeated prompts", "weft and t
 
 
 def run(
-    words: list[str], folder: Path, environment: dict[str, str], program: Path = ROOT / "benchmarks" / "gpu.py"
+    words: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    program: Path = ROOT / "benchmarks" / "gpu.py",
 ) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, str(program), "--device", "cpu", "--tiny", *words]
-    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+    return subprocess.run(
+        line, capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
 
 
 @pytest.mark.slow
 def test_the_program_runs_with_little_installed(tmp_path: Path) -> None:
-    """Python reads `sitecustomize` when the program begins; a section by itself is in the next test."""
+    """Python reads `sitecustomize` when the program begins; a section by itself is in the next
+    test.
+    """
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(absent=ABSENT))
     out, program = tmp_path / "out", tmp_path / "forked.py"
     program.write_text(FORKED.format(root=str(ROOT)))
@@ -97,9 +118,15 @@ def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OUT": str(tmp_path)}
     done = run(["--only", "agreement", "limits"], tmp_path, environment)
     written = json.loads((tmp_path / "gpu.json").read_text())
-    assert done.returncode == 1 and written["failed"] == ["agreement"] and written["why"]["agreement"] == "exit code 1"
+    assert (
+        done.returncode == 1
+        and written["failed"] == ["agreement"]
+        and written["why"]["agreement"] == "exit code 1"
+    )
     found = [row["what"] for row in written["rows"]]
-    assert "sampled and recomputed: log-probs differ at most" in found, "what a section found before it failed is kept"
+    assert "sampled and recomputed: log-probs differ at most" in found, (
+        "what a section found before it failed is kept"
+    )
     assert found[-2:] == ["matrix products", "copies"]
     assert "**agreement failed**: exit code 1" in (tmp_path / "gpu.md").read_text()
 
@@ -112,15 +139,22 @@ def test_wrong_numbers_end_the_first_half_hour(
 
     def section(name: str, chosen: object, report: gpu.Report, folder: Path) -> None:
         row = {"what": name, "value": 1.0, "unit": "", "goal": "<= 0.15"}
-        report.take(name, {"rows": [row], "wrong": [f"{name}: 1"] if name == "agreement" else []}, 1.0, None)
+        report.take(
+            name, {"rows": [row], "wrong": [f"{name}: 1"] if name == "agreement" else []}, 1.0, None
+        )
 
     monkeypatch.setattr(gpu, "_apart", section)
     monkeypatch.setenv("OUT", str(tmp_path))
     assert gpu.main(["--device", "cpu", "--tiny", *(["--first"] if first else [])]) == 1
     found = [row["what"] for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]]
-    assert found == (["tests", "limits", "agreement"] if first else [n for n in gpu.SECTIONS if n != "tests"])
+    assert found == (
+        ["tests", "limits", "agreement"] if first else [n for n in gpu.SECTIONS if n != "tests"]
+    )
     page = (tmp_path / "gpu.md").read_text()
-    assert "- **wrong**: agreement: 1" in page and "| agreement | 1 |  | <= 0.15 | **missed** |" in page
+    assert (
+        "- **wrong**: agreement: 1" in page
+        and "| agreement | 1 |  | <= 0.15 | **missed** |" in page
+    )
     assert ("mean nothing" in capsys.readouterr().err) is first
 
 
@@ -145,7 +179,10 @@ def test_without_a_gpu_it_says_what_to_give() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py")], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2 and "--device cpu --tiny" in done.stderr
 
@@ -158,7 +195,10 @@ def test_results_of_a_dirty_tree_go_elsewhere(
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.delenv("OUT", raising=False)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    assert gpu._folder(tiny=False) == tmp_path / "benchmarks" / "results" and gpu._folder(tiny=True) is None
+    assert (
+        gpu._folder(tiny=False) == tmp_path / "benchmarks" / "results"
+        and gpu._folder(tiny=True) is None
+    )
     (tmp_path / "new.py").write_text("x = 1\n")
     for out in (None, tmp_path / "benchmarks" / ".." / "benchmarks" / "results"):
         if out is not None:
@@ -178,7 +218,9 @@ def test_installed_packages_are_left_alone() -> None:
     assert sys.modules["array_api_compat"] is before["array_api_compat"] is array_api_compat
 
 
-@pytest.mark.parametrize("name", ["exp", "where", "zeros_like", "maximum", "sum", "square", "clip", "abs"])
+@pytest.mark.parametrize(
+    "name", ["exp", "where", "zeros_like", "maximum", "sum", "square", "clip", "abs"]
+)
 def test_the_stand_in_is_torch(name: str) -> None:
     assert getattr(bare.Namespace(), name) is getattr(torch, name)
     assert bare.Namespace().astype(torch.ones(2), torch.float64).dtype == torch.float64

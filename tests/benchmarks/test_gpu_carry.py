@@ -16,13 +16,24 @@ from packaging.requirements import Requirement
 from benchmarks import gpu_carry, gpu_plan, gpu_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {"pyyaml": "yaml", "hydra-core": "hydra", "math-verify": "math_verify", "huggingface-hub": "huggingface_hub"}
+NAMES = {
+    "pyyaml": "yaml",
+    "hydra-core": "hydra",
+    "math-verify": "math_verify",
+    "huggingface-hub": "huggingface_hub",
+}
 
 
 def declared() -> tuple[set[str], set[str]]:
-    """Packages that weft requires, and those of its extras, by the names under which they are imported."""
+    """Packages that weft requires, and those of its extras, by the names under which they are
+    imported.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [words for name, words in project["optional-dependencies"].items() if name not in ("dev", "docs")]
+    extras = [
+        words
+        for name, words in project["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+    ]
 
     def imported(lines: list[str]) -> set[str]:
         names = [Requirement(line).name for line in lines]
@@ -35,16 +46,22 @@ def imports(folder: Path, *, at_start: bool) -> set[str]:
     """Packages that the modules of a folder import, as statements at their tops, or anywhere."""
     indent = "" if at_start else " *"
     statement = re.compile(rf"^{indent}(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
-    found = {a or b for path in folder.rglob("*.py") for a, b in statement.findall(path.read_text())}
+    found = {
+        a or b for path in folder.rglob("*.py") for a, b in statement.findall(path.read_text())
+    }
     return found - set(sys.stdlib_module_names) - {"weft", "tests", "benchmarks", "__future__"}
 
 
 def test_whatever_weft_imports_is_carried_or_there() -> None:
     known = {*gpu_carry.CARRIED, *gpu_carry.BUILT, *gpu_carry.THERE}
     required, extras = declared()
-    assert required <= known, f"a bare machine lacks {required - known}: add them to benchmarks/gpu_carry.py"
+    assert required <= known, (
+        f"a bare machine lacks {required - known}: add them to benchmarks/gpu_carry.py"
+    )
     anywhere = imports(ROOT / "src" / "weft", at_start=False)
-    assert {"hydra", "array_api_compat", "math_verify"} <= anywhere, "what is carried is what is imported"
+    assert {"hydra", "array_api_compat", "math_verify"} <= anywhere, (
+        "what is carried is what is imported"
+    )
     beyond = imports(ROOT / "src" / "weft", at_start=True) - known
     lazily = {"ray", "grpc", "google"}  # modules that nothing imports unless it is asked for
     assert beyond <= lazily | extras, (
@@ -64,9 +81,12 @@ def test_carried_versions_are_those_that_weft_asks_for() -> None:
 
 @pytest.mark.parametrize("line", [*gpu_carry.CARRIED.values(), *gpu_carry.BUILT.values()])
 def test_carried_packages_need_nothing_that_is_absent(line: str) -> None:
-    """pip takes each alone, so what it requires must be carried or there, in a version that it accepts."""
+    """pip takes each alone, so what it requires must be carried or there, in a version that it
+    accepts.
+    """
     carried = {
-        Requirement(each).name: Requirement(each) for each in (*gpu_carry.CARRIED.values(), *gpu_carry.BUILT.values())
+        Requirement(each).name: Requirement(each)
+        for each in (*gpu_carry.CARRIED.values(), *gpu_carry.BUILT.values())
     }
     there = {name.replace("_", "-").lower() for name in gpu_carry.THERE} | {"pyyaml"}
     for need in map(Requirement, importlib.metadata.requires(Requirement(line).name) or ()):
@@ -74,7 +94,11 @@ def test_carried_packages_need_nothing_that_is_absent(line: str) -> None:
             continue
         name = need.name.replace("_", "-").lower()
         assert name in there or name in carried, f"{line} requires {need}"
-        exact = [each.version for each in carried[name].specifier if each.operator == "=="] if name in carried else []
+        exact = (
+            [each.version for each in carried[name].specifier if each.operator == "=="]
+            if name in carried
+            else []
+        )
         assert all(need.specifier.contains(version) for version in exact), f"{line} requires {need}"
 
 
@@ -82,29 +106,50 @@ def test_carried_packages_need_nothing_that_is_absent(line: str) -> None:
 def test_a_command_is_complete_and_short(which: str) -> None:
     made = gpu_carry.command(which, commit="0" * 40, options="--device cpu --tiny")
     assert len(made) < gpu_carry.MOST_COMMAND == 2000
-    assert "--no-index" in made and "build/gpu-carry/*.whl" in made and "$PWD/src" in made and "PYTHONPATH" in made
-    assert f"--minutes {gpu_carry.MINUTES[which]}" in made and ("--second" in made) is (which == "second")
+    assert (
+        "--no-index" in made
+        and "build/gpu-carry/*.whl" in made
+        and "$PWD/src" in made
+        and "PYTHONPATH" in made
+    )
+    assert f"--minutes {gpu_carry.MINUTES[which]}" in made and ("--second" in made) is (
+        which == "second"
+    )
     assert "shared" not in made and str(ROOT) not in made
-    checked = subprocess.run(["bash", "-n"], input=made, capture_output=True, text=True, check=False)
+    checked = subprocess.run(
+        ["bash", "-n"], input=made, capture_output=True, text=True, check=False
+    )
     assert checked.returncode == 0, checked.stderr
     seconds = 60 * gpu_carry.MINUTES[which]
-    assert f"timeout -k 5 {seconds + 20} " in made and seconds + 25 < 600, "a command may take ten minutes"
+    assert f"timeout -k 5 {seconds + 20} " in made and seconds + 25 < 600, (
+        "a command may take ten minutes"
+    )
 
 
 def test_the_commands_are_printed_with_what_they_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_carry.main(["--print"]) == 0
     said = capsys.readouterr().out
     assert said.count("python3 benchmarks/gpu.py --minutes") == 2
-    assert all(f"{name} {gpu_plan.EVERY[name].limit} s" in said for name in (*gpu_plan.FIRST, *gpu_plan.SECOND))
+    assert all(
+        f"{name} {gpu_plan.EVERY[name].limit} s" in said
+        for name in (*gpu_plan.FIRST, *gpu_plan.SECOND)
+    )
 
 
 def test_git_ignores_what_is_carried_and_what_is_kept() -> None:
-    for path in ("build/gpu-carry/a.whl", "build/gpu-run/gpu.json", "build/gpu-site/a.py", "build/gpu-out/gpu.md"):
+    for path in (
+        "build/gpu-carry/a.whl",
+        "build/gpu-run/gpu.json",
+        "build/gpu-site/a.py",
+        "build/gpu-out/gpu.md",
+    ):
         done = subprocess.run(["git", "check-ignore", "-q", path], cwd=ROOT, check=False)
         assert done.returncode == 0, path
 
 
-def test_pip_is_asked_for_wheels_of_the_machine_s_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_is_asked_for_wheels_of_the_machine_s_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a network: a stand-in for pip writes files of the names that it is asked for."""
     asked: list[list[str]] = []
 
@@ -119,7 +164,10 @@ def test_pip_is_asked_for_wheels_of_the_machine_s_python(tmp_path: Path, monkeyp
     folder = tmp_path / "carry"
     assert gpu_carry.fill(folder) == 0 and len(list(folder.glob("*.whl"))) == 7
     download, wheel = asked
-    assert download[download.index("--python-version") + 1] == "3.12" and "--only-binary=:all:" in download
+    assert (
+        download[download.index("--python-version") + 1] == "3.12"
+        and "--only-binary=:all:" in download
+    )
     assert wheel[-1] == "antlr4-python3-runtime==4.9.3" and "wheel" in wheel
     assert sum(path.stat().st_size for path in (folder / "tokenizer").iterdir()) < 2**20
     monkeypatch.setattr(gpu_carry, "_call", lambda _: False)

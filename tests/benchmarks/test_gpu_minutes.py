@@ -1,4 +1,6 @@
-"""`benchmarks/gpu.py --minutes`: what it does with sections that fail, take too long or have no time left."""
+"""`benchmarks/gpu.py --minutes`: what it does with sections that fail, take too long or have no
+time left.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,13 @@ class Stub:
     clock: Clock
 
     def __init__(
-        self, name: str, chosen: object, report: gpu.Report, folder: Path, limit: float, said: Any = None
+        self,
+        name: str,
+        chosen: object,
+        report: gpu.Report,
+        folder: Path,
+        limit: float,
+        said: Any = None,
     ) -> None:
         self.name, self.limit, self.begun, self.known = name, limit, self.clock.now, report.known()
         self.running.add(name)
@@ -83,18 +91,26 @@ def written(folder: Path) -> dict[str, Any]:
 
 
 def test_no_failure_and_no_wrong_number_ends_the_run(clock: Clock, tmp_path: Path) -> None:
-    Stub.FOUND |= {"agreement": (9.0, "exit code 1", {"wrong": ["log-probs: 3"]}), "sft": (1e9, None, {})}
+    Stub.FOUND |= {
+        "agreement": (9.0, "exit code 1", {"wrong": ["log-probs: 3"]}),
+        "sft": (1e9, None, {}),
+    }
     assert gpu.main([*TINY, "--minutes", "8"]) == 1
     found = written(tmp_path / "out")
     assert found["ran"] == list(gpu_plan.FIRST) and set(found["why"]) == {"agreement", "sft"}
     assert clock.now <= 8 * 60 - gpu_plan.MARGIN and found["not_started"] == {}
     assert {"probe", "algorithms", "agreement"} in Stub.together and {"sft"} in Stub.together
-    assert all(len(names) == 1 or names <= {"probe", "algorithms", "agreement"} for names in Stub.together)
+    assert all(
+        len(names) == 1 or names <= {"probe", "algorithms", "agreement"} for names in Stub.together
+    )
 
 
 def test_results_are_written_after_each_section_and_kept(clock: Clock, tmp_path: Path) -> None:
     row = {"what": "sft: MFU", "value": 0.4, "unit": "", "goal": ""}
-    Stub.FOUND |= {"limits": (5.0, None, {"details": {"bytes_per_s": 7.0}}), "sft": (5.0, None, {"rows": [row]})}
+    Stub.FOUND |= {
+        "limits": (5.0, None, {"details": {"bytes_per_s": 7.0}}),
+        "sft": (5.0, None, {"rows": [row]}),
+    }
     gpu.main([*TINY, "--minutes", "8"])
     assert [page.count("- sft: not started") for page in Stub.pages] == [1, 1, 1, 1, *[0] * 5]
     assert written(tmp_path / "out") == written(tmp_path / "kept")
@@ -110,22 +126,27 @@ def test_sections_without_time_are_listed(clock: Clock, tmp_path: Path) -> None:
     assert "- tests: not started, no time was left" in (tmp_path / "out" / "gpu.md").read_text()
 
 
-def test_the_second_command_explains_and_does_what_was_left_out(clock: Clock, tmp_path: Path) -> None:
+def test_the_second_command_explains_and_does_what_was_left_out(
+    clock: Clock, tmp_path: Path
+) -> None:
     rows = [
         {"what": f"{name}: MFU", "value": value, "unit": "", "goal": ""}
         for name, value in (("sft", 0.5), ("sft, long", 0.3))
     ]
     Stub.FOUND |= {
-        "limits": (5.0, None, {"details": {"bytes_per_s": 7.0}}), "sft": (5.0, None, {"rows": rows}),
+        "limits": (5.0, None, {"details": {"bytes_per_s": 7.0}}),
+        "sft": (5.0, None, {"rows": rows}),
         "lora": (5.0, "exit code 1", {}),
-    }  # fmt: skip
+    }
     gpu.main([*TINY, "--minutes", "8"])
     clock.now, Stub.FOUND["lora"] = 0.0, (5.0, None, {})
     for path in (tmp_path / "out").iterdir():
         path.unlink()  # as before every command on a lent machine
     assert gpu.main([*TINY, "--minutes", "4", "--second"]) == 0
     found = written(tmp_path / "out")
-    assert found["ran"] == [*gpu_plan.SECOND, "lora"] and found["first"]["ran"] == list(gpu_plan.FIRST)
+    assert found["ran"] == [*gpu_plan.SECOND, "lora"] and found["first"]["ran"] == list(
+        gpu_plan.FIRST
+    )
     page = (tmp_path / "out" / "gpu.md").read_text()
     assert "# The run before" in page and "| sft, long: MFU | 0.3 |" in page
     report = gpu.Report(found, None)
@@ -140,7 +161,9 @@ def test_a_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "gpu.json").stat().st_size < 2000 and written(tmp_path)["details"] == {}
 
 
-def test_a_section_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A test run is a process of the section's process."""
     program = tmp_path / "program.py"
     program.write_text(
@@ -165,14 +188,18 @@ def test_a_section_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("words", [["--second"], ["--minutes", "0"], ["--minutes", "8", "--first"]])
-def test_words_that_do_not_go_together(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_do_not_go_together(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as raised:
         gpu.main([*TINY, *words])
     assert raised.value.code == 2 and "minutes" in capsys.readouterr().err
 
 
 def run_of(tmp_path: Path, **settings: Any) -> Run:
-    return Run(gpu.SMALL, gpu.Where(torch.device("cpu"), "float32"), tmp_path / "record.json", **settings)
+    return Run(
+        gpu.SMALL, gpu.Where(torch.device("cpu"), "float32"), tmp_path / "record.json", **settings
+    )
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -202,13 +229,17 @@ def test_tests_find_weft_where_it_is_not_installed(
     assert values["tests: passed"] == values["tests: skipped"] == 1 and not run.wrong
 
 
-def test_operations_of_a_step_are_those_that_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_a_step_are_those_that_the_engine_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """MFU in the benchmark is operations by time; the engine's own `mfu` is of the same operations."""
     from benchmarks import gpu_backends
     from weft.algorithms.sft import SFTLoss
 
     monkeypatch.setattr("weft.engine.torch.engine.matmul_rate", lambda *_: 1e15)
-    made = gpu_backends.engine(gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=True)
+    made = gpu_backends.engine(
+        gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=True
+    )
     lengths = gpu.SMALL.mixed
     [stats] = made.train([gpu_backends.batch_of(lengths, 512)], SFTLoss(), max_tokens=sum(lengths))
     found = stats.metrics["mfu"] * stats.metrics["seconds"] * 1e15
@@ -240,12 +271,19 @@ def test_a_run_that_preempts_says_so(tmp_path: Path) -> None:
     from weft.engine.generation.generate import open_generator
     from weft.engine.generation.scheduler import Budget
 
-    made = gpu_backends.engine(gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=False)
+    made = gpu_backends.engine(
+        gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=False
+    )
     network, run, notes = gpu_backends.network_of(made), run_of(tmp_path), []
     for most in (1 << 12, 256):
         budget = Budget(max_sequences=4, max_tokens=most)
         with open_generator(
-            network, gpu_decode.sampling(70), device=torch.device("cpu"), version=0, eos_ids=(), budget=budget
+            network,
+            gpu_decode.sampling(70),
+            device=torch.device("cpu"),
+            version=0,
+            eos_ids=(),
+            budget=budget,
         ) as generator:
             generator.submit(gpu_backends.requests(4, 6, 1, 512))
             gpu_backends.drain(generator)
@@ -259,9 +297,12 @@ def test_a_run_that_preempts_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "kernel"), [(True, "flash attention 2 over pages"), (False, "FlexAttention over pages")]
+    ("table", "kernel"),
+    [(True, "flash attention 2 over pages"), (False, "FlexAttention over pages")],
 )
-def test_the_kernel_of_decoding_is_named(table: bool, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_of_decoding_is_named(
+    table: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch 2.11 has no flash attention over pages; later ones do."""
     from types import SimpleNamespace
 
@@ -273,7 +314,9 @@ def test_the_kernel_of_decoding_is_named(table: bool, kernel: str, monkeypatch: 
     monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(table, table))
     config = SimpleNamespace(attention_softcap=None, head_dim=64)
     where = gpu.Where(torch.device("cuda", 0), "bfloat16")
-    generator = SimpleNamespace(_caches=PageCaches.__new__(PageCaches), _network=SimpleNamespace(config=config))
+    generator = SimpleNamespace(
+        _caches=PageCaches.__new__(PageCaches), _network=SimpleNamespace(config=config)
+    )
     assert gpu_backends.decoding_attention(generator, where) == kernel
     assert gpu_backends.training_attention(where, config) == "flash attention 2 over packs"
     generator._caches = None
@@ -284,7 +327,9 @@ def test_the_kernel_of_decoding_is_named(table: bool, kernel: str, monkeypatch: 
 def test_room_is_what_is_admitted(which: str, tmp_path: Path) -> None:
     from benchmarks import gpu_backends, gpu_decode
 
-    made = gpu_backends.engine(gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=False)
+    made = gpu_backends.engine(
+        gpu.SMALL.config, gpu.Where(torch.device("cpu"), "float32"), trained=False
+    )
     longest = 24 if which == "first" else 1 << 40
     found = gpu_backends.room(made, longest, 5, gpu_decode.sampling(4))
     assert found == (5 if which == "first" else 0)
@@ -294,5 +339,7 @@ def test_the_program_needs_nothing_outside_the_tree() -> None:
     """Nothing that runs on the machine reads the folder of real data beside the tree."""
     sources: list[Path] = sorted((ROOT / "benchmarks").glob("gpu*.py"))
     read: Callable[[Path], str] = Path.read_text
-    assert len(sources) > 8 and not any("shared/" in read(path) or "WEFT_TEST_DATA" in read(path) for path in sources)
+    assert len(sources) > 8 and not any(
+        "shared/" in read(path) or "WEFT_TEST_DATA" in read(path) for path in sources
+    )
     assert sys.version_info >= (3, 11)

@@ -30,7 +30,10 @@ def test_it_says_what_was_measured_where(record: dict[str, Any]) -> None:
     made = page(record)
     assert made.startswith("# weft on NVIDIA H100 80GB HBM3\n") and "model H100" in made
     assert (
-        record["command"] in made and record["commit"] in made and "torch 2.11.0" in made and "driver" in made.lower()
+        record["command"] in made
+        and record["commit"] in made
+        and "torch 2.11.0" in made
+        and "driver" in made.lower()
     )
     assert "FlexAttention over pages" in made, "the kernel stands with the figure"
 
@@ -40,21 +43,30 @@ def test_what_did_not_run_is_listed_with_the_reason(record: dict[str, Any]) -> N
     assert "- tests: not started, no time was left" in absent
     assert "- the end of grpo: did not end within 60 s" in absent
     assert "- decode: 512 sequences" in absent
-    del record["not_started"]["tests"], record["why"]["grpo"], record["details"]["decode"]["left_out"]
+    del (
+        record["not_started"]["tests"],
+        record["why"]["grpo"],
+        record["details"]["decode"]["left_out"],
+    )
     assert "Everything ran." in page(record)
 
 
 def test_bars_are_for_one_gpu_alone(record: dict[str, Any]) -> None:
     bar = {"what": "sft: MFU", "value": 0.4, "unit": "", "goal": ">= 0.5"}
     bound = {"what": "differ", "value": 0.4, "unit": "", "goal": "<= 0.15"}
-    assert verdict(bar, "H100") == "**missed**" and verdict({**bar, "value": 0.6}, "H100") == "reached"
+    assert (
+        verdict(bar, "H100") == "**missed**" and verdict({**bar, "value": 0.6}, "H100") == "reached"
+    )
     for other in ("H200", "H100 PCIe", "A100", None):
         assert verdict(bar, other) == "", "another GPU is not judged by the H100's bar"
         assert verdict(bound, other) == "**missed**", "what is wrong is wrong everywhere"
     assert verdict({**bar, "goal": ""}, "H100") == ""
     record |= {"gpu": "H200", "device": "NVIDIA H200"}
     made = page(record)
-    assert "on H200 such a figure is given without a verdict" in made and "| >= 0.5 | **missed**" not in made
+    assert (
+        "on H200 such a figure is given without a verdict" in made
+        and "| >= 0.5 | **missed**" not in made
+    )
 
 
 def test_a_bar_without_a_figure_is_not_measured(record: dict[str, Any]) -> None:
@@ -65,9 +77,15 @@ def test_a_bar_without_a_figure_is_not_measured(record: dict[str, Any]) -> None:
 
 def test_the_page_of_the_second_command_holds_the_first_run_too(record: dict[str, Any]) -> None:
     second = {
-        **record, "rows": [{"what": "ragged", "value": 1.0, "unit": "", "goal": "", "section": "ragged"}], "first": record,
-        "details": {"ragged": {"section_s": 3.0}}, "ran": ["ragged"], "why": {}, "wrong": [], "not_started": {},
-    }  # fmt: skip
+        **record,
+        "rows": [{"what": "ragged", "value": 1.0, "unit": "", "goal": "", "section": "ragged"}],
+        "first": record,
+        "details": {"ragged": {"section_s": 3.0}},
+        "ran": ["ragged"],
+        "why": {},
+        "wrong": [],
+        "not_started": {},
+    }
     now, before = page(second).split("# The run before")
     assert "| ragged | 1 |" in now and "## sft" not in now and "| sft: MFU | 0.25 |" in before
 

@@ -1,4 +1,7 @@
-"""The plan of the GPU run: order, limits, what runs together, and what the second command does. No torch, no GPU."""
+"""The plan of the GPU run: order, limits, what runs together, and what the second command does.
+
+No torch, no GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_first_command_tells_whether_it_is_correct_before_how_fast_it_is() -> None:
-    assert FIRST == ("limits", "probe", "algorithms", "agreement", "sft", "decode", "grpo", "lora", "tests")
+    assert FIRST == (
+        "limits",
+        "probe",
+        "algorithms",
+        "agreement",
+        "sft",
+        "decode",
+        "grpo",
+        "lora",
+        "tests",
+    )
     assert SECOND == ("decode_profile", "sft_profile", "ragged")
 
 
@@ -39,7 +52,9 @@ def test_only_sections_that_measure_nothing_run_at_the_same_time() -> None:
     ]
     for turn in gpu_plan.turns((*FIRST, *SECOND)):
         assert len(turn) == 1 or not any(section.measures for section in turn)
-    assert gpu_plan.seconds(["probe", "algorithms"]) == max(EVERY["probe"].limit, EVERY["algorithms"].limit)
+    assert gpu_plan.seconds(["probe", "algorithms"]) == max(
+        EVERY["probe"].limit, EVERY["algorithms"].limit
+    )
 
 
 def test_a_section_may_use_what_others_left_and_nothing_that_others_need() -> None:
@@ -47,7 +62,9 @@ def test_a_section_may_use_what_others_left_and_nothing_that_others_need() -> No
     needed = sft.limit + gpu_plan.seconds(rest)
     assert gpu_plan.allowance(sft, needed, rest) == sft.limit
     assert gpu_plan.allowance(sft, needed + 30.0, rest) == sft.limit + 30
-    assert gpu_plan.allowance(sft, needed - 30.0, rest) == sft.limit, "the last sections are those that have to wait"
+    assert gpu_plan.allowance(sft, needed - 30.0, rest) == sft.limit, (
+        "the last sections are those that have to wait"
+    )
     assert gpu_plan.allowance(sft, 20.0, rest) == 20.0
 
 
@@ -61,21 +78,35 @@ def test_the_run_ends_in_time_however_long_sections_take(slow: tuple[str, ...]) 
             continue
         allowed = [gpu_plan.allowance(section, left, names) for section in turn]
         begun += [section.name for section in turn]
-        left -= max(most if section.name in slow else 10.0 for section, most in zip(turn, allowed, strict=True))
+        left -= max(
+            most if section.name in slow else 10.0
+            for section, most in zip(turn, allowed, strict=True)
+        )
         assert left >= 0.0
     assert begun == list(FIRST)
 
 
 def test_the_second_command_does_what_the_first_left_out() -> None:
-    first = {"ran": ["limits", "probe", "algorithms", "agreement", "sft", "decode"], "why": {"decode": "did not end"}}
+    first = {
+        "ran": ["limits", "probe", "algorithms", "agreement", "sft", "decode"],
+        "why": {"decode": "did not end"},
+    }
     assert gpu_plan.second(first) == [*SECOND, "decode", "grpo", "lora", "tests"]
     assert gpu_plan.second({"ran": list(FIRST), "why": {}}) == list(SECOND)
     assert gpu_plan.second({}) == [*SECOND, *FIRST]
 
 
 def test_the_slowest_step_of_sft_is_the_one_with_the_lowest_mfu() -> None:
-    values = {"sft: MFU": 0.5, "sft, mixed lengths: MFU": 0.4, "sft: MFU by the data sheet": 0.1, "adapters: MFU": 0.2}
-    assert gpu_plan.slowest([{"what": what, "value": value} for what, value in values.items()]) == "sft, mixed lengths"
+    values = {
+        "sft: MFU": 0.5,
+        "sft, mixed lengths: MFU": 0.4,
+        "sft: MFU by the data sheet": 0.1,
+        "adapters: MFU": 0.2,
+    }
+    assert (
+        gpu_plan.slowest([{"what": what, "value": value} for what, value in values.items()])
+        == "sft, mixed lengths"
+    )
     assert gpu_plan.slowest([]) is None
 
 
@@ -86,7 +117,9 @@ def test_every_section_of_the_plan_can_run() -> None:
 
 
 def test_every_test_that_needs_a_gpu_is_run_there() -> None:
-    """Tests that are skipped without a CUDA device are among the files and names of the section `tests`."""
+    """Tests that are skipped without a CUDA device are among the files and names of the section
+    `tests`.
+    """
     from benchmarks.gpu_sections import DEVICE_TESTS, ON_THE_DEVICE
 
     words, found = ON_THE_DEVICE.split(" or "), []

@@ -11,7 +11,9 @@ from weft.options import leaves
 
 
 def test_fifths_are_means_of_the_ends(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "metrics.jsonl", [{"x": value} for value in (1, 3, 9, 9, 9, 9, 9, 9, 6, 8)])
+    path = write_jsonl(
+        tmp_path / "metrics.jsonl", [{"x": value} for value in (1, 3, 9, 9, 9, 9, 9, 9, 6, 8)]
+    )
     assert fifths(path, "x") == (2.0, 7.0)
 
 

@@ -20,10 +20,17 @@ PROGRAMS = [path for path in MODULES if "__main__" in path.read_text()]
 def test_everything_it_imports_from_weft_is_there(path: Path) -> None:
     importlib.import_module("benchmarks" if path.stem == "__init__" else f"benchmarks.{path.stem}")
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("weft", "benchmarks"):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] in ("weft", "benchmarks")
+        ):
             module = importlib.import_module(node.module)
             for name in (alias.name for alias in node.names):
-                there = hasattr(module, name) or importlib.util.find_spec(f"{node.module}.{name}") is not None
+                there = (
+                    hasattr(module, name)
+                    or importlib.util.find_spec(f"{node.module}.{name}") is not None
+                )
                 assert there, f"line {node.lineno}: {node.module} has no {name}"
 
 

@@ -55,21 +55,33 @@ def test_where_there_is_no_repository_nothing_is_written(tmp_path: Path) -> None
         results.require_clean(tmp_path)
 
 
-def test_a_result_says_how_it_came_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_says_how_it_came_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "benchmarks" / "results"
-    made = Results("sft", [{"side": "weft", "tokens/s": 1234.5}], {"batch": 8}, {"weft": [1]}, ["a note"])
+    made = Results(
+        "sft", [{"side": "weft", "tokens/s": 1234.5}], {"batch": 8}, {"weft": [1]}, ["a note"]
+    )
     path = results.report(made, argparse.Namespace(dry=False, threads=2), folder)
     assert path == folder / "sft.json"
     written = json.loads(path.read_text())
-    assert written["threads"] == 2 and written["rows"] == made.rows and written["settings"] == {"batch": 8}
+    assert (
+        written["threads"] == 2
+        and written["rows"] == made.rows
+        and written["settings"] == {"batch": 8}
+    )
     assert {"command", "commit", "date", "hardware", "versions"} <= set(written)
     assert {"cpu", "cores", "memory_gib"} == set(written["hardware"])
     assert "torch" in written["versions"] and len(written["commit"]) == 40
     assert "1,234" in capsys.readouterr().out
 
 
-def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert results.report(Results("sft", [{"a": 1}]), argparse.Namespace(dry=True), tmp_path) is None
+def test_a_dry_run_prints_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        results.report(Results("sft", [{"a": 1}]), argparse.Namespace(dry=True), tmp_path) is None
+    )
     assert list(tmp_path.iterdir()) == [] and "sft" in capsys.readouterr().out
 
 
@@ -79,8 +91,12 @@ def test_a_table_sets_numbers_to_the_right() -> None:
     )
 
 
-def test_data_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = results.parser("sft", "", 1).parse_args(["--dry", "--data", str(tmp_path / "absent")])
+def test_data_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = results.parser("sft", "", 1).parse_args(
+        ["--dry", "--data", str(tmp_path / "absent")]
+    )
     with pytest.raises(SystemExit) as raised:
         results.start(arguments)
     assert raised.value.code == 2
@@ -104,6 +120,10 @@ def test_a_quick_look_takes_no_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_command_names_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sys.argv", ["/a/benchmarks/ppo.py", "--trl", "/home/me/trl", "--data=/home/me/data", "--steps", "3"]
+        "sys.argv",
+        ["/a/benchmarks/ppo.py", "--trl", "/home/me/trl", "--data=/home/me/data", "--steps", "3"],
     )
-    assert results.provenance(2)["command"] == "python -m benchmarks.ppo --trl DIR --data=DIR --steps 3"
+    assert (
+        results.provenance(2)["command"]
+        == "python -m benchmarks.ppo --trl DIR --data=DIR --steps 3"
+    )

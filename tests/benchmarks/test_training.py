@@ -11,7 +11,9 @@ SETTINGS = {"warm_tokens": [10], "tokens": [20, 30], "new_tokens": 0, "rows": "r
 
 def test_rows_that_trl_cuts_or_leaves_out_end_the_benchmark() -> None:
     check_tokens(SETTINGS, {"num_tokens": 60.0})
-    with pytest.raises(SystemExit, match=r"^TRL trained on 59 tokens, not on the 60 of rows\.jsonl: it cut rows"):
+    with pytest.raises(
+        SystemExit, match=r"^TRL trained on 59 tokens, not on the 60 of rows\.jsonl: it cut rows"
+    ):
         check_tokens(SETTINGS, {"num_tokens": 59.0})
 
 

@@ -38,7 +38,10 @@ def test_the_message_begins_with_the_option_and_the_file(tmp_path: Path) -> None
     said = r"^critic\.path=m/config\.json: eos_token_id='a': it must be a whole number"
     with pytest.raises(CheckpointError, match=said), set_by("critic.path"):
         read_config_file(file, "m/config.json")
-    with pytest.raises(CheckpointError, match=r"^m/config\.json: lacks 'x'$"), within("m/config.json"):
+    with (
+        pytest.raises(CheckpointError, match=r"^m/config\.json: lacks 'x'$"),
+        within("m/config.json"),
+    ):
         raise CheckpointError("lacks 'x'")
     file.write_text('{"model_type": "llama"}')
     assert read_config_file(file, "m/config.json") == {"model_type": "llama"}

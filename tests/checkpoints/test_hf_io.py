@@ -35,7 +35,11 @@ def change(directory: Path, **values: Any) -> None:
 
 def change_weights(directory: Path, **tensors: torch.Tensor | None) -> None:
     held = {**load_file(directory / "model.safetensors"), **tensors}
-    save_file({k: v for k, v in held.items() if v is not None}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in held.items() if v is not None},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def equal(one: Transformer, other: Transformer) -> None:
@@ -60,7 +64,9 @@ def test_shards_with_an_index(name: str, tmp_path: Path) -> None:
     equal(hf_io.load(tmp_path), network)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     (row,) = sequences([12])
-    assert_close(theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row]))))
+    assert_close(
+        theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row])))
+    )
 
 
 def test_writing_again_leaves_nothing_of_the_first_time(tmp_path: Path) -> None:
@@ -117,7 +123,8 @@ def test_tied_embeddings_stay_one_matrix(tmp_path: Path) -> None:
     assert "head.weight" not in values(network)
     write(tmp_path, network)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    change_weights(tmp_path, **{"lm_head.weight": network.embed.weight.detach().clone()})  # some checkpoints hold both
+    # some checkpoints hold both
+    change_weights(tmp_path, **{"lm_head.weight": network.embed.weight.detach().clone()})
     loaded = hf_io.load(tmp_path)
     assert loaded.projection.weight is loaded.embed.weight
 
@@ -127,7 +134,9 @@ def test_the_verl_fixture_loads(data_dir: Path) -> None:
     network = hf_io.load(directory)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     (row,) = sequences([20], vocab=16)
-    assert_close(theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row]))))
+    assert_close(
+        theirs(row[None]).logits[0], network.next_token_logits(network.hidden(pack([row])))
+    )
 
 
 # -- heads
@@ -187,8 +196,12 @@ def test_new_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first["blocks.0.mlp.up.weight"], first["blocks.1.mlp.up.weight"])
     assert abs(one.embed.weight.std() - 0.02) < 2e-3
     assert abs(one.blocks[0].mlp.down.weight.std() - 0.02 / 6**0.5) < 2e-3
-    assert (one.norm.weight == 1).all() and not hf_io.init_random(tiny("gemma").config, seed=1).norm.weight.any()
-    assert all(bool(p.isfinite().all()) for p in hf_io.init_random(tiny("opt").config, seed=1).parameters())
+    assert (one.norm.weight == 1).all() and not hf_io.init_random(
+        tiny("gemma").config, seed=1
+    ).norm.weight.any()
+    assert all(
+        bool(p.isfinite().all()) for p in hf_io.init_random(tiny("opt").config, seed=1).parameters()
+    )
 
 
 def test_shapes_take_no_memory_and_no_random_numbers() -> None:
@@ -274,7 +287,9 @@ def test_a_vocabulary_smaller_than_the_tokenizer() -> None:
         hf_io.check_vocabulary(config, 140, "model", "tokenizer")
 
 
-def test_a_write_that_fails_leaves_no_file_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_no_file_that_looks_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -290,9 +305,13 @@ def test_what_is_written_says_what_it_is(tmp_path: Path) -> None:
     write(tmp_path, network)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["architectures"] == ["LlamaForCausalLM"] and values["eos_token_id"] == 7
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 7}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {
+        "bos_token_id": 1,
+        "eos_token_id": 7,
+    }
     assert all(
-        file.stat().st_mode & 0o777 == (tmp_path / "config.json").stat().st_mode & 0o777 for file in tmp_path.iterdir()
+        file.stat().st_mode & 0o777 == (tmp_path / "config.json").stat().st_mode & 0o777
+        for file in tmp_path.iterdir()
     )
     assert not list(tmp_path.glob(".*"))
 
@@ -326,13 +345,17 @@ NORM = "model.norm.weight"
         (lambda h: h[NORM].update(data_offsets=[10**9, 10**9 + 128]), "is truncated"),
     ],
 )
-def test_headers_whose_parts_do_not_fit_are_refused(change: Callable[[Any], None], said: str, tmp_path: Path) -> None:
+def test_headers_whose_parts_do_not_fit_are_refused(
+    change: Callable[[Any], None], said: str, tmp_path: Path
+) -> None:
     write(tmp_path, tiny())
     with pytest.raises(CheckpointError, match=said):
         hf_io.load(edited(tmp_path, change))
 
 
-@pytest.mark.parametrize("places", [{}, [], {NORM: 3}, {NORM: "../x.safetensors"}, {NORM: "/etc/passwd"}, {NORM: ""}])
+@pytest.mark.parametrize(
+    "places", [{}, [], {NORM: 3}, {NORM: "../x.safetensors"}, {NORM: "/etc/passwd"}, {NORM: ""}]
+)
 def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
     write(tmp_path, tiny())
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
@@ -343,19 +366,27 @@ def test_an_index_names_files_beside_it(places: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: it must be a whole number, 1 to 16,384"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000: it must be a whole number, 1 to 16,384",
+        ),
         ({"num_hidden_layers": 9000}, "says 9,000 layers, and the files hold"),
         ({"hidden_size": "x"}, "hidden_size='x': it must be a whole number"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_key_value_heads": 3}, "do not divide among 3"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: it must be a finite number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "factor='x' in its rotary settings"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
+            "factor='x' in its rotary settings",
+        ),
         ({"rope_scaling": "x"}, "rope_scaling='x': it must be an object"),
         ({"model_type": 3}, "model_type=3: it must be a text"),
         ({"hidden_size": 2**30, "vocab_size": 2**30}, "are taken for a mistake"),
     ],
 )
-def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(changes: Any, said: str, tmp_path: Path) -> None:
+def test_sizes_that_no_machine_has_are_refused_before_anything_is_made(
+    changes: Any, said: str, tmp_path: Path
+) -> None:
     write(tmp_path, tiny())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))

@@ -16,7 +16,9 @@ def test_models_of_weft_s_own_families_are_its_own_to_run() -> None:
     assert {backend_of({"model_type": name}) for name in families.load_all()} == {"torch"}
     assert backend_of({"model_type": "bloom"}) == "hf"
     assert backend_of({}) == "torch", "who reads it says that it names no type"
-    assert "type bloom" in cost({"model_type": "bloom"}) and "backend=hf" in cost({"model_type": "bloom"})
+    assert "type bloom" in cost({"model_type": "bloom"}) and "backend=hf" in cost(
+        {"model_type": "bloom"}
+    )
 
 
 def test_values_of_a_directory(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from weft.models.network.transformer import Transformer
 from .test_peft_io import ROW, logits, save_both
 
 GOLDEN = (
-    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, "
-    "red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's go to the park.\""
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, "
+    "red ball. She wanted to play with it, but it was too high.\nLily's mom said, \"Lily, let's "
+    'go to the park."'
 )
 
 
@@ -60,7 +62,9 @@ def greedy(network: Transformer, prompt: list[int], count: int) -> list[int]:
 
 
 def test_the_golden_text(stories: Path) -> None:
-    """weights/SOURCE.md: greedy from "Once upon a time", by weft and by transformers from the same directory."""
+    """weights/SOURCE.md: greedy from "Once upon a time", by weft and by transformers from the same
+    directory.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(stories)
     prompt = tokenizer("Once upon a time").input_ids
     assert prompt[0] == tokenizer.bos_token_id == 1
@@ -83,7 +87,11 @@ def test_the_documented_loss(stories: Path, data_dir: Path) -> None:
 
 def test_text_comes_back_with_bytes_that_have_no_piece(stories: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(stories)
-    for text in ("Ж is a byte or two: é, 漢字.", "  two blanks\n\nand lines\t.", 'Lily\'s mom said, "Hi!"'):
+    for text in (
+        "Ж is a byte or two: é, 漢字.",
+        "  two blanks\n\nand lines\t.",
+        'Lily\'s mom said, "Hi!"',
+    ):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.decode(ids) == text
     assert tokenizer("Ж", add_special_tokens=False).input_ids[-2:] == [0xD0 + 3, 0x96 + 3]
@@ -103,14 +111,40 @@ def test_bad_llama2c_files_are_exit_2(
     broken = tmp_path / "broken.bin"
     tokenizer, output = str(source / "tok512.bin"), str(tmp_path / "out")
     raw = (source / "stories260K.bin").read_bytes()
-    for content, said in ((raw[:-4], "truncated"), (raw[:10], "no llama2.c"), (b"\xff" * 999, "no llama2.c")):
+    for content, said in (
+        (raw[:-4], "truncated"),
+        (raw[:10], "no llama2.c"),
+        (b"\xff" * 999, "no llama2.c"),
+    ):
         broken.write_bytes(content)
-        assert main(["convert", "llama2c", str(broken), "--tokenizer", tokenizer, "--output", output]) == 2
+        assert (
+            main(["convert", "llama2c", str(broken), "--tokenizer", tokenizer, "--output", output])
+            == 2
+        )
         assert said in capsys.readouterr().err
     checkpoint = str(source / "stories260K.bin")
-    assert main(["convert", "llama2c", checkpoint, "--tokenizer", str(broken), "--output", output]) == 2
-    assert main(["convert", "llama2c", checkpoint, "--tokenizer", str(tmp_path / "no"), "--output", output]) == 2
-    assert main(["convert", "llama2c", checkpoint, "--tokenizer", tokenizer, "--output", str(stories)]) == 2
+    assert (
+        main(["convert", "llama2c", checkpoint, "--tokenizer", str(broken), "--output", output])
+        == 2
+    )
+    assert (
+        main(
+            [
+                "convert",
+                "llama2c",
+                checkpoint,
+                "--tokenizer",
+                str(tmp_path / "no"),
+                "--output",
+                output,
+            ]
+        )
+        == 2
+    )
+    assert (
+        main(["convert", "llama2c", checkpoint, "--tokenizer", tokenizer, "--output", str(stories)])
+        == 2
+    )
     assert "not empty" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -119,7 +153,18 @@ def test_bad_llama2c_files_are_exit_2(
 
 
 def merge(base: Path, adapter: Path, output: Path) -> int:
-    return main(["convert", "merge", "--base", str(base), "--adapter", str(adapter), "--output", str(output)])
+    return main(
+        [
+            "convert",
+            "merge",
+            "--base",
+            str(base),
+            "--adapter",
+            str(adapter),
+            "--output",
+            str(output),
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
@@ -130,7 +175,9 @@ def test_merged_is_adapted_and_not_the_base(name: str, tmp_path: Path) -> None:
     merged = hf_io.load(tmp_path / "merged")
     assert_close(logits(merged), logits(network))
     assert not torch.allclose(logits(merged), logits(hf_io.load(base)), atol=0.1)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
     assert_close(theirs(ROW[None]).logits[0].detach(), logits(network))
 
 
@@ -140,9 +187,13 @@ def test_the_tokenizer_comes_along(stories: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         values(network)["blocks.0.mlp.up.lora_b"].fill_(0.5)
     parameters = values(network)
-    peft_io.save_adapter(tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories))
+    peft_io.save_adapter(
+        tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories)
+    )
     assert merge(stories, tmp_path / "a", tmp_path / "merged") == 0
-    assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (stories / "tokenizer.json").read_bytes()
+    assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (
+        stories / "tokenizer.json"
+    ).read_bytes()
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["eos_token_id"] == 2
 
 
@@ -152,6 +203,8 @@ def test_an_adapter_that_changes_nothing_is_refused(
     network = hf_io.load(stories)
     lora.attach(network, r=2)
     parameters = values(network)
-    peft_io.save_adapter(tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories))
+    peft_io.save_adapter(
+        tmp_path / "a", parameters, lora.scales(network), network.config, base=str(stories)
+    )
     assert merge(stories, tmp_path / "a", tmp_path / "merged") == 2
     assert "changes nothing" in capsys.readouterr().err and not (tmp_path / "merged").exists()

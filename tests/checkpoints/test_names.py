@@ -15,9 +15,14 @@ from weft.observe.short_names import POLICIES
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs of SFT (steps 2, 9, 10), of a reward model, of PPO, and one without a checkpoint, as seen from their folder."""
+    """Runs of SFT (steps 2, 9, 10), of a reward model, of PPO, and one without a checkpoint, as
+    seen from their folder.
+    """
     monkeypatch.chdir(tmp_path)
-    saved = {"sft": ["model/step2", "model/step9", "model/step10", "model/step11.tmp"], "rm": ["model/step5"]}
+    saved = {
+        "sft": ["model/step2", "model/step9", "model/step10", "model/step11.tmp"],
+        "rm": ["model/step5"],
+    }
     saved |= {"ppo": ["actor/step4", "critic/step4"], "empty": []}
     for trial, steps in saved.items():
         run = tmp_path / "runs" / "e" / trial
@@ -67,11 +72,15 @@ def test_what_names_stand_for(runs: Path, given: str, path: str) -> None:
 
 
 def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
-    paths = {roles: locate("runs/e/ppo", Wanted(roles=roles)).path.split("/")[-2] for roles in (POLICIES, CRITICS)}
+    paths = {
+        roles: locate("runs/e/ppo", Wanted(roles=roles)).path.split("/")[-2]
+        for roles in (POLICIES, CRITICS)
+    }
     assert paths == {POLICIES: "actor", CRITICS: "critic"}
     assert locate("runs/e/rm", Wanted(roles=SCORERS)).path == "runs/e/rm/checkpoints/model/step5"
     with pytest.raises(
-        CheckpointError, match=r"rew\.path='runs/e/ppo': .* actor and critic, .*: runs/e/ppo@latest:actor"
+        CheckpointError,
+        match=r"rew\.path='runs/e/ppo': .* actor and critic, .*: runs/e/ppo@latest:actor",
     ):
         locate("runs/e/ppo", Wanted("rew.path", SCORERS))
 
@@ -79,11 +88,18 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("runs/e/sft@step3", r"no such checkpoint of model; it has @step2, @step9, @step10, and @latest"),
+        (
+            "runs/e/sft@step3",
+            r"no such checkpoint of model; it has @step2, @step9, @step10, and @latest",
+        ),
         ("runs/e/sft@stp9", r"it has @step2"),
         ("runs/e/sft@step9:actor", r"no checkpoints of 'actor'; it has those of model"),
         ("runs/e/empty", r"has saved no checkpoint yet; .* save_freq_steps=N"),
-        ("runs/e", r"no config\.json, and no checkpoints of a run; name .* runs/E/T, .* did you mean the run runs/e/"),
+        (
+            "runs/e",
+            r"no config\.json, and no checkpoints of a run; name .* runs/E/T, .* did you mean the "
+            r"run runs/e/",
+        ),
         ("./runs/e/sfft", r"no such file or directory; .* did you mean the run runs/e/sft"),
         ("./modell", r"did you mean model\?"),
         (".", r"has no config\.json, .* did you mean model\?"),
@@ -91,18 +107,26 @@ def test_the_role_decides_what_a_run_of_several_stands_for(runs: Path) -> None:
         ("a/b/c/d", r"no such file or directory; .* check the spelling"),
     ],
 )
-def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(runs: Path, given: str, message: str) -> None:
+def test_what_stands_for_nothing_is_refused_with_the_rule_and_the_fix(
+    runs: Path, given: str, message: str
+) -> None:
     with pytest.raises(CheckpointError, match=r"^model\.path=.*" + message):
         locate(given, Wanted("model.path"))
 
 
-def test_a_model_of_the_cache_comes_before_a_run_of_its_name(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_cache_comes_before_a_run_of_its_name(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = locate("e/sft", Wanted("actor.path"))
-    assert found.note.startswith("actor.path='e/sft': taken as a run, runs/e/sft/checkpoints/model/step10")
+    assert found.note.startswith(
+        "actor.path='e/sft': taken as a run, runs/e/sft/checkpoints/model/step10"
+    )
     monkeypatch.setattr(hub, "cached", lambda name: name == "e/sft")
     assert locate("e/sft").path == "e/sft"
     monkeypatch.setattr(hub, "cached", lambda name: False)
-    assert locate("e/sft", Wanted(own=runs / "e" / "sft")).path == "e/sft", "a run is not what it begins from"
+    assert locate("e/sft", Wanted(own=runs / "e" / "sft")).path == "e/sft", (
+        "a run is not what it begins from"
+    )
 
 
 def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
@@ -110,11 +134,18 @@ def test_a_run_under_way_keeps_what_it_began_with(runs: Path) -> None:
     for given in ("runs/e/sft", "runs/e/sft@latest", "e/sft", str(runs / "e" / "sft")):
         assert locate(given, began).path == "runs/e/sft/checkpoints/model/step2"
     assert "step10 is newer" in locate("runs/e/sft", began).note
-    assert locate("runs/e/sft@step9", began).path.endswith("step9"), "a step that is named is that step"
-    assert locate("runs/e/rm", began).path.endswith("rm/checkpoints/model/step5"), "another run is another run"
+    assert locate("runs/e/sft@step9", began).path.endswith("step9"), (
+        "a step that is named is that step"
+    )
+    assert locate("runs/e/rm", began).path.endswith("rm/checkpoints/model/step5"), (
+        "another run is another run"
+    )
     assert locate("runs/e/ppo", began).path.endswith("actor/step4")
     gone = Wanted("model.path", began="runs/e/sft/checkpoints/model/step1")
-    with pytest.raises(CheckpointError, match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"began with runs/e/sft/checkpoints/model/step1, which is there no more",
+    ):
         locate("runs/e/sft", gone)
 
 
@@ -129,16 +160,27 @@ def test_latest_is_the_newest_run_that_has_what_serves(runs: Path) -> None:
     }
     for (given, roles), place in places.items():
         assert locate(given, Wanted(roles=roles)).path == f"runs/e/{place}", (given, roles)
-    assert locate("latest", Wanted(own=runs / "e" / "rm")).path.endswith("actor/step4"), "not the run that asks"
+    assert locate("latest", Wanted(own=runs / "e" / "rm")).path.endswith("actor/step4"), (
+        "not the run that asks"
+    )
     began = "runs/e/sft/checkpoints/model/step2"
-    assert locate("latest", Wanted(began=began)).path == began, "a run under way keeps what it began with"
-    with pytest.raises(CheckpointError, match=r"^model\.path='latest@step7': .*rm has no such checkpoint of model"):
+    assert locate("latest", Wanted(began=began)).path == began, (
+        "a run under way keeps what it began with"
+    )
+    with pytest.raises(
+        CheckpointError, match=r"^model\.path='latest@step7': .*rm has no such checkpoint of model"
+    ):
         locate("latest@step7", Wanted("model.path"))
-    with pytest.raises(CheckpointError, match=r"^rew\.path='latest:rew': no run in \./runs has a checkpoint of rew; "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^rew\.path='latest:rew': no run in \./runs has a checkpoint of rew; ",
+    ):
         locate("latest:rew", Wanted("rew.path"))
 
 
-def test_a_name_that_is_nowhere_is_asked_for_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_nowhere_is_asked_for_once(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = list[tuple[str, str, str]]()
     monkeypatch.setattr(hub, "check_model", lambda *words: asked.append(words))
@@ -149,5 +191,7 @@ def test_a_name_that_is_nowhere_is_asked_for_once(runs: Path, monkeypatch: pytes
 
 
 def test_hints(runs: Path) -> None:
-    assert meant("e") == "did you mean the run runs/e/empty?" or meant("e").startswith("did you mean the run runs/e/")
+    assert meant("e") == "did you mean the run runs/e/empty?" or meant("e").startswith(
+        "did you mean the run runs/e/"
+    )
     assert meant("xxxxxxxx/yyyyyyy") == "check the spelling"

@@ -48,8 +48,17 @@ def save_both(network: Transformer, directory: Path, whole: bool = False) -> tup
     return directory / "base", directory / "adapter"
 
 
-FAMILIES = [("llama", {}), ("gpt2", {}), ("phi3", {}), ("gpt_neox", {}), ("gpt_bigcode", {}), ("opt", {}), ("gemma2", {}),
-            ("mixtral", {}), ("qwen3_moe", {"mlp_only_layers": []})]  # fmt: skip
+FAMILIES = [
+    ("llama", {}),
+    ("gpt2", {}),
+    ("phi3", {}),
+    ("gpt_neox", {}),
+    ("gpt_bigcode", {}),
+    ("opt", {}),
+    ("gemma2", {}),
+    ("mixtral", {}),
+    ("qwen3_moe", {"mlp_only_layers": []}),
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning")
@@ -70,7 +79,9 @@ def test_peft_computes_what_weft_saved(name: str, changes: dict[str, Any], tmp_p
         assert torch.equal(read[n], value), n
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
@@ -81,14 +92,24 @@ def test_peft_computes_what_weft_saved(name: str, changes: dict[str, Any], tmp_p
     ],
 )
 @pytest.mark.parametrize("rank_stabilised", [False, True])
-def test_weft_computes_what_peft_saved(name: str, targets: list[str], rank_stabilised: bool, tmp_path: Path) -> None:
+def test_weft_computes_what_peft_saved(
+    name: str, targets: list[str], rank_stabilised: bool, tmp_path: Path
+) -> None:
     base = tiny(name)
     hf_io.save(tmp_path / "base", values(base), base.config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
     settings = peft.LoraConfig(
-        r=4, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, use_rslora=rank_stabilised,
-        alpha_pattern={targets[0]: 3}, fan_in_fan_out=name == "gpt2",
-    )  # fmt: skip
+        r=4,
+        lora_alpha=7,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        use_rslora=rank_stabilised,
+        alpha_pattern={targets[0]: 3},
+        fan_in_fan_out=name == "gpt2",
+    )
     wrapped = peft.get_peft_model(model, settings).eval()
     wrapped.save_pretrained(tmp_path / "adapter")
     network = hf_io.load(tmp_path / "base")
@@ -97,15 +118,33 @@ def test_weft_computes_what_peft_saved(name: str, targets: list[str], rank_stabi
     assert not torch.allclose(logits(network), logits(base), atol=1e-2)
 
 
-TIED = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "olmo2", "phi3", "gpt2", "gpt_neox", "gpt_bigcode", "opt",
-        "mixtral", "qwen3_moe"]  # fmt: skip
+TIED = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma",
+    "gemma2",
+    "olmo2",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_bigcode",
+    "opt",
+    "mixtral",
+    "qwen3_moe",
+]
 
 
 def with_more_tokens(network: Transformer, rows: int) -> Transformer:
     """The network with adapters and `rows` more tokens, every row of the embedding trained."""
     config = replace(network.config, vocab_size=network.config.vocab_size + rows)
     grown = hf_io.init_random(config, network.kind, seed=3)
-    lora.attach_ranks(grown, {name: (a.lora_a.shape[-2], a.scale) for name, a in lora.adapters(network).items()}, 0.0)
+    lora.attach_ranks(
+        grown,
+        {name: (a.lora_a.shape[-2], a.scale) for name, a in lora.adapters(network).items()},
+        0.0,
+    )
     held = values(network)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -117,7 +156,9 @@ def with_more_tokens(network: Transformer, rows: int) -> Transformer:
     return grown
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("name", TIED)
 def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_path: Path) -> None:
     """PEFT reads the adapter, transformers the merged model, weft both."""
@@ -140,18 +181,31 @@ def test_every_saved_form_of_added_tokens_with_tied_embeddings(name: str, tmp_pa
 
     merged = lora.merge(values(again), lora.scales(again))
     hf_io.save(tmp_path / "merged", merged, again.config)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
-    assert_close(whole(row[None]).logits[0].detach(), common.logits(hf_io.load(tmp_path / "merged"), row))
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
+    assert_close(
+        whole(row[None]).logits[0].detach(), common.logits(hf_io.load(tmp_path / "merged"), row)
+    )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"], ["lm_head"]])
 def test_an_adapter_of_peft_that_unties_the_output_matrix(saved: list[str], tmp_path: Path) -> None:
     base = tiny(tie_word_embeddings=True)
     hf_io.save(tmp_path / "base", values(base), base.config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False,
-                               modules_to_save=saved)  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    settings = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        modules_to_save=saved,
+    )
     wrapped = peft.get_peft_model(model, settings).eval()
     with torch.no_grad():
         for number, (name, parameter) in enumerate(wrapped.named_parameters()):
@@ -172,9 +226,13 @@ def test_a_reward_model_with_adapters(tmp_path: Path) -> None:
     with torch.no_grad():
         network.score.weight.add_(1.0)  # trained after the base was written
     save = values(network)
-    peft_io.save_adapter(adapter, save, lora.scales(network), network.config, "score", base=str(base))
+    peft_io.save_adapter(
+        adapter, save, lora.scales(network), network.config, "score", base=str(base)
+    )
     scores = network(pack([ROW]), frozenset({"scores"}))["scores"]
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(base, attn_implementation="eager")
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        base, attn_implementation="eager"
+    )
     wrapped = peft.PeftModel.from_pretrained(theirs, adapter).eval()
     assert_close(wrapped(ROW[None]).logits[0], scores)
     again = hf_io.load(base, "score")
@@ -189,8 +247,12 @@ def test_adapters_that_weft_does_not_compute_are_refused(tmp_path: Path) -> None
         peft_io.load_adapter(base, hf_io.load(base))
     file = adapter / "adapter_config.json"
     settings = json.loads(file.read_text())
-    for key, value, said in (("use_dora", True, "use_dora"), ("bias", "all", "bias"), ("peft_type", "IA3", "IA3"),
-                             ("task_type", "SEQ_2_SEQ_LM", "SEQ_2_SEQ_LM")):  # fmt: skip
+    for key, value, said in (
+        ("use_dora", True, "use_dora"),
+        ("bias", "all", "bias"),
+        ("peft_type", "IA3", "IA3"),
+        ("task_type", "SEQ_2_SEQ_LM", "SEQ_2_SEQ_LM"),
+    ):
         file.write_text(json.dumps({**settings, key: value}))
         with pytest.raises(CheckpointError, match=said):
             peft_io.load_adapter(adapter, hf_io.load(base))
@@ -221,22 +283,37 @@ def test_merging_rounds_once_and_to_the_dtype_that_is_written(
     matrices = {n: p.to(adapter_dtype) for n, p in parameters.items() if lora.is_adapter(n)}
     scales, config = lora.scales(network), network.config
     hf_io.save(tmp_path / "base", base, config)
-    peft_io.save_adapter(tmp_path / "adapter", base | matrices, scales, config, "lm", base=str(tmp_path / "base"))
+    peft_io.save_adapter(
+        tmp_path / "adapter", base | matrices, scales, config, "lm", base=str(tmp_path / "base")
+    )
 
     words = ["merge", "--base", str(tmp_path / "base"), "--adapter", str(tmp_path / "adapter")]
-    assert convert([*words, "--output", str(tmp_path / "out"), *(["--dtype", asked] if asked else [])]) == 0
+    assert (
+        convert([*words, "--output", str(tmp_path / "out"), *(["--dtype", asked] if asked else [])])
+        == 0
+    )
     reader = hf_io.Reader(tmp_path / "out", "lm")
     written = getattr(torch, asked) if asked else stored
     assert reader.dtype == written
     read = values(hf_io.load(tmp_path / "out", dtype=written))
     wide = torch.float64 if torch.float64 in (stored, adapter_dtype) else torch.float32
     for layer, scale in scales.items():
-        weight, a, b = base[f"{layer}.weight"], matrices[f"{layer}.{lora.A}"], matrices[f"{layer}.{lora.B}"]
+        weight, a, b = (
+            base[f"{layer}.weight"],
+            matrices[f"{layer}.{lora.A}"],
+            matrices[f"{layer}.{lora.B}"],
+        )
         wanted = weight.double() + scale * (b.double() @ a.double())
-        # The sum of r products and an addition in `wide`, then a rounding to what is written: gamma of r + 2, half a unit.
+        # The sum of r products and an addition in `wide`, then a rounding to what is written: gamma
+        # of r + 2, half a unit.
         size = weight.double().abs() + abs(scale) * (b.double().abs() @ a.double().abs())
-        bound = size * (a.shape[-2] + 4) * torch.finfo(wide).eps + wanted.abs() * torch.finfo(written).eps / 2
-        assert bool(((read[f"{layer}.weight"].double() - wanted).abs() <= bound * 1.01).all()), layer
+        bound = (
+            size * (a.shape[-2] + 4) * torch.finfo(wide).eps
+            + wanted.abs() * torch.finfo(written).eps / 2
+        )
+        assert bool(((read[f"{layer}.weight"].double() - wanted).abs() <= bound * 1.01).all()), (
+            layer
+        )
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32])
@@ -248,7 +325,12 @@ def test_a_model_opened_with_an_adapter_has_the_merged_weights_of_its_dtype(
     base = {n: p for n, p in parameters.items() if not lora.is_adapter(n)}
     hf_io.save(tmp_path / "base", base, network.config)
     peft_io.save_adapter(
-        tmp_path / "adapter", parameters, lora.scales(network), network.config, "lm", base=str(tmp_path / "base")
+        tmp_path / "adapter",
+        parameters,
+        lora.scales(network),
+        network.config,
+        "lm",
+        base=str(tmp_path / "base"),
     )
     written: dict[str, Tensor] = {}
 

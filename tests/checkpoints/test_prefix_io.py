@@ -36,7 +36,12 @@ def saved(directory: Path, name: str = "llama", head: Head = "lm") -> tuple[Path
     hf_io.save(directory / "base", values(plain), plain.config, head)
     network = with_prefix(plain, head)
     prefix_io.save_prefix(
-        directory / "prefix", values(network), network.config, head, base=str(directory / "base"), score="score.weight"
+        directory / "prefix",
+        values(network),
+        network.config,
+        head,
+        base=str(directory / "base"),
+        score="score.weight",
     )
     return directory / "base", directory / "prefix"
 
@@ -66,7 +71,8 @@ def test_a_reward_model_keeps_its_head_beside_the_prefix(tmp_path: Path) -> None
     base, where = saved(tmp_path, head="score")
     module = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     head = hf_io.load(where, "score").score.weight.detach().clone()
-    wrapped = peft.PeftModel.from_pretrained(module, where)  # whose pass no reward model of transformers takes
+    # whose pass no reward model of transformers takes
+    wrapped = peft.PeftModel.from_pretrained(module, where)
     assert_close(wrapped.base_model.score.modules_to_save["default"].weight.detach(), head)
     with torch.no_grad():
         hf_io.save(base, values(tiny("llama", "score", seed=5)), tiny().config, "score")
@@ -85,13 +91,17 @@ def test_a_prefix_of_another_model_is_refused(tmp_path: Path) -> None:
     _, where = saved(tmp_path)
     settings = json.loads((where / CONFIG).read_text())
     (where / CONFIG).write_text(json.dumps(settings | {"num_virtual_tokens": 9}))
-    with pytest.raises(CheckpointError, match=r"prompt_embeddings; a prefix of 9 tokens of .* has \(9, "):
+    with pytest.raises(
+        CheckpointError, match=r"prompt_embeddings; a prefix of 9 tokens of .* has \(9, "
+    ):
         hf_io.load(where)
 
 
 def test_a_prefix_cannot_be_merged(tmp_path: Path) -> None:
     _, where = saved(tmp_path)
-    with pytest.raises(CheckpointError, match="is a prefix: keys and values, which no weights can take in"):
+    with pytest.raises(
+        CheckpointError, match="is a prefix: keys and values, which no weights can take in"
+    ):
         peft_io.load_adapter(where, tiny())
 
 

@@ -1,4 +1,6 @@
-"""The Triton store: its module, loaded with torch alone, scores like weft's own network at any length."""
+"""The Triton store: its module, loaded with torch alone, scores like weft's own network at any
+length.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ROWS = [[5 + n % 300 for n in range(length)] for length in (600 % 500, 3, 40, 1)
 def padded(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], dtype=torch.int32)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+    mask = torch.tensor(
+        [[1] * len(row) + [0] * (longest - len(row)) for row in rows], dtype=torch.int32
+    )
     return ids, mask
 
 
@@ -37,17 +41,29 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_reward_model_scores_alike(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", "triton", str(root / "reward"), str(root / "rm"), "--triton_mode", "rm"]) == 0
+    assert (
+        main(["convert", "triton", str(root / "reward"), str(root / "rm"), "--triton_mode", "rm"])
+        == 0
+    )
     assert not capsys.readouterr().err, "libraries are not heard"
     store = root / "rm" / "reward"
     module = torch.jit.load(str(store / "1" / "model.pt"))
-    engine = backends.get("torch")(ModelSpec(path=str(root / "reward"), head="score", device="cpu"), Layout())
-    own = engine.forward(as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})).data["scores"]
+    engine = backends.get("torch")(
+        ModelSpec(path=str(root / "reward"), head="score", device="cpu"), Layout()
+    )
+    own = engine.forward(
+        as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
+    ).data["scores"]
     made = module(*padded(ROWS))
     assert made.shape == (4, 1)
     torch.testing.assert_close(made[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5)
     config = (store / "config.pbtxt").read_text()
-    assert re.findall(r'name: "(\w+)"', config) == ["reward", "input_ids", "attention_mask", "rewards"]
+    assert re.findall(r'name: "(\w+)"', config) == [
+        "reward",
+        "input_ids",
+        "attention_mask",
+        "rewards",
+    ]
     assert config.count("{") == config.count("}") and config.count("dims: [ -1 ]") == 2
 
 
@@ -56,11 +72,15 @@ def test_a_policy_gives_the_same_log_probs(root: Path) -> None:
     module = torch.jit.load(str(folder / "1" / "model.pt"))
     rows = [row for row in ROWS if len(row) > 1]
     engine = backends.get("torch")(ModelSpec(path=str(root / "policy"), device="cpu"), Layout())
-    own = engine.forward(as_sample(rows, [1] * len(rows)), frozenset({"logprobs"})).sequences("logprobs")
+    own = engine.forward(as_sample(rows, [1] * len(rows)), frozenset({"logprobs"})).sequences(
+        "logprobs"
+    )
     logprobs, logits = module(*padded(rows))
     assert logits.shape == (*logprobs.shape, 320)
     for index, row in enumerate(rows):
-        torch.testing.assert_close(logprobs[index, 1 : len(row)], torch.as_tensor(own[index]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            logprobs[index, 1 : len(row)], torch.as_tensor(own[index]), rtol=1e-5, atol=1e-5
+        )
         assert (logprobs[index, len(row) :] == 0).all() and logprobs[index, 0] == 0
     assert (folder.name, "logits" in (folder / "config.pbtxt").read_text()) == ("mine", True)
 
@@ -68,9 +88,15 @@ def test_a_policy_gives_the_same_log_probs(root: Path) -> None:
 def test_the_mean_over_tokens_is_kept(root: Path) -> None:
     mean = make_reward(root / "mean", weft_pooling="mean")
     module = torch.jit.load(str(triton.write(str(mean), root / "rm-mean", "rm") / "1" / "model.pt"))
-    engine = backends.get("torch")(ModelSpec(path=str(mean), head="score", pooling="mean", device="cpu"), Layout())
-    own = engine.forward(as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})).data["scores"]
-    torch.testing.assert_close(module(*padded(ROWS))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5)
+    engine = backends.get("torch")(
+        ModelSpec(path=str(mean), head="score", pooling="mean", device="cpu"), Layout()
+    )
+    own = engine.forward(
+        as_sample(ROWS, [len(row) - 1 for row in ROWS]), frozenset({"scores"})
+    ).data["scores"]
+    torch.testing.assert_close(
+        module(*padded(ROWS))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_padding_that_ends_texts_is_skipped_as_the_engine_skips_it(root: Path) -> None:
@@ -79,8 +105,12 @@ def test_padding_that_ends_texts_is_skipped_as_the_engine_skips_it(root: Path) -
     module = torch.jit.load(str(root / "rm-odd" / "odd" / "1" / "model.pt"))
     engine = backends.get("torch")(ModelSpec(path=str(odd), head="score", device="cpu"), Layout())
     rows = [[5, 6, 7, 2], [5, 6, 7], [2, 2]]
-    own = engine.forward(as_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})).data["scores"]
-    torch.testing.assert_close(module(*padded(rows))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5)
+    own = engine.forward(
+        as_sample(rows, [len(row) - 1 for row in rows]), frozenset({"scores"})
+    ).data["scores"]
+    torch.testing.assert_close(
+        module(*padded(rows))[:, 0], torch.as_tensor(own), rtol=1e-5, atol=1e-5
+    )
     assert own[0] == own[1]
 
 
@@ -92,9 +122,15 @@ def test_what_cannot_be_converted(root: Path, monkeypatch: pytest.MonkeyPatch) -
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "mistral", vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, sliding_window=8,
-    )  # fmt: skip
+        "mistral",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(root / "window")
     with pytest.raises(ConfigError, match="sees 8 tokens in some layers"):
         triton.write(str(root / "window"), root / "x", "sft")

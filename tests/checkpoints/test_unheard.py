@@ -10,7 +10,9 @@ import pytest
 from weft.checkpoints.unheard import unheard
 
 
-def test_only_errors_are_heard_inside_and_all_again_afterwards(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_errors_are_heard_inside_and_all_again_afterwards(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     talker = logging.getLogger("torchao.of_this_test")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -18,8 +18,14 @@ from weft.errors import CheckpointError, UserError
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    made = {"a.weight": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator).bfloat16()}
-    return made | {"c.bias": torch.randn(2, 2, generator=generator).half(), "d.tied": made["a.weight"].T}
+    made = {
+        "a.weight": torch.randn(3, 4, generator=generator),
+        "b": torch.randn(5, generator=generator).bfloat16(),
+    }
+    return made | {
+        "c.bias": torch.randn(2, 2, generator=generator).half(),
+        "d.tied": made["a.weight"].T,
+    }
 
 
 def same(files: WeightFiles, wanted: dict[str, torch.Tensor]) -> None:
@@ -32,7 +38,9 @@ def same(files: WeightFiles, wanted: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_both_forms_of_pickled_weights_are_read(tmp_path: Path, zipped: bool, sharded: bool) -> None:
+def test_both_forms_of_pickled_weights_are_read(
+    tmp_path: Path, zipped: bool, sharded: bool
+) -> None:
     wanted = tensors()
     parts = {"pytorch_model.bin": list(wanted)}
     if sharded:
@@ -40,7 +48,9 @@ def test_both_forms_of_pickled_weights_are_read(tmp_path: Path, zipped: bool, sh
         places = {name: file for file, names in parts.items() for name in names}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     for file, names in parts.items():
-        torch.save({n: wanted[n] for n in names}, tmp_path / file, _use_new_zipfile_serialization=zipped)
+        torch.save(
+            {n: wanted[n] for n in names}, tmp_path / file, _use_new_zipfile_serialization=zipped
+        )
     same(WeightFiles(tmp_path), wanted)
 
 
@@ -65,7 +75,9 @@ def test_no_form_runs_code(tmp_path: Path, zipped: bool) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("left", [0, 3, 100, -20])
-def test_a_pickled_file_that_is_cut_short_is_refused(tmp_path: Path, zipped: bool, left: int) -> None:
+def test_a_pickled_file_that_is_cut_short_is_refused(
+    tmp_path: Path, zipped: bool, left: int
+) -> None:
     torch.save(tensors(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     content = (tmp_path / "pytorch_model.bin").read_bytes()
     (tmp_path / "pytorch_model.bin").write_bytes(content[:left])
@@ -90,22 +102,50 @@ WRONG = {
     "trailing bytes": (lambda c: c + b"\0", "1 bytes behind the last tensor belong to none"),
     "another file appended": (lambda c: c + c, "bytes behind the last tensor belong to none"),
     "a tensor that is not listed": (lambda c: rewritten(c, lambda h: h.pop("b")), "belong to no"),
-    "no tensor listed": (lambda c: rewritten(c, dict.clear), "bytes behind the last tensor belong to none"),
-    "a hole": (lambda c: rewritten(c + b"\0" * 8, lambda h: [shift(h, n, 8) for n in ("a", "b")]), "8 bytes between the header and"),  # noqa: E501
-    "an overlap": (lambda c: rewritten(c, lambda h: h["b"].update(data_offsets=h["a"]["data_offsets"], shape=h["a"]["shape"])), "lie in the same bytes"),  # noqa: E501
-    "other sizes": (lambda c: rewritten(c, lambda h: h["a"].update(shape=[4, 4])), "takes 64 bytes, and the header gives it"),
-    "backward offsets": (lambda c: rewritten(c, lambda h: h["a"]["data_offsets"].reverse()), "the header is damaged"),
-    "negative offsets": (lambda c: rewritten(c, lambda h: shift(h, "a", -100)), "the header is damaged"),
-    "a fraction": (lambda c: rewritten(c, lambda h: h["a"].update(shape=[3.0, 4])), "the header is damaged"),
-    "notes that are no texts": (lambda c: rewritten(c, lambda h: h.update(__metadata__={"a": 1})), "__metadata__ is no mapping"),  # noqa: E501
+    "no tensor listed": (
+        lambda c: rewritten(c, dict.clear),
+        "bytes behind the last tensor belong to none",
+    ),
+    "a hole": (
+        lambda c: rewritten(c + b"\0" * 8, lambda h: [shift(h, n, 8) for n in ("a", "b")]),
+        "8 bytes between the header and",
+    ),
+    "an overlap": (
+        lambda c: rewritten(
+            c, lambda h: h["b"].update(data_offsets=h["a"]["data_offsets"], shape=h["a"]["shape"])
+        ),
+        "lie in the same bytes",
+    ),
+    "other sizes": (
+        lambda c: rewritten(c, lambda h: h["a"].update(shape=[4, 4])),
+        "takes 64 bytes, and the header gives it",
+    ),
+    "backward offsets": (
+        lambda c: rewritten(c, lambda h: h["a"]["data_offsets"].reverse()),
+        "the header is damaged",
+    ),
+    "negative offsets": (
+        lambda c: rewritten(c, lambda h: shift(h, "a", -100)),
+        "the header is damaged",
+    ),
+    "a fraction": (
+        lambda c: rewritten(c, lambda h: h["a"].update(shape=[3.0, 4])),
+        "the header is damaged",
+    ),
+    "notes that are no texts": (
+        lambda c: rewritten(c, lambda h: h.update(__metadata__={"a": 1})),
+        "__metadata__ is no mapping",
+    ),
     "cut short": (lambda c: c[:-1], "is truncated"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_every_byte_of_a_safetensors_file_belongs_to_one_tensor(tmp_path: Path, what: str) -> None:
     file = tmp_path / "model.safetensors"
-    safetensors.torch.save_file({"a": torch.ones(3, 4), "b": torch.zeros(5)}, file, {"format": "pt"})
+    safetensors.torch.save_file(
+        {"a": torch.ones(3, 4), "b": torch.zeros(5)}, file, {"format": "pt"}
+    )
     change, told = WRONG[what]
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CheckpointError, match=told):
@@ -115,7 +155,12 @@ def test_every_byte_of_a_safetensors_file_belongs_to_one_tensor(tmp_path: Path, 
 
 
 def test_a_sound_file_with_empty_tensors_and_scalars_is_read(tmp_path: Path) -> None:
-    wanted = {"a": torch.zeros(0, 3), "b": torch.tensor(2.0), "c": torch.ones(2), "d": torch.zeros(0)}
+    wanted = {
+        "a": torch.zeros(0, 3),
+        "b": torch.tensor(2.0),
+        "c": torch.ones(2),
+        "d": torch.zeros(0),
+    }
     write_safetensors(tmp_path / "model.safetensors", wanted)
     same(WeightFiles(tmp_path), wanted)
 
@@ -127,7 +172,10 @@ def test_weights_are_written_through_links_and_over_no_device(tmp_path: Path) ->
     same(WeightFiles(tmp_path), {"a": torch.ones(2)})
     assert stat.S_IMODE((tmp_path / "elsewhere.safetensors").stat().st_mode) == 0o666 & ~_umask()
     (tmp_path / "device").symlink_to("/dev/full")
-    for write in (lambda path: write_safetensors(path, {"a": torch.ones(2)}), lambda path: write_text(path, "{}")):
+    for write in (
+        lambda path: write_safetensors(path, {"a": torch.ones(2)}),
+        lambda path: write_text(path, "{}"),
+    ):
         with pytest.raises(UserError, match="is a pipe or a device, and weft writes files"):
             write(tmp_path / "device")
     assert stat.S_ISCHR((tmp_path / "device").stat().st_mode)

@@ -1,4 +1,6 @@
-"""Directories of runs as the runtime leaves them, written by hand: for the commands that list, show and remove runs."""
+"""Directories of runs as the runtime leaves them, written by hand: for the commands that list, show
+and remove runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from weft.observe.run_record import RunRecord, Start
 from weft.options import to_mapping
 
 
-def write_run(root: Path, name: str, *, status: str = "finished", step: int = 4, age: float = 0.0) -> Path:
+def write_run(
+    root: Path, name: str, *, status: str = "finished", step: int = 4, age: float = 0.0
+) -> Path:
     """An SFT run `EXPERIMENT/TRIAL` in `root`, last written `age` seconds ago."""
     folder = root / name
     experiment, trial = name.split("/")
@@ -27,10 +31,22 @@ def write_run(root: Path, name: str, *, status: str = "finished", step: int = 4,
         (folder / role / "weights").write_bytes(b"w" * 2000)
     (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(config), sort_keys=False))
     (folder / "status.json").write_text(json.dumps({"status": status, "step": step, "time": 0.0}))
-    rows = [{"step": n, "train/loss": 1 / n, "train/accuracy": 0.5, "step_seconds": 0.1} for n in range(1, step + 1)]
+    rows = [
+        {"step": n, "train/loss": 1 / n, "train/accuracy": 0.5, "step_seconds": 0.1}
+        for n in range(1, step + 1)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["weft", "quickstart", "sft", "launch.env.HF_TOKEN=***"]
-    start = Start(time.time(), 0, command, "/work", "a-host", "cpu", "abc123+", {"weft": "0.1.0", "torch": "2.13"})
+    start = Start(
+        time.time(),
+        0,
+        command,
+        "/work",
+        "a-host",
+        "cpu",
+        "abc123+",
+        {"weft": "0.1.0", "torch": "2.13"},
+    )
     (folder / "run.json").write_text(json.dumps(RunRecord("sft", 8, [start]).plain()))
     for file in folder.iterdir():
         os.utime(file, (time.time() - age,) * 2)

@@ -44,14 +44,24 @@ def value(config: Any, name: str) -> Any:
         (SFTConfig, "lora_alpha=32", "model.lora.alpha", 32.0),
         (SFTConfig, "sequence_parallel=false", "model.sequence_parallel", False),
         (SFTConfig, "use_sequence_parallel=false", "model.sequence_parallel", False),
-        (PPOConfig, "critic.parallel.use_sequence_parallel=false", "critic.sequence_parallel", False),
+        (
+            PPOConfig,
+            "critic.parallel.use_sequence_parallel=false",
+            "critic.sequence_parallel",
+            False,
+        ),
         (SFTConfig, "report_to=tensorboard", "logger.tensorboard", True),
         (SFTConfig, "use_cpu=true", "device", "cpu"),
         (SFTConfig, "optimizer.lr=3", "model.optimizer.lr", 3.0),
         (SFTConfig, "optimizer={beta1: 0.5}", "model.optimizer.beta1", 0.5),
         (SFTConfig, "--resume_from_checkpoint", "recover_mode", "resume"),
         (SFTConfig, "resume_from_checkpoint=true", "recover_mode", "resume"),
-        (SFTConfig, "--resume_from_checkpoint=runs/a/recover/step3", "resume_from", "runs/a/recover/step3"),
+        (
+            SFTConfig,
+            "--resume_from_checkpoint=runs/a/recover/step3",
+            "resume_from",
+            "runs/a/recover/step3",
+        ),
         (SFTConfig, "--learning_rate=1e-5", "model.optimizer.lr", 1e-5),
         (DPOConfig, "beta=0.3", "dpo.beta", 0.3),
         (DPOConfig, "loss_type=ipo", "dpo.loss_type", "ipo"),
@@ -71,17 +81,25 @@ def value(config: Any, name: str) -> Any:
         (GenConfig, "temperature=0.5", "gen.temperature", 0.5),
     ],
 )
-def test_each_spelling_has_one_meaning_and_a_note(base: type[RunConfig], word: str, name: str, expected: Any) -> None:
+def test_each_spelling_has_one_meaning_and_a_note(
+    base: type[RunConfig], word: str, name: str, expected: Any
+) -> None:
     config, notes = made(base(), word)
     assert value(config, name) == expected
     assert len(notes) == 1 and " is read as " in notes[0]
 
 
 def test_batch_size_accumulation_and_ranks_multiply() -> None:
-    config, notes = made(SFTConfig(), "gradient_accumulation_steps=4", "per_device_train_batch_size=8")
+    config, notes = made(
+        SFTConfig(), "gradient_accumulation_steps=4", "per_device_train_batch_size=8"
+    )
     assert config.dataset.train_bs_n_seqs == 32
     assert len(notes) == 1
-    for layout in ("allocation_mode=d4t2", "model.layout=d4", "model.parallel.data_parallel_size=4"):
+    for layout in (
+        "allocation_mode=d4t2",
+        "model.layout=d4",
+        "model.parallel.data_parallel_size=4",
+    ):
         config, _ = made(SFTConfig(), "per_device_train_batch_size=8", layout)
         assert config.dataset.train_bs_n_seqs == 32
 
@@ -91,10 +109,20 @@ def test_batch_size_accumulation_and_ranks_multiply() -> None:
     [
         (SFTConfig, ["train.layout=d2t2"]),
         (SFTConfig, ["model.layout=d4", "train.layout=d2"]),
-        (PPOConfig, ["actor.layout=d4", "actor_train.layout=d2", "actor_gen.layout=d8", "critic_train.layout=d8"]),
+        (
+            PPOConfig,
+            [
+                "actor.layout=d4",
+                "actor_train.layout=d2",
+                "actor_gen.layout=d8",
+                "critic_train.layout=d8",
+            ],
+        ),
     ],
 )
-def test_batch_size_counts_the_ranks_of_the_call_that_trains(base: type[RunConfig], layouts: list[str]) -> None:
+def test_batch_size_counts_the_ranks_of_the_call_that_trains(
+    base: type[RunConfig], layouts: list[str]
+) -> None:
     config, _ = made(base(), "per_device_train_batch_size=8", *layouts)
     assert value(config, "dataset.train_bs_n_seqs") == 16
 
@@ -105,8 +133,14 @@ def test_a_rate_reaches_every_trained_role() -> None:
 
 
 def test_a_bare_resume_flag_takes_a_path_only_where_one_follows() -> None:
-    assert sort(["sft", "--resume_from_checkpoint", "a=1"]).assignments == ["resume_from_checkpoint=true", "a=1"]
-    assert sort(["sft", "--resume_from_checkpoint", "x/y", "a=1"]).assignments == ["resume_from_checkpoint=x/y", "a=1"]
+    assert sort(["sft", "--resume_from_checkpoint", "a=1"]).assignments == [
+        "resume_from_checkpoint=true",
+        "a=1",
+    ]
+    assert sort(["sft", "--resume_from_checkpoint", "x/y", "a=1"]).assignments == [
+        "resume_from_checkpoint=x/y",
+        "a=1",
+    ]
 
 
 def test_weft_names_bring_no_note() -> None:
@@ -125,11 +159,17 @@ def test_weft_names_bring_no_note() -> None:
         (SFTConfig, ["report_to=paper"], "tensorboard, wandb or trackio"),
         (SFTConfig, ["temperature=1"], "unknown option 'temperature'"),
         (SFTConfig, ["bf16=maybe"], "true or false"),
-        (PPOConfig, ["advantages.post_hooks=[]"], "'advantages' is a host function; only calls of a model have"),
+        (
+            PPOConfig,
+            ["advantages.post_hooks=[]"],
+            "'advantages' is a host function; only calls of a model have",
+        ),
         (GRPOConfig, ["reward.pre_hooks=[offload]"], "'reward' is a host function"),
         (GRPOConfig, ["advantages={hooks: []}"], "'advantages' is a host function"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(base: type[RunConfig], words: list[str], message: str) -> None:
+def test_what_cannot_be_mapped_is_refused(
+    base: type[RunConfig], words: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         made(base(), *words)

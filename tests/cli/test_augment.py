@@ -17,7 +17,9 @@ from weft.errors import ConfigError
 ROWS = [{"id": f"r{n}", "prompt": f"Q{n}", "answer": f" one two three four {n}"} for n in range(4)]
 
 
-def test_rows_that_a_reward_model_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_a_reward_model_is_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows, out = write_jsonl(tmp_path / "rows.jsonl", ROWS), tmp_path / "made" / "out.jsonl"
     assert data.main(["augment", str(rows), "--worse", "shuffled,other", "--out", str(out)]) == 0
     said = capsys.readouterr().out
@@ -25,7 +27,9 @@ def test_rows_that_a_reward_model_is_trained_on(tmp_path: Path, capsys: pytest.C
     assert all(len(json.loads(line)["augmented"]) == 2 for line in out.read_text().splitlines())
     make_tokenizer(tmp_path / "tokenizer")
     tokenizer = Tokenizer.load(TokenizerSpec(), str(tmp_path / "tokenizer"))
-    loaded = load_data(DatasetSpec(train_path=str(out), train_bs_n_seqs=4), "ranking", tokenizer, seed=1)
+    loaded = load_data(
+        DatasetSpec(train_path=str(out), train_bs_n_seqs=4), "ranking", tokenizer, seed=1
+    )
     batch = loaded.train.next_batch()
     assert [len(group) for group in batch.seqlens["completion"]] == [2] * 4
 
@@ -50,4 +54,6 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are no rows: give a PATH or --datasets NAME"):
         data.main(["augment", "--worse", "cut", "--out", str(tmp_path / "out.jsonl")])
     with pytest.raises(SystemExit):
-        data.main(["augment", str(rows), "--worse", "nonsense", "--out", str(tmp_path / "out.jsonl")])
+        data.main(
+            ["augment", str(rows), "--worse", "nonsense", "--out", str(tmp_path / "out.jsonl")]
+        )

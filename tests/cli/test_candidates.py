@@ -36,11 +36,22 @@ def test_commands_and_quickstarts(folder):
 
 
 def test_options_open_by_their_dots(folder):
-    assert words("quickstart", "ppo", "act") == ["actor.", "actor_gen.", "actor_train.", "actor_inf."]
-    assert "actor.optimizer.lr=" in words("quickstart", "ppo", "actor.opt"), "a group that stands alone is opened"
+    assert words("quickstart", "ppo", "act") == [
+        "actor.",
+        "actor_gen.",
+        "actor_train.",
+        "actor_inf.",
+    ]
+    assert "actor.optimizer.lr=" in words("quickstart", "ppo", "actor.opt"), (
+        "a group that stands alone is opened"
+    )
     assert words("quickstart", "ppo", "ppo.gen.top_") == ["ppo.gen.top_p=", "ppo.gen.top_k="]
-    assert words("quickstart", "ppo", "seed=3", "se") == words("quickstart", "ppo", "search."), "no seed twice"
-    assert dict(candidates(["quickstart", "sft"], "max_st"))["max_steps="].startswith("length of a run in steps")
+    assert words("quickstart", "ppo", "seed=3", "se") == words("quickstart", "ppo", "search."), (
+        "no seed twice"
+    )
+    assert dict(candidates(["quickstart", "sft"], "max_st"))["max_steps="].startswith(
+        "length of a run in steps"
+    )
 
 
 def test_values(folder):
@@ -52,13 +63,17 @@ def test_values(folder):
         "dataset.type=prompt",
         "dataset.type=prompt_answer",
     ]
-    assert "model.tokenizer.chat_template=chatml" in words("quickstart", "sft", "model.tokenizer.chat_template=c")
+    assert "model.tokenizer.chat_template=chatml" in words(
+        "quickstart", "sft", "model.tokenizer.chat_template=c"
+    )
     assert words("quickstart", "sft", "model.path=ru") == [
         "model.path=runs/first/sft",
         "model.path=runs/second/ppo",
     ]
     assert words("quickstart", "sft", "dataset.path=data/s") == ["dataset.path=data/sft.jsonl"]
-    assert words("quickstart", "sft", "seed=") == [] and words("quickstart", "sft", "nothing=") == []
+    assert (
+        words("quickstart", "sft", "seed=") == [] and words("quickstart", "sft", "nothing=") == []
+    )
 
 
 def test_flags_and_what_follows_them(folder):
@@ -81,7 +96,9 @@ def test_runs(folder):
     assert words("show", "runs/f") == ["runs/first/sft"] and words("show", "lat") == ["latest"]
     assert words("rm", "runs/first/sft", "runs/s") == ["runs/second/ppo"]
     assert words("chat", "runs/first/sft/ch") == ["runs/first/sft/checkpoints/"]
-    assert words("stop", "-e", "") == ["first", "second"] and words("stop", "-e", "second", "-f", "") == ["ppo"]
+    assert words("stop", "-e", "") == ["first", "second"] and words(
+        "stop", "-e", "second", "-f", ""
+    ) == ["ppo"]
 
 
 MINE = """
@@ -110,10 +127,13 @@ def test_user_code_is_read_and_run_only_where_that_is_cheap(folder):
 def test_it_loads_no_framework(folder):
     code = (
         "import sys\nfrom weft.cli.main import main\n"
-        "for w in ([''], ['quickstart', 'ppo', 'a'], ['eval', 'rm', '--'], ['chat', '--'], ['rm', ''], ['stop', '-e', '']):\n"
+        "for w in ([''], ['quickstart', 'ppo', 'a'], ['eval', 'rm', '--'], ['chat', '--'], ['rm', "
+        "''], ['stop', '-e', '']):\n"
         "    main(['completion', 'words', '--', *w])\n"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder
+    )
     assert done.stderr.strip().splitlines()[-1] == "[]", done.stderr
     assert "quickstart\ttrain" in done.stdout and "runs/first/sft\ta run" in done.stdout

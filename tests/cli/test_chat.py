@@ -85,7 +85,9 @@ class Seen(View):
     def __init__(self, *lines: str, interactive: bool = True) -> None:
         self.lines, self.interactive = list(lines), interactive
         self.shown = io.StringIO()
-        self._console = self._notes = Console(file=self.shown, width=60, highlight=False, color_system=None)
+        self._console = self._notes = Console(
+            file=self.shown, width=60, highlight=False, color_system=None
+        )
 
     def ask(self) -> str | None:
         return self.lines.pop(0) if self.lines else None
@@ -109,7 +111,9 @@ def talk(model: Path, view: Seen, *answers: str, **fields: Any) -> tuple[Chat, S
 def test_a_conversation_has_a_history(chat_model: Path) -> None:
     chat, engine = talk(chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.")
     assert [m["content"] for m in chat.messages] == ["Hello", "Hi!", "Who?", "Me."]
-    expected = "<|system|>Be brief.</s><|user|>Hello</s><|assistant|>Hi!</s><|user|>Who?</s><|assistant|>"
+    expected = (
+        "<|system|>Be brief.</s><|user|>Hello</s><|assistant|>Hi!</s><|user|>Who?</s><|assistant|>"
+    )
     assert chat.tokenizer.decode(engine.requests[1].prompt) == expected
 
 
@@ -121,12 +125,19 @@ def test_retry_draws_anew_and_replaces_the_answer(chat_model: Path) -> None:
 
 
 @pytest.mark.parametrize("reset", ["/reset", "!reset"])
-def test_reset_forgets_the_messages_and_keeps_the_system_prompt(reset: str, chat_model: Path) -> None:
+def test_reset_forgets_the_messages_and_keeps_the_system_prompt(
+    reset: str, chat_model: Path
+) -> None:
     chat, engine = talk(
-        chat_model, Seen("/system Be kind.", "Hello", reset, "Again", "quit", "never read"), "Hi!", "Yes?"
+        chat_model,
+        Seen("/system Be kind.", "Hello", reset, "Again", "quit", "never read"),
+        "Hi!",
+        "Yes?",
     )
     assert [m["content"] for m in chat.messages] == ["Again", "Yes?"]
-    assert chat.tokenizer.decode(engine.requests[1].prompt).startswith("<|system|>Be kind.</s><|user|>Again")
+    assert chat.tokenizer.decode(engine.requests[1].prompt).startswith(
+        "<|system|>Be kind.</s><|user|>Again"
+    )
     chat, _ = talk(chat_model, Seen("/system off"), system="Be kind.")
     assert chat.system is None
 
@@ -140,7 +151,10 @@ def test_saves_rows_that_the_chat_dataset_reads(chat_model: Path, tmp_path: Path
     assert rows[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
     ids, mask = tokenizer.encode_chat_with_mask(rows[1]["messages"])
-    assert tokenizer.decode([id for id, said in zip(ids, mask, strict=True) if said]) == "Hi!</s>Bye!</s>"
+    assert (
+        tokenizer.decode([id for id, said in zip(ids, mask, strict=True) if said])
+        == "Hi!</s>Bye!</s>"
+    )
     assert f"4 messages appended to {file}" in " ".join(view.text.split())
 
 
@@ -148,19 +162,31 @@ def test_plain_mode_continues_each_line_by_itself(base_model: Path, tmp_path: Pa
     file = tmp_path / "talk.jsonl"
     view = Seen("Once", "Then", f"/save {file}")
     chat, engine = talk(base_model, view, " upon a time", " what?", plain=True)
-    assert [chat.tokenizer.decode(request.prompt) for request in engine.requests] == ["Once", "Then"]
+    assert [chat.tokenizer.decode(request.prompt) for request in engine.requests] == [
+        "Once",
+        "Then",
+    ]
     assert f"{'model':{GUTTER}}Once upon a time\n" in view.text
-    rows = [[m["content"] for m in json.loads(line)["messages"]] for line in file.read_text().splitlines()]
+    rows = [
+        [m["content"] for m in json.loads(line)["messages"]]
+        for line in file.read_text().splitlines()
+    ]
     assert rows == [["Once", " upon a time"], ["Then", " what?"]]
 
 
 def test_a_blank_between_prompt_and_answer_is_kept(base_model: Path) -> None:
     tokenizer = Tokenizer.load(TokenizerSpec(), str(base_model))
-    tokenizer.hf.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer.hf.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    )
     view = Seen("Once")
-    chat = Chat(cast(Engine, Says(tokenizer, " upon a time")), tokenizer, GenerationSpec(), view, plain=True)
+    chat = Chat(
+        cast(Engine, Says(tokenizer, " upon a time")), tokenizer, GenerationSpec(), view, plain=True
+    )
     chat.converse()
-    assert tokenizer.decode(chat.said, skip_special=True) == "upon a time", "the decoder drops a leading blank"
+    assert tokenizer.decode(chat.said, skip_special=True) == "upon a time", (
+        "the decoder drops a leading blank"
+    )
     assert "model  Once upon a time" in view.text
     assert chat.messages[1]["content"] == " upon a time"
 
@@ -188,7 +214,14 @@ def test_ctrl_c_keeps_what_came(chat_model: Path) -> None:
 
 
 def test_set_changes_how_answers_are_sampled(chat_model: Path) -> None:
-    view = Seen("/set temperature 0.5", "/set top_k=7", "/set", "/set temperature 0", "/set heat 2", "/set top_p 3")
+    view = Seen(
+        "/set temperature 0.5",
+        "/set top_k=7",
+        "/set",
+        "/set temperature 0",
+        "/set heat 2",
+        "/set top_p 3",
+    )
     chat, _ = talk(chat_model, view, spec=GenerationSpec(seed=5))
     assert "temperature 0.5, top_k 7, at most 1024 tokens" in view.text
     assert "unknown setting 'heat'" in view.text and "top_p=3.0: must be at most 1.0" in view.text
@@ -223,7 +256,11 @@ def test_a_template_that_refuses_leaves_the_conversation_as_it_was(chat_model: P
 
 
 def test_text_is_wrapped_at_words_within_the_width() -> None:
-    text = "The quick brown fox jumps over the lazy dog.\n\n    indented code\nend " + "x" * 50 + " 日本語の文章です"
+    text = (
+        "The quick brown fox jumps over the lazy dog.\n\n    indented code\nend "
+        + "x" * 50
+        + " 日本語の文章です"
+    )
     for pieces in ([text], list(text)):
         wrap = Wrap(width=30, indent=4)
         out = "".join(wrap.feed(piece) for piece in pieces) + wrap.flush()
@@ -243,7 +280,12 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 
 def test_a_word_is_shown_when_it_is_complete() -> None:
     wrap = Wrap(80, 0)
-    assert [wrap.feed("Hel"), wrap.feed("lo wor"), wrap.feed("ld\n"), wrap.flush()] == ["", "Hello", " world\n", ""]
+    assert [wrap.feed("Hel"), wrap.feed("lo wor"), wrap.feed("ld\n"), wrap.flush()] == [
+        "",
+        "Hello",
+        " world\n",
+        "",
+    ]
 
 
 def test_piped_answers_are_bare() -> None:
@@ -277,7 +319,14 @@ def test_answers_lines_from_a_pipe(
 def test_says_when_there_is_no_chat_template(
     base_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run([str(base_model), "--max-new-tokens", "3", "--temperature", "0"], "Once upon\n", monkeypatch) == 0
+    assert (
+        run(
+            [str(base_model), "--max-new-tokens", "3", "--temperature", "0"],
+            "Once upon\n",
+            monkeypatch,
+        )
+        == 0
+    )
     seen = capfd.readouterr()
     assert "plain text: every line is continued by itself" in seen.err
     assert "greedy" in seen.err
@@ -285,7 +334,10 @@ def test_says_when_there_is_no_chat_template(
 
 
 def test_an_adapter_talks_on_its_base(
-    chat_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chat_model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     network = hf_io.load(chat_model, "lm")
@@ -294,39 +346,59 @@ def test_an_adapter_talks_on_its_base(
     for name, parameter in parameters.items():
         if name.endswith(lora.B):
             parameter.normal_(generator=torch.Generator().manual_seed(1))
-    peft_io.save_adapter(adapter, parameters, lora.scales(network), network.config, base=str(chat_model))
+    peft_io.save_adapter(
+        adapter, parameters, lora.scales(network), network.config, base=str(chat_model)
+    )
     words = ["--base", str(chat_model), "--adapter", str(adapter), "--output", str(merged)]
     assert main(["convert", "merge", *words]) == 0
     capfd.readouterr()
     answers = []
     for path in (adapter, merged, chat_model):
-        assert run([str(path), "--max-new-tokens", "12", "--seed", "3"], "Hello\n", monkeypatch) == 0
+        assert (
+            run([str(path), "--max-new-tokens", "12", "--seed", "3"], "Hello\n", monkeypatch) == 0
+        )
         answers.append(capfd.readouterr())
     assert answers[0].out == answers[1].out != answers[2].out
     assert f"adapter of {chat_model}" in answers[0].err
 
 
 def trained_whole(base: Path, adapter: Path, more_tokens: int = 0) -> Tensor:
-    """Write an adapter of `base` with the whole embedding trained, of more tokens too, and return logits of what it is of."""
+    """Write an adapter of `base` with the whole embedding trained, of more tokens too, and return
+    logits of what it is of.
+    """
     network = hf_io.load(base, "lm")
     config = replace(network.config, vocab_size=network.config.vocab_size + more_tokens)
     grown = hf_io.init_random(config, network.kind, seed=3)
     lora.attach(grown, r=4, alpha=64.0, seed=1)
     held, draws = values(network), torch.Generator().manual_seed(1)
     for name, value in values(grown).items():
-        if name.endswith(lora.B) or name not in held or held[name].shape != value.shape or "embed" in name:
+        if (
+            name.endswith(lora.B)
+            or name not in held
+            or held[name].shape != value.shape
+            or "embed" in name
+        ):
             value.normal_(std=0.1, generator=draws)
         elif not lora.is_adapter(name):
             value.copy_(held[name])
-    peft_io.save_adapter(adapter, values(grown), lora.scales(grown), config, base=str(base), whole=True)
+    peft_io.save_adapter(
+        adapter, values(grown), lora.scales(grown), config, base=str(base), whole=True
+    )
     return logits(grown, torch.tensor([5, 6, config.vocab_size - 1]))
 
 
 def untied_by_peft(base: Path, adapter: Path) -> Tensor:
-    """Write an adapter of PEFT's whose output matrix is trained apart from the embedding, and return its logits."""
+    """Write an adapter of PEFT's whose output matrix is trained apart from the embedding, and
+    return its logits.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False,
-                               modules_to_save=["lm_head"])  # fmt: skip
+    settings = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        modules_to_save=["lm_head"],
+    )
     torch.manual_seed(0)
     wrapped = peft.get_peft_model(model, settings).eval()
     with torch.no_grad():
@@ -337,24 +409,54 @@ def untied_by_peft(base: Path, adapter: Path) -> Tensor:
     return wrapped(torch.tensor([[5, 6, 7]])).logits[0].detach()
 
 
-OTHER_SHAPE = ("has another vocabulary than", "or an output matrix apart from the embedding", "weft convert merge")
+OTHER_SHAPE = (
+    "has another vocabulary than",
+    "or an output matrix apart from the embedding",
+    "weft convert merge",
+)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["whole embedding", "added tokens", "untied output"])
 def test_adapters_that_replace_whole_matrices_are_merged_and_talk(
-    kind: str, tied: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    tied: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`weft chat` takes one whose matrices have the base's shapes, and names the merge otherwise; what is merged talks."""
-    base, adapter, merged = make_llama(tmp_path / "base", tie_word_embeddings=tied), tmp_path / "a", tmp_path / "merged"
+    """`weft chat` takes one whose matrices have the base's shapes, and names the merge otherwise;
+    what is merged talks.
+    """
+    base, adapter, merged = (
+        make_llama(tmp_path / "base", tie_word_embeddings=tied),
+        tmp_path / "a",
+        tmp_path / "merged",
+    )
     if kind == "untied output":
         wanted, ids = untied_by_peft(base, adapter), torch.tensor([5, 6, 7])
     else:
         more = 8 if kind == "added tokens" else 0
         wanted = trained_whole(base, adapter, more)
         ids = torch.tensor([5, 6, hf_io.read_config(base)[1].vocab_size + more - 1])
-    assert main(["convert", "merge", "--base", str(base), "--adapter", str(adapter), "--output", str(merged)]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "merge",
+                "--base",
+                str(base),
+                "--adapter",
+                str(adapter),
+                "--output",
+                str(merged),
+            ]
+        )
+        == 0
+    )
     theirs = transformers.AutoModelForCausalLM.from_pretrained(merged)
     assert theirs.config.tie_word_embeddings is (tied and kind != "untied output")
     assert_close(theirs(ids[None]).logits[0].detach(), wanted)
@@ -383,15 +485,27 @@ def test_adapters_that_replace_whole_matrices_are_merged_and_talk(
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    words: list[str], message: str, chat_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    message: str,
+    chat_model: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run([str(chat_model) if word == "MODEL" else word for word in words], "Hello\n", monkeypatch) == 2
+    assert (
+        run(
+            [str(chat_model) if word == "MODEL" else word for word in words], "Hello\n", monkeypatch
+        )
+        == 2
+    )
     seen = capfd.readouterr()
     assert message in seen.err and "Traceback" not in seen.err
 
 
 def test_a_folder_of_runs_stands_for_its_newest_one(
-    chat_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chat_model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step = tmp_path / "saved_model" / "sft" / "a" / "checkpoints" / "model" / "step3"
     step.parent.mkdir(parents=True)
@@ -402,7 +516,9 @@ def test_a_folder_of_runs_stands_for_its_newest_one(
 
 
 def test_a_reward_model_does_not_talk(chat_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForSequenceClassification"]})
+    )
     with pytest.raises(CheckpointError, match="reward or value model"):
         chat_command.main([str(tmp_path)])
 
@@ -422,12 +538,20 @@ def test_help_loads_no_torch() -> None:
 
 def test_a_conversation_longer_than_the_context_loses_its_oldest_turns(chat_model: Path) -> None:
     view = Seen("One one one", "Two two two", "Three")
-    chat, engine = talk(chat_model, view, "First.", "Second.", "Third.", system="Be kind.", context=60)
+    chat, engine = talk(
+        chat_model, view, "First.", "Second.", "Third.", system="Be kind.", context=60
+    )
     last = chat.tokenizer.decode(engine.requests[-1].prompt)
-    assert "One one one" not in last and last.startswith("<|system|>Be kind.</s><|user|>") and "Three" in last
+    assert (
+        "One one one" not in last
+        and last.startswith("<|system|>Be kind.</s><|user|>")
+        and "Three" in last
+    )
     assert "it does not see the oldest" in " ".join(view.text.split())
     assert len(chat.messages) == 6, "the conversation itself is whole"
-    assert all(len(request.prompt) + (request.max_new_tokens or 0) == 60 for request in engine.requests)
+    assert all(
+        len(request.prompt) + (request.max_new_tokens or 0) == 60 for request in engine.requests
+    )
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten(chat_model: Path) -> None:
@@ -438,9 +562,14 @@ def test_a_message_longer_than_the_context_is_refused_and_forgotten(chat_model: 
 
 
 def test_without_history_every_message_stands_alone(chat_model: Path) -> None:
-    _, engine = talk(chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.", history=False)
+    _, engine = talk(
+        chat_model, Seen("Hello", "Who?"), "Hi!", "Me.", system="Be brief.", history=False
+    )
     tokenizer = Tokenizer.load(TokenizerSpec(), str(chat_model))
-    assert tokenizer.decode(engine.requests[1].prompt) == "<|system|>Be brief.</s><|user|>Who?</s><|assistant|>"
+    assert (
+        tokenizer.decode(engine.requests[1].prompt)
+        == "<|system|>Be brief.</s><|user|>Who?</s><|assistant|>"
+    )
 
 
 def test_open_assistants_form_of_a_model_that_was_trained_on_it(
@@ -450,14 +579,21 @@ def test_open_assistants_form_of_a_model_that_was_trained_on_it(
 
     model = make_llama(tmp_path / "model", chat=False)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|prompter|>", "<|prefix_begin|>", "<|prefix_end|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|prompter|>", "<|prefix_begin|>", "<|prefix_end|>"]}
+    )
     tokenizer.save_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model)
     network.resize_token_embeddings(len(tokenizer))
     network.save_pretrained(model)
     seen: list[str | None] = []
-    monkeypatch.setattr(Chat, "converse", lambda chat: seen.append(chat.tokenizer.render(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True)))  # fmt: skip
+    monkeypatch.setattr(
+        Chat,
+        "converse",
+        lambda chat: seen.append(
+            chat.tokenizer.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        ),
+    )
     assert main(["chat", "--model_path", str(model), "--format", "v2"]) == 0
     assert seen == ["<|prompter|>Hi</s><|assistant|>"]
     assert main(["chat", str(model), "--model_path", str(model)]) == 2

@@ -68,10 +68,10 @@ def test_bash(line, offered, home):
     needs("bash")
     main_script = (completion.SCRIPTS / "weft.bash").read_text()
     (home / "weft.bash").write_text(main_script)
-    code = (
-        f"source weft.bash; COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; _weft; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = f"source weft.bash; COMP_LINE='{line}'; COMP_POINT=${{#COMP_LINE}}; _weft; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(
+        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS
     )
-    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS)
     assert done.stdout.split() == offered
 
 
@@ -88,7 +88,11 @@ def test_fish(line, offered, home):
     (home / "weft.fish").write_text((completion.SCRIPTS / "weft.fish").read_text())
     code = f"source weft.fish; complete -C '{line}'"
     done = subprocess.run(
-        ["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True, timeout=SECONDS
+        ["fish", "--no-config", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SECONDS,
     )
     assert sorted(row.split("\t")[0] for row in done.stdout.splitlines()) == sorted(offered)
 

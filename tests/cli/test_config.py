@@ -23,7 +23,9 @@ def test_ls_names_file_and_keys(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["config", "ls", "pythia-"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["pythia-mine", "configs/a.yaml:2", "seed,", "learning_rate"] in lines
-    assert any(line[:1] == ["pythia-1b"] and line[1].startswith("weft:sft_models.yaml:") for line in lines)
+    assert any(
+        line[:1] == ["pythia-1b"] and line[1].startswith("weft:sft_models.yaml:") for line in lines
+    )
     assert main(["config", "ls", "zzz"]) == 2
 
 
@@ -37,7 +39,9 @@ def test_ls_begins_with_recipes_and_what_each_is_for(capsys: pytest.CaptureFixtu
     shipped = sorted(path.stem for path in shipped_file("ready").glob("*.yaml"))
     assert [line.split()[0] for line in lines[1:blank]] == shipped
     told = next(line for line in lines if line.split()[:1] == ["grpo-gsm8k-qwen3-0.6b"])
-    assert told.endswith("  Arithmetic word problems: GRPO with a verifier; one GPU of 24 GB, such as an RTX 4090")
+    assert told.endswith(
+        "  Arithmetic word problems: GRPO with a verifier; one GPU of 24 GB, such as an RTX 4090"
+    )
     assert lines[blank + 1].startswith("sections: ") and lines[blank + 2].startswith("ppo_config ")
     assert main(["config", "ls", "gsm8k"]) == 0
     assert "sections" not in capsys.readouterr().out
@@ -46,7 +50,9 @@ def test_ls_begins_with_recipes_and_what_each_is_for(capsys: pytest.CaptureFixtu
 def test_show_says_what_a_stack_comes_to(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "galactica-125m", "learning_rate=2e-6", "--for", "sft"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("weft quickstart sft --configs galactica-125m\nsettings: galactica-125m\n")
+    assert out.startswith(
+        "weft quickstart sft --configs galactica-125m\nsettings: galactica-125m\n"
+    )
     assert "model.optimizer.lr = 2e-06" in out and "model.path = facebook/galactica-125m" in out
     assert main(["config", "show", "galactica-126m"]) == 2
     assert "did you mean galactica-125m" in capsys.readouterr().err
@@ -54,10 +60,15 @@ def test_show_says_what_a_stack_comes_to(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_cp_copies_a_section_to_change(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "cp", "pythia-1b", "configs/mine.yaml"]) == 0
-    assert yaml.safe_load((here / "configs" / "mine.yaml").read_text())["pythia-1b"]["max_length"] == 520
+    assert (
+        yaml.safe_load((here / "configs" / "mine.yaml").read_text())["pythia-1b"]["max_length"]
+        == 520
+    )
     assert main(["config", "cp", "pythia-1B", "configs/mine.yaml"]) == 2
     assert "is there already" in capsys.readouterr().err
-    (here / "configs" / "mine.yaml").write_text((here / "configs" / "mine.yaml").read_text().replace("520", "99"))
+    (here / "configs" / "mine.yaml").write_text(
+        (here / "configs" / "mine.yaml").read_text().replace("520", "99")
+    )
     assert main(["config", "show", "pythia-1b"]) == 0
     assert "dataset.max_seqlen = 99" in capsys.readouterr().out
 
@@ -83,7 +94,8 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "good.yaml:1: a is right for sft" in out and "good.yaml:2: b is right for ppo" in out
     (here / "bad.yaml").write_text(
-        "a: {learning_rat: 1e-5}\nb:\n  dtype: int3\nc:\n  save_total_limit: many\nstray: 3\nd: {seed: 1}\n"
+        "a: {learning_rat: 1e-5}\nb:\n  dtype: int3\nc:\n  save_total_limit: many\nstray: 3\nd: "
+        "{seed: 1}\n"
     )
     assert main(["config", "validate", "bad.yaml"]) == 2
     captured = capsys.readouterr()
@@ -101,13 +113,25 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
     ("section", "problem"),
     [
         ("{model.path: ./absent}", "model.path='./absent': there is no such file or directory"),
-        ("{model.tokenizer.path: ./absent.json}", "model.tokenizer.path='./absent.json': there is no such file"),
-        ("{dataset.path: rows.jsonl}", "dataset.path='rows.jsonl': there is no such file or directory"),
+        (
+            "{model.tokenizer.path: ./absent.json}",
+            "model.tokenizer.path='./absent.json': there is no such file",
+        ),
+        (
+            "{dataset.path: rows.jsonl}",
+            "dataset.path='rows.jsonl': there is no such file or directory",
+        ),
         ("{dataset.type: prompt_answr}", "did you mean prompt_answer"),
         ("{ppo.kl_ctl: 0.1, reward: 'mine.py:score'}", "mine.py"),
         ("{ppo.kl_ctl: 0.1, reward: gsm9k}", "did you mean gsm8k"),
-        ("{ppo.kl_ctl: 0.1, rew_inf.interface: scring}", "rew_inf.interface: unknown interface 'scring'"),
-        ("{ppo.kl_ctl: 0.1, actor_train.post_hooks: [napp]}", "actor_train.post_hooks: unknown host function 'napp'"),
+        (
+            "{ppo.kl_ctl: 0.1, rew_inf.interface: scring}",
+            "rew_inf.interface: unknown interface 'scring'",
+        ),
+        (
+            "{ppo.kl_ctl: 0.1, actor_train.post_hooks: [napp]}",
+            "actor_train.post_hooks: unknown host function 'napp'",
+        ),
         ("{imports: [mine.py]}", "mine.py"),
         ("{eval_prompts: asked.txt}", "eval_prompts='asked.txt': there is no such file"),
     ],
@@ -122,7 +146,9 @@ def test_validate_looks_for_files_and_functions(
 
 def test_validate_finds_what_is_there(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "rows.jsonl").write_text('{"prompt": "a"}\n')
-    (here / "scores_of_mine.py").write_text("def score(prompts, completions):\n    return [1.0 for _ in completions]\n")
+    (here / "scores_of_mine.py").write_text(
+        "def score(prompts, completions):\n    return [1.0 for _ in completions]\n"
+    )
     (here / "mine.yaml").write_text(
         "a: {ppo.kl_ctl: 0.1, dataset.path: rows.jsonl, reward: 'scores_of_mine.py:score'}\n"
     )
@@ -130,7 +156,9 @@ def test_validate_finds_what_is_there(here: Path, capsys: pytest.CaptureFixture[
     assert "mine.yaml:1: a is right for ppo" in capsys.readouterr().out
 
 
-def test_a_file_that_cannot_be_read_is_listed_with_its_error(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_read_is_listed_with_its_error(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (here / "configs").mkdir()
     (here / "configs" / "bad.yaml").write_text("a: {b: [1\n")
     (here / "configs" / "odd.yaml").write_text("mine-odd: {seed: 1}\nx: 3\n")
@@ -138,33 +166,50 @@ def test_a_file_that_cannot_be_read_is_listed_with_its_error(here: Path, capsys:
     assert main(["config", "ls", "mine"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("mine-good  configs/good.yaml:1  seed") and len(lines) == 3
-    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside") or lines[2].startswith(
-        "cannot be used: configs/odd.yaml:2: 'x' stands outside"
-    )
+    assert lines[1].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside") or lines[
+        2
+    ].startswith("cannot be used: configs/odd.yaml:2: 'x' stands outside")
     assert any(line.startswith("cannot be used: configs/bad.yaml:") for line in lines)
-    assert main(["config", "validate", "configs/good.yaml"]) == 0 and main(["config", "validate", "configs"]) == 2
+    assert (
+        main(["config", "validate", "configs/good.yaml"]) == 0
+        and main(["config", "validate", "configs"]) == 2
+    )
     said = capsys.readouterr()
     assert "configs/bad.yaml:" in said.err and "configs/odd.yaml:2" in said.err
     assert "configs/good.yaml:1: mine-good is right for sft" in said.out
     # a run does not go past it: the file may hold another section of the same name
-    assert main(["config", "show", "pythia-1b"]) == 2 and "configs/bad.yaml" in capsys.readouterr().err
+    assert (
+        main(["config", "show", "pythia-1b"]) == 2 and "configs/bad.yaml" in capsys.readouterr().err
+    )
 
 
 def test_validate_takes_a_stack(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "validate", "defaults", "oasst_export_eu,pythia-1b", "learning_rate=2e-6"]) == 0
+    assert (
+        main(["config", "validate", "defaults", "oasst_export_eu,pythia-1b", "learning_rate=2e-6"])
+        == 0
+    )
     assert capsys.readouterr().out == "defaults oasst_export_eu pythia-1b: right for sft\n"
     assert main(["config", "validate", "defaults_rm", "oasst-rm-1-pythia-1b"]) == 0
     assert capsys.readouterr().out == "defaults_rm oasst-rm-1-pythia-1b: right for rw\n"
     for words, wrong in (
         (["defaults", "pythia-1c"], "unknown section 'pythia-1c'; did you mean"),
-        (["defaults", "pythia-1b", "learning_rat=1"], "unknown key 'learning_rat'; did you mean learning_rate"),
+        (
+            ["defaults", "pythia-1b", "learning_rat=1"],
+            "unknown key 'learning_rat'; did you mean learning_rate",
+        ),
         (["learning_rate=1"], "learning_rate=1: goes over sections; name them before it"),
     ):
         assert main(["config", "validate", *words]) == 2 and wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "words", [["validate", "absent.yaml"], ["cp", "pythia-1b"], ["sho"], ["show", "defaults", "--for", "sftt"]]
+    "words",
+    [
+        ["validate", "absent.yaml"],
+        ["cp", "pythia-1b"],
+        ["sho"],
+        ["show", "defaults", "--for", "sftt"],
+    ],
 )
 def test_what_cannot_be_done_is_exit_2(words: list[str]) -> None:
     assert main(["config", *words]) == 2

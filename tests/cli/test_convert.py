@@ -11,15 +11,25 @@ from tests.evaluation.test_rewards import make_scorer
 from weft.cli.main import main
 
 
-def test_a_stack_of_sections_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stack_of_sections_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_scorer(tmp_path / "rm")
     (tmp_path / "configs").mkdir()
     section = {"mine": {"rank_config": {"is_reward_model": True, "model_name": str(model)}}}
     (tmp_path / "configs" / "own.yaml").write_text(yaml.safe_dump(section))
     monkeypatch.chdir(tmp_path)
-    assert main(["convert", "triton", "store", "--configs", "defaults_rlhf,mine", "--triton_mode", "rm"]) == 0
+    assert (
+        main(
+            ["convert", "triton", "store", "--configs", "defaults_rlhf,mine", "--triton_mode", "rm"]
+        )
+        == 0
+    )
     assert (tmp_path / "store" / "rm" / "config.pbtxt").is_file()
-    assert main(["convert", "triton", "--configs", "defaults_rlhf", "mine", "--triton_mode", "rm"]) == 0
+    assert (
+        main(["convert", "triton", "--configs", "defaults_rlhf", "mine", "--triton_mode", "rm"])
+        == 0
+    )
     assert (tmp_path / ".triton_models" / "model_store_rm" / "rm" / "config.pbtxt").is_file()
 
 
@@ -28,6 +38,9 @@ def test_one_of_model_and_sections(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["convert", "triton", "--triton_mode", "rm"]) == 2
-    assert main(["convert", "triton", "model", "store", "--configs", "mine", "--triton-mode", "rm"]) == 2
+    assert (
+        main(["convert", "triton", "model", "store", "--configs", "mine", "--triton-mode", "rm"])
+        == 2
+    )
     assert capsys.readouterr().err.count("name a MODEL, or --configs") == 2
     assert not list(tmp_path.iterdir())

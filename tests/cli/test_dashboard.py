@@ -60,7 +60,10 @@ def test_pages_are_for_whoever_has_the_token(address: str) -> None:
 
 def test_headers_keep_pages_to_themselves(address: str) -> None:
     with urllib.request.urlopen(f"{address}/token/", timeout=30) as answer:
-        assert answer.headers["Referrer-Policy"] == "no-referrer" and answer.headers["X-Frame-Options"] == "DENY"
+        assert (
+            answer.headers["Referrer-Policy"] == "no-referrer"
+            and answer.headers["X-Frame-Options"] == "DENY"
+        )
         assert answer.headers["Access-Control-Allow-Origin"] is None
         tag = answer.headers["ETag"]
         assert tag.strip('"') in answer.read().decode()
@@ -69,9 +72,20 @@ def test_headers_keep_pages_to_themselves(address: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["run?name=../secret/run", "run?name=/etc", "run?name=exp", "../secret/run", "..%2Fsecret%2Frun", "exp/one/config.yaml",
-     "run", "compare", "compare?run=exp/one", "log.txt", "%2e%2e/"],
-)  # fmt: skip
+    [
+        "run?name=../secret/run",
+        "run?name=/etc",
+        "run?name=exp",
+        "../secret/run",
+        "..%2Fsecret%2Frun",
+        "exp/one/config.yaml",
+        "run",
+        "compare",
+        "compare?run=exp/one",
+        "log.txt",
+        "%2e%2e/",
+    ],
+)
 def test_no_path_reaches_the_file_system(runs: Path, target: str) -> None:
     answer = respond(Dashboard(runs), "token", f"/token/{target}", "127.0.0.1:1")
     assert answer.status in (400, 403, 404) and "<html" not in answer.body
@@ -79,7 +93,11 @@ def test_no_path_reaches_the_file_system(runs: Path, target: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["nowhere"], "no such folder"), (["{file}"], "is no folder"), (["{folder}", "--port", "70000"], "65535")],
+    [
+        (["nowhere"], "no such folder"),
+        (["{file}"], "is no folder"),
+        (["{folder}", "--port", "70000"], "65535"),
+    ],
 )
 def test_what_cannot_be_used_is_exit_2(
     words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -101,7 +119,9 @@ def test_a_taken_port_is_said(runs: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_it_cleanly(runs: Path, number: signal.Signals) -> None:
     words = [sys.executable, "-m", "weft.cli.main", "dashboard", str(runs), "--port", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    )
     assert process.stdout is not None
     url = re.search(r"http://127\.0\.0\.1:\d+/[\w-]+/", process.stdout.readline())
     assert url and status(url[0]) == 200

@@ -15,8 +15,13 @@ from weft.cli import main as weft
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    config = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}, "steps_per_print": 5,
-              "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 0}}  # fmt: skip
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
+        "steps_per_print": 5,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 0},
+    }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     return tmp_path
 
@@ -33,7 +38,9 @@ SFT = [
 ]
 
 
-@pytest.mark.parametrize("flag", [["--deepspeed", "ds.json"], ["--deepspeed=ds.json"], ["deepspeed=ds.json"]])
+@pytest.mark.parametrize(
+    "flag", [["--deepspeed", "ds.json"], ["--deepspeed=ds.json"], ["deepspeed=ds.json"]]
+)
 def test_a_file_is_read_and_the_command_line_goes_over_it(
     flag: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,8 +53,8 @@ def test_a_file_is_read_and_the_command_line_goes_over_it(
     assert config["model"]["zero_stage"] == 0
     assert "note: --deepspeed ds.json is read as model.optimizer.type=adamw " in captured.err
     assert (
-        "ds.json: model.dtype=bfloat16 of the file does not count, since model.dtype=float32 is set beside it"
-        in captured.err
+        "ds.json: model.dtype=bfloat16 of the file does not count, since model.dtype=float32 is "
+        "set beside it" in captured.err
     )
     assert "note: --deepspeed: these keys only tune DeepSpeed: steps_per_print" in captured.err
 
@@ -58,47 +65,79 @@ def test_the_flag_alone_is_stage_2(folder: Path, capsys: pytest.CaptureFixture[s
     assert (config["model"]["zero_stage"], config["seed"]) == (2, 3)
 
 
-def test_what_is_set_beside_the_file_counts_and_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_set_beside_the_file_counts_and_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "ds.json").write_text('{"train_batch_size": 32, "gradient_clipping": 1.0}')
     assert weft.main([*SFT, "--deepspeed", "ds.json", "dataset.train_bs_n_seqs=16"]) == 0
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["dataset"]["train_bs_n_seqs"] == 16
     assert captured.err.splitlines() == [
         "note: --deepspeed ds.json is read as model.optimizer.max_grad_norm=1.0",
-        "note: --deepspeed ds.json: dataset.train_bs_n_seqs=32 of the file does not count, since dataset.train_bs_n_seqs=16 "
+        "note: --deepspeed ds.json: dataset.train_bs_n_seqs=32 of the file does not count, since "
+        "dataset.train_bs_n_seqs=16 "
         "is set beside it",
     ]
 
 
-def test_what_each_auto_has_become_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    auto = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"},
-            "optimizer": {"params": {"lr": "auto", "betas": "auto"}},
-            "scheduler": {"params": {"warmup_min_lr": "auto"}}}  # fmt: skip
+def test_what_each_auto_has_become_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": "auto"},
+        "optimizer": {"params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {"params": {"warmup_min_lr": "auto"}},
+    }
     (folder / "ds.json").write_text(json.dumps(auto))
-    assert weft.main([*SFT, "--deepspeed", "ds.json", "learning_rate=2e-4", "dataset.train_bs_n_seqs=8"]) == 0
     assert (
-        "note: --deepspeed ds.json: what is auto: train_batch_size is dataset.train_bs_n_seqs=8; optimizer.params.lr is "
-        "model.optimizer.lr=0.0002; optimizer.params.betas is model.optimizer.beta1=0.9 model.optimizer.beta2=0.95; "
-        "scheduler.params.warmup_min_lr is 0; bf16.enabled is model.dtype, which weft chooses; zero_optimization.stage is "
+        weft.main(
+            [*SFT, "--deepspeed", "ds.json", "learning_rate=2e-4", "dataset.train_bs_n_seqs=8"]
+        )
+        == 0
+    )
+    assert (
+        "note: --deepspeed ds.json: what is auto: train_batch_size is dataset.train_bs_n_seqs=8; "
+        "optimizer.params.lr is "
+        "model.optimizer.lr=0.0002; optimizer.params.betas is model.optimizer.beta1=0.9 "
+        "model.optimizer.beta2=0.95; "
+        "scheduler.params.warmup_min_lr is 0; bf16.enabled is model.dtype, which weft chooses; "
+        "zero_optimization.stage is "
         "model.zero_stage, which weft chooses\n"
     ) in capsys.readouterr().err
 
 
-def test_sizes_that_do_not_go_together_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+def test_sizes_that_do_not_go_together_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+    }
     (folder / "ds.json").write_text(json.dumps(sizes))
     words = [*SFT, "--deepspeed", "ds.json"]
     assert weft.main(words) == 2
     assert (
-        "--deepspeed ds.json: train_batch_size=32 is not train_micro_batch_size_per_gpu=4 x gradient_accumulation_steps=2 x "
-        "1 data-parallel rank = 8, and DeepSpeed refuses that; correct one of them, or set dataset.train_bs_n_seqs=N"
+        "--deepspeed ds.json: train_batch_size=32 is not train_micro_batch_size_per_gpu=4 x "
+        "gradient_accumulation_steps=2 x "
+        "1 data-parallel rank = 8, and DeepSpeed refuses that; correct one of them, or set "
+        "dataset.train_bs_n_seqs=N"
     ) in capsys.readouterr().err
     assert weft.main([*words, "allocation_mode=d4"]) == 0
-    assert weft.main([*words, "dataset.train_bs_n_seqs=16"]) == weft.main([*words, "dataset.train_bs_n_seqs=32"]) == 0
+    assert (
+        weft.main([*words, "dataset.train_bs_n_seqs=16"])
+        == weft.main([*words, "dataset.train_bs_n_seqs=32"])
+        == 0
+    )
     (folder / "ds.json").write_text('{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4}')
     assert weft.main([*words, "model.layout=d4t2"]) == 0
     assert weft.main([*words, "model.layout=d3"]) == 2
-    assert "train_batch_size=32 is no multiple of train_micro_batch_size_per_gpu=4 x 3" in capsys.readouterr().err
+    assert (
+        "train_batch_size=32 is no multiple of train_micro_batch_size_per_gpu=4 x 3"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_supervised_process_leaves_notes_to_its_supervisor(

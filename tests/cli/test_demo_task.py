@@ -13,7 +13,9 @@ def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_p
     training, held_out = task.problems(seed=1, held_out=200)
     first = training[0]
     samples = [first.answer + "</s>", "7</s>", "7</s>", ""]
-    generations = task.write_rows(tmp_path / "g.jsonl", ({"prompt": first.prompt, "completion": s} for s in samples))
+    generations = task.write_rows(
+        tmp_path / "g.jsonl", ({"prompt": first.prompt, "completion": s} for s in samples)
+    )
 
     rows = task.pair_rows(generations, training, seed=1, times=5)
 
@@ -22,7 +24,10 @@ def test_a_pair_is_the_right_sum_over_a_wrong_answer_to_a_training_problem(tmp_p
     assert len(set(pairs)) == len(pairs)
     assert {prompt for prompt, _, _ in pairs} == {p.prompt for p in training}
     assert not {prompt for prompt, _, _ in pairs} & {p.prompt for p in held_out}
-    assert all(task.is_right(prompt, good) and not task.is_right(prompt, bad) for prompt, good, bad in pairs)
+    assert all(
+        task.is_right(prompt, good) and not task.is_right(prompt, bad)
+        for prompt, good, bad in pairs
+    )
     assert task.pair_rows(generations, training, seed=1, times=5) == rows
 
 
@@ -34,7 +39,9 @@ def test_a_slip_has_one_wrong_digit() -> None:
 
 
 def test_accuracy_is_the_share_of_exact_sums(tmp_path: Path) -> None:
-    rows = [{"prompt": "47+8=", "completion": text} for text in ("55</s>", "55", "5</s>", "056</s>")]
+    rows = [
+        {"prompt": "47+8=", "completion": text} for text in ("55</s>", "55", "5</s>", "056</s>")
+    ]
     path = tmp_path / "generations.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert task.share_right(path) == 0.5

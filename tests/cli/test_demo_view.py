@@ -16,12 +16,16 @@ def view(console: Console) -> StageView:
 
 
 def test_a_stage_is_one_line_of_a_terminal_and_nothing_stays() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, highlight=False)
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=80, color_system=None, highlight=False
+    )
     stage = view(console)
     with console.capture() as capture:
         console.print(stage)
     assert "starting" in capture.get()
-    assert stage.step({"step": 120.0, "train/loss": 0.5}, shown=True)[0].startswith("step 120/400"), "for the log"
+    assert stage.step({"step": 120.0, "train/loss": 0.5}, shown=True)[0].startswith(
+        "step 120/400"
+    ), "for the log"
     stage.note("writing to runs")
     with console.capture() as capture:
         console.print(stage)
@@ -29,7 +33,10 @@ def test_a_stage_is_one_line_of_a_terminal_and_nothing_stays() -> None:
     assert "step 120/400  loss 0.5" in line and len(line.rstrip()) <= 80
     stage.start()
     (summary,) = stage.close("finished")
-    assert summary.startswith("finished after step 120 of 400") and "writing" not in console.file.getvalue()  # type: ignore[attr-defined]
+    assert (
+        summary.startswith("finished after step 120 of 400")
+        and "writing" not in console.file.getvalue()
+    )  # type: ignore[attr-defined]
 
 
 def test_without_a_terminal_a_stage_is_silent() -> None:

@@ -1,4 +1,6 @@
-"""`weft examples write`: the files are of the forms that they are for, and nothing of the user's is touched."""
+"""`weft examples write`: the files are of the forms that they are for, and nothing of the user's is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_it_writes_what_it_says_and_the_command_is_right(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     assert main(["write", "data"]) == 0
     out = capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "data").iterdir()} == set(WHAT) and all(name in out for name in WHAT)
+    assert {path.name for path in (tmp_path / "data").iterdir()} == set(WHAT) and all(
+        name in out for name in WHAT
+    )
     words = shlex.split(out.splitlines()[-1])
     assert words[:3] == ["weft", "quickstart", "sft"]
     config, notes = configured(words[2:])
@@ -56,7 +60,9 @@ def test_twice_is_fine_and_nothing_else_is_overwritten(tmp_path, capsys):
 def test_rows_are_of_their_form_and_fit_the_model(file, kind, tmp_path):
     main(["write", str(tmp_path)])
     tokenizer = Tokenizer.load(TokenizerSpec(), str(tmp_path / "model"))
-    spec = DatasetSpec(train_path=str(tmp_path / file), train_bs_n_seqs=8, cache_dir=str(tmp_path / "cache"))
+    spec = DatasetSpec(
+        train_path=str(tmp_path / file), train_bs_n_seqs=8, cache_dir=str(tmp_path / "cache")
+    )
     data = load_data(spec, kind, tokenizer, seed=1, progress=False)
     assert 0 < data.longest < 20, render(data.counts)
     unknown = tokenizer.encode("?")[0]

@@ -38,7 +38,11 @@ def test_the_first_page_is_short_and_fits(name, width):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_options_shown_first_are_about_twenty(name):
-    names = [each for group in common_options(registry.quickstarts.get(name)()).values() for each in group]
+    names = [
+        each
+        for group in common_options(registry.quickstarts.get(name)()).values()
+        for each in group
+    ]
     assert 15 <= len(names) <= 26 and len(names) == len(set(names))
     assert all(f"\n  {each} " in page(name) or f"\n  {each}\n" in page(name) for each in names)
 
@@ -55,7 +59,9 @@ def test_the_example_is_a_configuration(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_all_has_every_option_that_does_something(name):
     config, text = registry.quickstarts.get(name)(), page(name, "all")
-    shown = {line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].strip()}
+    shown = {
+        line.split()[0] for line in text.splitlines() if line.startswith("  ") and line[2:3].strip()
+    }
     frozen = {leaf.name for leaf in leaves(config) if ".optimizer." in leaf.name} - shown
     assert {leaf.name for leaf in leaves(config)} <= shown | frozen
     assert not any(each.startswith(role) for each in frozen for role in config.trained_roles)
@@ -76,7 +82,9 @@ def test_groups_and_words():
     assert "ppo.gen.top_p" in text and "actor.path" not in text
     with pytest.raises(ConfigError, match=r"did you mean .*ppo.gen"):
         page("ppo", "ppo.gn")
-    with pytest.raises(ConfigError, match=r"(?s)no such group; options with this.*actor\.optimizer\.lr: peak"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)no such group; options with this.*actor\.optimizer\.lr: peak"
+    ):
         page("ppo", "lr")
     with pytest.raises(ConfigError, match=r"actor\.optimizer\.lr"):
         page("ppo", "learning_rate")
@@ -88,14 +96,25 @@ def test_other_spellings_stand_beside_the_options():
     assert "also: learning_rate" in " ".join(page("sft").split())
     spelled = spellings_of(PPOConfig())
     assert spelled["actor.optimizer.lr"] == spelled["critic.optimizer.lr"] == ["learning_rate"]
-    assert "kl_coef" in spelled["ppo.kl_ctl"] and "max_completion_length" in spelled["ppo.gen.max_new_tokens"]
+    assert (
+        "kl_coef" in spelled["ppo.kl_ctl"]
+        and "max_completion_length" in spelled["ppo.gen.max_new_tokens"]
+    )
     assert "dataset.valid_bs_n_seqs" in spelled and "dataset.max_prompt_len" in spelled
 
 
 def test_every_spelling_shown_is_one_that_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    values = {"bf16": "true", "use_cpu": "true", "use_peft": "true", "save_strategy": "epoch", "eval_strategy": "epoch",
-              "report_to": "wandb", "resume_from_checkpoint": "a/b", "per_device_train_batch_size": "4"}  # fmt: skip
+    values = {
+        "bf16": "true",
+        "use_cpu": "true",
+        "use_peft": "true",
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "report_to": "wandb",
+        "resume_from_checkpoint": "a/b",
+        "per_device_train_batch_size": "4",
+    }
     for name in SHIPPED:
         config = registry.quickstarts.get(name)()
         for target, spellings in spellings_of(config).items():
@@ -124,7 +143,11 @@ def test_a_configuration_of_the_users_shows_its_own_options_first():
     chosen = common_options(MyConfig())
     assert next(iter(chosen.items())) == ("of this configuration", ("extra", "mine.speed"))
     text = quickstart_help("my-ppo", MyConfig())
-    assert "PPO of my own." in text and "mine.speed" in text and "weft quickstart my-ppo --help all" in text
+    assert (
+        "PPO of my own." in text
+        and "mine.speed" in text
+        and "weft quickstart my-ppo --help all" in text
+    )
 
 
 def test_weft_alone_groups_its_commands(capsys):
@@ -135,10 +158,13 @@ def test_weft_alone_groups_its_commands(capsys):
     assert max(map(len, shown.splitlines())) <= 80
     for name in weft.COMMANDS:
         assert f"\n  {name} " in shown
-    assert shown.index("\ntrain and sample") < shown.index("\nlook at runs") < shown.index("\nmodels")
+    assert (
+        shown.index("\ntrain and sample") < shown.index("\nlook at runs") < shown.index("\nmodels")
+    )
 
 
-@pytest.mark.parametrize("name", sorted({*weft.COMMANDS} - {"demo", "dashboard"}))  # these two begin to work
+# these two begin to work
+@pytest.mark.parametrize("name", sorted({*weft.COMMANDS} - {"demo", "dashboard"}))
 def test_every_command_alone_says_how_it_is_used(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     alone = {"ls"}  # what lists needs nothing
@@ -158,15 +184,25 @@ def _exit_code(words: list[str]) -> int:
 def test_help_loads_no_framework(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom weft.cli.main import main\n"
-        "for w in (['--help'], ['quickstart', 'grpo', '--help', 'all'], ['ls', '.'], ['examples', 'ls']): main(w)\n"
+        "for w in (['--help'], ['quickstart', 'grpo', '--help', 'all'], ['ls', '.'], ['examples', "
+        "'ls']): main(w)\n"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
 def test_a_command_is_broken_between_words_only():
-    words = ["weft", "quickstart", "sft", "dataset.columns={prompt: a, answer: b}", "x=" + "y" * 90, "z=1"]
+    words = [
+        "weft",
+        "quickstart",
+        "sft",
+        "dataset.columns={prompt: a, answer: b}",
+        "x=" + "y" * 90,
+        "z=1",
+    ]
     lines = list(command_lines(words, 60))
     assert len(lines) == 4 and all(len(line) <= 60 for line in (*lines[:2], lines[3]))
     assert shlex.split(" ".join(line.rstrip("\\") for line in lines)) == words

@@ -29,8 +29,12 @@ def test_one_process(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "log.txt").write_text("".join(f"2026-01-01 00:00:00  step {n}\n" for n in range(50)))
     assert weft.main([*NAMED, "--lines", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "runs/e/t: finished", "", "== run (runs/e/t/log.txt)", "2026-01-01 00:00:00  step 48", "2026-01-01 00:00:00  step 49"
-    ]  # fmt: skip
+        "runs/e/t: finished",
+        "",
+        "== run (runs/e/t/log.txt)",
+        "2026-01-01 00:00:00  step 48",
+        "2026-01-01 00:00:00  step 49",
+    ]
     assert weft.main([*NAMED, "--lines", "-2"]) == 2
     assert "--lines -2: must be at least 0" in capsys.readouterr().err
     assert weft.main([*NAMED, "--worker", "1"]) == 2
@@ -48,9 +52,12 @@ def test_the_first_failure_comes_first(run: Path, capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "runs/e/t: nobody works on it, and it did not come to say how it ended"
     assert lines[2:7] == [
-        "first failure: worker-1, line 2", "    Traceback (most recent call last):", "      x", "    OSError: full",
+        "first failure: worker-1, line 2",
+        "    Traceback (most recent call last):",
+        "      x",
+        "    OSError: full",
         "then: run, line 1: 2026-01-01 00:00:09  error: worker 1 is gone",
-    ]  # fmt: skip
+    ]
     assert weft.main([*NAMED, "--worker", "0"]) == 0
     assert "failure" not in capsys.readouterr().out
     assert weft.main([*NAMED, "--worker", "2"]) == 2
@@ -78,7 +85,10 @@ def test_following_ends_with_the_run(
     monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=works))
     assert weft.main([*NAMED, "--follow"]) == 0
     assert looks >= 2
-    assert set(capsys.readouterr().out.splitlines()[-2:]) == {"[run] goes on", "[worker-0] is there"}
+    assert set(capsys.readouterr().out.splitlines()[-2:]) == {
+        "[run] goes on",
+        "[worker-0] is there",
+    }
 
 
 @pytest.mark.parametrize(
@@ -89,7 +99,9 @@ def test_following_ends_with_the_run(
         (NAMED, "has no log yet; --follow waits for one"),
     ],
 )
-def test_wrong_input_is_exit_2(words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_exit_2(
+    words: list[str], message: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(words) == 2
     assert message in capsys.readouterr().err
 
@@ -104,14 +116,19 @@ def test_a_run_is_named_as_show_takes_it(run: Path, capsys: pytest.CaptureFixtur
     for words, told in (
         (["e/tt"], "e/tt: there is no such run; did you mean runs/e/t?"),
         (["e/t", "-e", "e"], "names a run, and so do -e and -f; leave one out"),
-        (["-e", "e"], "-f TRIAL is missing; write weft logs -e EXPERIMENT -f TRIAL, or weft logs RUN"),
+        (
+            ["-e", "e"],
+            "-f TRIAL is missing; write weft logs -e EXPERIMENT -f TRIAL, or weft logs RUN",
+        ),
         (["--lines", "3"], "which run? Write weft logs RUN, such as weft logs latest"),
     ):
         assert weft.main(["logs", *words]) == 2
         assert told in capsys.readouterr().err
 
 
-def test_a_run_that_has_only_begun_has_logs_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_only_begun_has_logs_too(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "logs" / "worker-0.log").write_text("starting\n")
     assert weft.main(["logs", "e/t"]) == 0
     assert "starting" in capsys.readouterr().out

@@ -68,7 +68,9 @@ def test_the_table_fits(columns, tmp_path):
     head, *lines = out.getvalue().splitlines()
     assert max(map(len, [head, *lines])) <= columns
     assert ("train/loss" in out.getvalue()) == (columns == 160), "a wide terminal shows more"
-    assert "".join(line.split()[0] for line in lines) == "helpful-usual-name/trial-1", "the name is never left out"
+    assert "".join(line.split()[0] for line in lines) == "helpful-usual-name/trial-1", (
+        "the name is never left out"
+    )
     assert ("size" in head, "algorithm" in head) == (columns >= 80, columns >= 80)
     if columns >= 80:
         assert len(lines) == 1
@@ -97,7 +99,12 @@ def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("demo-2") == 2 and "demo/mine" in out
     line = next(line for line in out.splitlines() if "demo-2 (3 runs)" in line)
-    assert line.split()[3:5] == ["demo", "finished"] and "loss 0.25" in line and "531 kB" in line and "10 s" in line
+    assert (
+        line.split()[3:5] == ["demo", "finished"]
+        and "loss 0.25" in line
+        and "531 kB" in line
+        and "10 s" in line
+    )
     assert f"weft ls {tmp_path / 'demo-2'} lists the runs of this demo" in out
     assert len(names(capsys, str(tmp_path / "demo-2"))) == 3
     assert len(names(capsys, str(tmp_path), "--status", "finished")) == 4
@@ -105,7 +112,9 @@ def test_a_demo_is_one_line_with_all_its_bytes(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
-def test_what_is_out_of_range_stands_below_the_list_and_takes_the_place_of_the_tick(tmp_path, capsys):
+def test_what_is_out_of_range_stands_below_the_list_and_takes_the_place_of_the_tick(
+    tmp_path, capsys
+):
     run = write_run(tmp_path, "e/bad", step=20)
     rows = [{"step": n, "train/loss": 1.0 + n} for n in range(1, 21)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -114,7 +123,8 @@ def test_what_is_out_of_range_stands_below_the_list_and_takes_the_place_of_the_t
     out = capsys.readouterr().out.splitlines()
     assert next(line for line in out if line.startswith("e/bad")).split()[2:4] == ["finished", "!"]
     assert [line for line in out if line.startswith("! ")] == [
-        "! e/bad: loss rose from 4 to 19. Usually the learning rate is too high. Try a lower model.optimizer.lr, or a longer "
+        "! e/bad: loss rose from 4 to 19. Usually the learning rate is too high. Try a lower "
+        "model.optimizer.lr, or a longer "
         "warm-up."
     ]
     main([str(tmp_path), "--json"])

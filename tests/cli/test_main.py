@@ -25,7 +25,9 @@ QUICKSTARTS = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a model directory (config and weights by name) and rows."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 100})
+    )
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     monkeypatch.chdir(tmp_path)
@@ -58,19 +60,26 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "did you mean quickstart" in capsys.readouterr().err
 
 
-def test_an_unknown_quickstart_names_the_nearest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_quickstart_names_the_nearest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(["quickstart", "sftt", *names()]) == 2
     assert "unknown quickstart 'sftt'; did you mean sft?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["quickstart", "ppo", "--help"], ["quickstart", "sft", "--cfg", "job"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["quickstart", "ppo", "--help"], ["quickstart", "sft", "--cfg", "job"]]
+)
 def test_help_and_configuration_load_no_framework(words: list[str], tmp_path: Path) -> None:
     code = (
         "import sys\nfrom weft.cli.main import main\n"
         f"code = main({words!r})\n"
-        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, "
+        "file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert done.stderr.strip().splitlines()[-1] == "[] 0"
 
 
@@ -78,13 +87,16 @@ def test_a_wrong_setting_fails_before_torch_is_loaded(folder: Path) -> None:
     code = (
         "import sys\nfrom weft.cli.main import main\n"
         f"code = main({sft('mode=locl')!r})\n"
-        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, file=sys.stderr)"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules], code, "
+        "file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip().splitlines()[-1] == "[] 2"
 
 
-def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cfg_job_prints_what_a_run_would_use(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = sft("learning_rate=1e-5", "trial_name=1.10", "dataset.args.k=v")
     assert weft.main([*words, "--cfg", "job"]) == 0
     captured = capsys.readouterr()
@@ -101,8 +113,14 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.optmizer.lr=1"], "unknown option 'model.optmizer.lr'; did you mean model.optimizer.lr"),
-        (["model.optimizer.lr=fast"], "model.optimizer.lr='fast': must be a number, such as 0.1 or 1e-5"),
+        (
+            ["model.optmizer.lr=1"],
+            "unknown option 'model.optmizer.lr'; did you mean model.optimizer.lr",
+        ),
+        (
+            ["model.optimizer.lr=fast"],
+            "model.optimizer.lr='fast': must be a number, such as 0.1 or 1e-5",
+        ),
         (["max_steps=1.5"], "max_steps=1.5: must be a whole number"),
         (["seed=-1"], "seed=-1: must be at least 0"),
         (["experiment_name=a_b"], "write experiment_name=a-b"),
@@ -111,41 +129,86 @@ def test_cfg_job_prints_what_a_run_would_use(folder: Path, capsys: pytest.Captur
         (["trial_name=" + "n" * 300], "trial_name: 300 letters; at most 255"),
         (["model.optimizer.lr=nan"], "model.optimizer.lr=nan: must be a number"),
         (["model.layout=d0"], "model.layout=d0: data is 0"),
-        (["model.path=latest"], "model.path='latest': no run in ./runs has a checkpoint of actor or model"),
+        (
+            ["model.path=latest"],
+            "model.path='latest': no run in ./runs has a checkpoint of actor or model",
+        ),
         (["model.path=."], "did you mean model?"),
         (["dataset.train_path=/"], "dataset.train_path='/': holds the whole file system"),
         (["trial_name='a b'"], "write trial_name=a-b"),
         (["mode=locl"], "must be local, ray or slurm (did you mean local?)"),
-        (["allocation_mode=search", "n_gpus_per_node=2"], "model.path=model/config.json: lacks 'hidden_size'"),
+        (
+            ["allocation_mode=search", "n_gpus_per_node=2"],
+            "model.path=model/config.json: lacks 'hidden_size'",
+        ),
         (["allocation_mode=searc"], "did you mean search"),
         (["allocation_mode=d2x1"], "'x' is unknown"),
-        (["model.layout=d2", "model.device_mesh=1"], "model.device_mesh='1': layout d2f2t1p1c1e1 needs 2 devices, and 1"),
+        (
+            ["model.layout=d2", "model.device_mesh=1"],
+            "model.device_mesh='1': layout d2f2t1p1c1e1 needs 2 devices, and 1",
+        ),
         (["model.layout=d3f2"], "f=2 does not divide d=3"),
         (["train.layout=d2x1"], "train.layout='d2x1': 'x' is unknown"),
-        (["train.device_mesh=3-4"], "train.device_mesh='3-4': layout d1f1t1p1c1e1 needs one device, and 2 were given"),
-        (["model.device_mesh=5-3"], "model.device_mesh='5-3': device numbers must rise; write 3,4,5"),
+        (
+            ["train.device_mesh=3-4"],
+            "train.device_mesh='3-4': layout d1f1t1p1c1e1 needs one device, and 2 were given",
+        ),
+        (
+            ["model.device_mesh=5-3"],
+            "model.device_mesh='5-3': device numbers must rise; write 3,4,5",
+        ),
         (["n_nodes=2"], "n_nodes=2: mode=local is this machine"),
         (["device=gpu"], "device='gpu': must be cpu, cuda"),
         (["recover_mode=sometimes"], "must be one of auto, resume, disabled"),
-        (["dataset.train_path=rosw.jsonl"], "dataset.train_path='rosw.jsonl': there is no such file"),
-        (["dataset.train_bs_n_seqs=4", "dataset.train_tokens_per_batch=4096"], "exclude each other; set one"),
-        (["dataset.valid_bs_n_seqs=4", "dataset.valid_tokens_per_batch=4096"], "exclude each other; set one"),
-        (["dataset.max_seqlen=1024", "dataset.train_tokens_per_batch=100"], "cannot hold the longest sequence, 1024 tokens"),
-        (["dataset.max_seqlen=1024", "max_tokens_per_microbatch=100"], "max_tokens_per_microbatch=100: cannot hold the"),
-        (["dataset.max_seqlen=1024", "train.max_tokens_per_microbatch=100"], "train.max_tokens_per_microbatch=100: can"),
-        (["dataset.type=prompt_anser"], "unknown dataset type 'prompt_anser'; did you mean prompt_answer"),
+        (
+            ["dataset.train_path=rosw.jsonl"],
+            "dataset.train_path='rosw.jsonl': there is no such file",
+        ),
+        (
+            ["dataset.train_bs_n_seqs=4", "dataset.train_tokens_per_batch=4096"],
+            "exclude each other; set one",
+        ),
+        (
+            ["dataset.valid_bs_n_seqs=4", "dataset.valid_tokens_per_batch=4096"],
+            "exclude each other; set one",
+        ),
+        (
+            ["dataset.max_seqlen=1024", "dataset.train_tokens_per_batch=100"],
+            "cannot hold the longest sequence, 1024 tokens",
+        ),
+        (
+            ["dataset.max_seqlen=1024", "max_tokens_per_microbatch=100"],
+            "max_tokens_per_microbatch=100: cannot hold the",
+        ),
+        (
+            ["dataset.max_seqlen=1024", "train.max_tokens_per_microbatch=100"],
+            "train.max_tokens_per_microbatch=100: can",
+        ),
+        (
+            ["dataset.type=prompt_anser"],
+            "unknown dataset type 'prompt_anser'; did you mean prompt_answer",
+        ),
         (["eval_freq_steps=5"], "eval_freq_steps=5: there is nothing to evaluate on"),
         (["train.interface=trane"], "unknown interface 'trane'; did you mean train"),
-        (["train.post_hooks=[offload_optimiser]"], "train: unknown hook 'offload_optimiser' (did you mean offload_optimizer?)"),
-        (["model.pipeline_stages_per_rank=2"], "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for"),
+        (
+            ["train.post_hooks=[offload_optimiser]"],
+            "train: unknown hook 'offload_optimiser' (did you mean offload_optimizer?)",
+        ),
+        (
+            ["model.pipeline_stages_per_rank=2"],
+            "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for",
+        ),
         (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
         (["dataset.type=prompt"], "wants key 'completion'"),
         (["model.path=./modle"], "did you mean model?"),
         (["model.path=rows.jsonl"], "is a file"),
-        (["model.optimizer.warmup_steps=1", "model.optimizer.warmup_epochs=1"], "exclude each other"),
+        (
+            ["model.optimizer.warmup_steps=1", "model.optimizer.warmup_epochs=1"],
+            "exclude each other",
+        ),
         (["seed=1,2"], "sweep"),
     ],
-)  # fmt: skip
+)
 def test_wrong_input_is_exit_2_with_one_message(
     words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,13 +221,17 @@ def test_wrong_input_is_exit_2_with_one_message(
 
 
 @pytest.mark.parametrize("missing", ["model.path", "dataset.train_path"])
-def test_what_is_missing_is_named(missing: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_named(
+    missing: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [word for word in sft() if not word.startswith(f"{missing}=")]
     assert weft.main(words) == 2
     assert f"{missing} is missing" in capsys.readouterr().err
 
 
-def test_model_directories_are_looked_into(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_directories_are_looked_into(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "empty").mkdir()
     step = folder / "empty" / "step12"
     step.mkdir()
@@ -201,12 +268,18 @@ def raises(error: BaseException) -> Callable[[], int]:
         (UserError("no"), 2, "error: no"),
         (RunError("the disk is full"), 1, "error: the disk is full"),
         (TypeError("oops"), 1, "error: TypeError: oops (--debug shows where)"),
-        (KeyboardInterrupt(), 130, "stopped at once; rerun the same command to start or resume the run"),
+        (
+            KeyboardInterrupt(),
+            130,
+            "stopped at once; rerun the same command to start or resume the run",
+        ),
         (Interrupted("stopped by SIGINT after step 3", 2), 130, "after step 3"),
         (Interrupted("stopped by SIGTERM after step 3", 15), 143, "after step 3"),
     ],
 )
-def test_exit_codes(error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.guarded(raises(error), ["quickstart", "sft"]) == code
     captured = capsys.readouterr().err
     assert message in captured and "Traceback" not in captured
@@ -221,7 +294,9 @@ def test_unknown_flags_name_the_nearest(folder: Path, capsys: pytest.CaptureFixt
     assert weft.main(["quickstart", "sft", "--import"]) == 2
 
 
-def test_quickstart_alone_lists_what_there_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_alone_lists_what_there_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(["quickstart"]) == 2
     assert "NAME --help" in capsys.readouterr().out
     assert weft.main(["quickstart", "--help"]) == 0
@@ -235,7 +310,11 @@ def test_the_module_form_is_the_same(folder: Path, capsys: pytest.CaptureFixture
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     for module, words in (("weft.apps.main", ["--version"]), ("weft.apps.quickstart", ["--help"])):
         done = subprocess.run(
-            [sys.executable, "-m", module, *words], capture_output=True, text=True, check=False, env=env
+            [sys.executable, "-m", module, *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=env,
         )
         assert done.returncode == 0, done.stderr
 
@@ -268,7 +347,11 @@ def test_the_run_gets_the_configuration(
     assert weft.main(sft("seed=7", "model.optimizer.lr=1e-5")) == 0
     (config,) = ran
     assert isinstance(config, SFTConfig)
-    assert (config.seed, config.model.optimizer.lr, config.dataset.train_path) == (7, 1e-5, "rows.jsonl")
+    assert (config.seed, config.model.optimizer.lr, config.dataset.train_path) == (
+        7,
+        1e-5,
+        "rows.jsonl",
+    )
 
 
 def test_openmp_settings_that_are_empty_are_taken_out() -> None:
@@ -281,7 +364,9 @@ def test_a_line_about_a_stop_is_broken_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped() -> int:
-        raise Interrupted("stopped by Ctrl-C after step 12; rerun the same command to resume from there", 2)
+        raise Interrupted(
+            "stopped by Ctrl-C after step 12; rerun the same command to resume from there", 2
+        )
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(weft.sys.stderr, "isatty", lambda: True)
@@ -294,14 +379,17 @@ def test_a_line_about_a_stop_is_broken_between_words(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--learning_rate", "1e-3"], "unknown flag '--learning_rate'; options are written key=value: learning_rate=1e-3"),
+        (
+            ["--learning_rate", "1e-3"],
+            "unknown flag '--learning_rate'; options are written key=value: learning_rate=1e-3",
+        ),
         (["--model.path", "m", "seed=1"], "options are written key=value: model.path=m"),
         (["--bf16"], "options are written key=value: bf16=true"),
         (["--dry-rn"], "unknown flag '--dry-rn'; did you mean --dry-run?"),
         (["learning_rat=3"], "unknown option 'learning_rat'; did you mean learning_rate?"),
         (["per_device_train_batchsize=3"], "did you mean per_device_train_batch_size or"),
     ],
-)  # fmt: skip
+)
 def test_what_people_type_is_led_to_what_weft_takes(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,7 +399,9 @@ def test_what_people_type_is_led_to_what_weft_takes(
 
 @pytest.mark.parametrize("buffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["config", "ls"], ["nothing"]], ids=" ".join)
-def test_output_that_nobody_reads_is_no_error(words: list[str], buffered: str, tmp_path: Path) -> None:
+def test_output_that_nobody_reads_is_no_error(
+    words: list[str], buffered: str, tmp_path: Path
+) -> None:
     """As in `weft ... | head -0`, and with the errors going there too."""
     code = f"from weft.cli.main import main\nraise SystemExit(main({words!r}))"
     for errors in (subprocess.PIPE, subprocess.STDOUT):
@@ -330,7 +420,11 @@ def test_output_that_nobody_reads_is_no_error(words: list[str], buffered: str, t
         os.close(writer)
         assert done.returncode in (0, 2, 141)
         if errors == subprocess.PIPE:
-            assert "Traceback" not in done.stderr and "Broken" not in done.stderr and "ignored" not in done.stderr
+            assert (
+                "Traceback" not in done.stderr
+                and "Broken" not in done.stderr
+                and "ignored" not in done.stderr
+            )
 
 
 def test_a_broken_connection_is_told_where_the_output_is_read(
@@ -358,5 +452,7 @@ def test_a_working_directory_that_was_removed_is_one_message(
         ["data", "inspect", "a.jsonl"],
     ):
         assert weft.main(words) == 2
-        assert capsys.readouterr().err.startswith("error: the working directory was removed; change to another one")
+        assert capsys.readouterr().err.startswith(
+            "error: the working directory was removed; change to another one"
+        )
     assert weft.main(["--help"]) == 0

@@ -1,4 +1,6 @@
-"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: inputs are drawn."""
+"""Whatever a user gives, a command ends with 0, or with 2 and a message that names it: inputs are
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,23 @@ from weft.data.template_check import template_problem
 from weft.errors import CheckpointError
 
 FORMS = ("prompt_answer", "prompt", "text", "chat", "preference", "paired_comparison", "ranking")
-KEYS = ("prompt", "answer", "text", "messages", "chosen", "rejected", "pos_answers", "neg_answers", "replies", "id", "margin",
-        "tools", "role", "content", "label")  # fmt: skip
+KEYS = (
+    "prompt",
+    "answer",
+    "text",
+    "messages",
+    "chosen",
+    "rejected",
+    "pos_answers",
+    "neg_answers",
+    "replies",
+    "id",
+    "margin",
+    "tools",
+    "role",
+    "content",
+    "label",
+)
 NUMBERS = ("0", "-1", "1", "1.5", "inf", "nan", "1e308", "1e400", "9" * 30, "9" * 5000)
 TEXTS = (
     "",
@@ -44,30 +61,123 @@ TEXTS = (
     "${seed}",
     "'",
 )
-OPTIONS = ("seed", "max_steps", "fileroot", "trial_name", "device", "mode", "imports", "save_freq_secs", "dataset.max_seqlen",
-           "dataset.sources", "dataset.args", "dataset.type", "dataset.train_bs_n_seqs", "model", "model.path", "model.dtype",
-           "model.layout", "model.device_mesh", "model.lora.r", "model.lora.dropout", "model.optimizer.lr",
-           "model.rope_scaling", "model.optimizer.beta1", "model.tokenizer.chat_template", "nope", "model.nope", "logger",
-           "train.post_hooks")  # fmt: skip
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
-         "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "model_type",
-         "tie_word_embeddings", "attention_dropout", "layer_types")  # fmt: skip
+OPTIONS = (
+    "seed",
+    "max_steps",
+    "fileroot",
+    "trial_name",
+    "device",
+    "mode",
+    "imports",
+    "save_freq_secs",
+    "dataset.max_seqlen",
+    "dataset.sources",
+    "dataset.args",
+    "dataset.type",
+    "dataset.train_bs_n_seqs",
+    "model",
+    "model.path",
+    "model.dtype",
+    "model.layout",
+    "model.device_mesh",
+    "model.lora.r",
+    "model.lora.dropout",
+    "model.optimizer.lr",
+    "model.rope_scaling",
+    "model.optimizer.beta1",
+    "model.tokenizer.chat_template",
+    "nope",
+    "model.nope",
+    "logger",
+    "train.post_hooks",
+)
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "hidden_act",
+    "model_type",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "layer_types",
+)
 VALUES: st.SearchStrategy[Any] = st.one_of(
-    st.sampled_from([None, True, 0, -1, 1, 2, 3, 7, 10**9, 10**20, 1.5, float("nan"), float("inf"), "", "x", "8", [], [1], {}]),
-    st.builds(lambda kind, factor: {"rope_type": kind, "factor": factor},
-              st.sampled_from(["linear", "yarn", "llama3", "longrope", "x", 3]), st.sampled_from([0, -1, 2.0, "x", None])),
-)  # fmt: skip
+    st.sampled_from(
+        [
+            None,
+            True,
+            0,
+            -1,
+            1,
+            2,
+            3,
+            7,
+            10**9,
+            10**20,
+            1.5,
+            float("nan"),
+            float("inf"),
+            "",
+            "x",
+            "8",
+            [],
+            [1],
+            {},
+        ]
+    ),
+    st.builds(
+        lambda kind, factor: {"rope_type": kind, "factor": factor},
+        st.sampled_from(["linear", "yarn", "llama3", "longrope", "x", 3]),
+        st.sampled_from([0, -1, 2.0, "x", None]),
+    ),
+)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 WORDS = st.lists(
-    st.sampled_from(["{%", "%}", "{{", "}}", "for m in messages", "endfor", "m.content", "messages[9]", "range(10**9)", "'x' *",
-                     "10**9",
-                     "10**10**10", "raise_exception('no')", "|nofilter", "1 // 0", "generation", "set x =", "if", "else", " "]),
+    st.sampled_from(
+        [
+            "{%",
+            "%}",
+            "{{",
+            "}}",
+            "for m in messages",
+            "endfor",
+            "m.content",
+            "messages[9]",
+            "range(10**9)",
+            "'x' *",
+            "10**9",
+            "10**10**10",
+            "raise_exception('no')",
+            "|nofilter",
+            "1 // 0",
+            "generation",
+            "set x =",
+            "if",
+            "else",
+            " ",
+        ]
+    ),
     max_size=8,
-).map(" ".join)  # fmt: skip
+).map(" ".join)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +195,9 @@ def ends_well(words: list[str], *names: str) -> None:
         code = main(words)
     said = told.getvalue()
     assert code in (0, 2), said
-    assert code == 0 or ("error: " in said and "Traceback" not in said and any(name in said for name in names)), said
+    assert code == 0 or (
+        "error: " in said and "Traceback" not in said and any(name in said for name in names)
+    ), said
 
 
 def few(examples: int) -> Callable[[Any], Any]:
@@ -106,7 +218,13 @@ def rows(root: Path, examples: int) -> None:
         file = root / "hostile.json"
         lines = [json.dumps(value) for value in values]
         file.write_text(f"[{','.join(lines)}]" if as_list else "\n".join(lines))
-        words = ["--type", form, "--tokenizer", str(root / "model"), f"dataset.cache_dir={root / 'cache'}"]
+        words = [
+            "--type",
+            form,
+            "--tokenizer",
+            str(root / "model"),
+            f"dataset.cache_dir={root / 'cache'}",
+        ]
         ends_well(["data", "counts", str(file), *words], "hostile.json")
 
     check()
@@ -129,7 +247,11 @@ def options(root: Path, examples: int) -> None:
         given_words = ["--config", str(root / "c.yaml")] if from_file else [f"{name}={value}"]
         last = name.rpartition(".")[2]
         ends_well(
-            ["quickstart", "sft", *base, *given_words, "--cfg", "job"], name.split(".")[0], last, "c.yaml", "import of"
+            ["quickstart", "sft", *base, *given_words, "--cfg", "job"],
+            name.split(".")[0],
+            last,
+            "c.yaml",
+            "import of",
         )
 
     check()
@@ -145,7 +267,9 @@ def models(root: Path, examples: int) -> None:
         st.sampled_from(["llama", "qwen2", "mixtral", "phi3"]),
     )
     def check(changes: dict[str, Any], family: str) -> None:
-        (root / "changed" / "config.json").write_text(json.dumps({**plain, "model_type": family, **changes}))
+        (root / "changed" / "config.json").write_text(
+            json.dumps({**plain, "model_type": family, **changes})
+        )
         ends_well(
             ["plan", "realloc", "d1", "d2", "--model", str(root / "changed")],
             "config.json",
@@ -177,7 +301,9 @@ def headers(root: Path, examples: int) -> None:
 
     @few(examples)
     @given(
-        st.lists(st.tuples(st.integers(0, length + 7), st.integers(0, 255)), min_size=1, max_size=3),
+        st.lists(
+            st.tuples(st.integers(0, length + 7), st.integers(0, 255)), min_size=1, max_size=3
+        ),
         st.integers(0, 2000),
     )
     def check(changes: list[tuple[int, int]], cut: int) -> None:

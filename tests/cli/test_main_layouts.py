@@ -1,4 +1,6 @@
-"""Whole runs from the command line in layouts that combine several letters, against the run of one process."""
+"""Whole runs from the command line in layouts that combine several letters, against the run of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(material: Path, fileroot: Path, name: str, *words: str) -> list[dict[str, Any]]:
     """The numbers of three steps."""
-    common = [f"fileroot={fileroot}", "experiment_name=e", "trial_name=t", "dataset.train_bs_n_seqs=4", "max_steps=3"]
+    common = [
+        f"fileroot={fileroot}",
+        "experiment_name=e",
+        "trial_name=t",
+        "dataset.train_bs_n_seqs=4",
+        "max_steps=3",
+    ]
     common += ["total_train_epochs=2", "progress=false"]
-    assert main(["quickstart", name, *common, *(word.replace("@", f"{material}/") for word in words)]) == 0
+    assert (
+        main(["quickstart", name, *common, *(word.replace("@", f"{material}/") for word in words)])
+        == 0
+    )
     lines = timeless(fileroot / "e" / "t")
     assert [line["step"] for line in lines] == [1, 2, 3]
     return [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in lines]
@@ -58,12 +69,24 @@ def test_a_mixture_is_trained(layout: str, material: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layouts", [("t2", "t2"), ("d2t2", "t4"), ("c2t2", "d1")])
-def test_a_split_student_learns_from_a_split_teacher(layouts: tuple[str, str], material: Path, tmp_path: Path) -> None:
-    words = ("actor.path=@student", "teacher.path=@teacher", "dataset.path=@rows.jsonl", "lmbda=0.5")
+def test_a_split_student_learns_from_a_split_teacher(
+    layouts: tuple[str, str], material: Path, tmp_path: Path
+) -> None:
+    words = (
+        "actor.path=@student",
+        "teacher.path=@teacher",
+        "dataset.path=@rows.jsonl",
+        "lmbda=0.5",
+    )
     words = (*words, "distill.top_k=20", "distill.gen.max_new_tokens=6", "actor.optimizer.lr=1e-3")
     expected = run(material, tmp_path / "one", "distill", *words)
     found = run(
-        material, tmp_path / "many", "distill", *words, f"actor.layout={layouts[0]}", f"teacher.layout={layouts[1]}"
+        material,
+        tmp_path / "many",
+        "distill",
+        *words,
+        f"actor.layout={layouts[0]}",
+        f"teacher.layout={layouts[1]}",
     )
     same(found, expected)
     assert f"actor: layout {Layout.parse(layouts[0], trained=True)} on" in log(tmp_path / "many")

@@ -1,4 +1,6 @@
-"""Whole runs from the command line on a tiny model: the metrics and files that outside code relies on."""
+"""Whole runs from the command line on a tiny model: the metrics and files that outside code relies
+on.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from tests.tiny import make_llama, pair_rows, prompt_answer_rows, prompt_rows, w
 from weft.cli.main import main
 
 TRAINING = {"loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
-POLICY = TRAINING | {"kl", "entropy", "clip_ratio", "approx_kl", "importance_ratio_max", "sampler_logprob_diff"}
+POLICY = TRAINING | {
+    "kl",
+    "entropy",
+    "clip_ratio",
+    "approx_kl",
+    "importance_ratio_max",
+    "sampler_logprob_diff",
+}
 REWARD = {"reward", "reward_std", "frac_reward_zero_std"}
 GENERATED = {"response_length", "truncated_fraction"}
 
@@ -31,8 +40,25 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(material: Path, tmp_path: Path, name: str, *words: str) -> tuple[Path, dict[str, Any]]:
     """(the run's directory, its last line) of two steps."""
-    common = ["experiment_name=e", "trial_name=t", f"fileroot={tmp_path}", "dataset.train_bs_n_seqs=4", "max_steps=2"]
-    assert main(["quickstart", name, *common, "progress=false", *(w.replace("@", f"{material}/") for w in words)]) == 0
+    common = [
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={tmp_path}",
+        "dataset.train_bs_n_seqs=4",
+        "max_steps=2",
+    ]
+    assert (
+        main(
+            [
+                "quickstart",
+                name,
+                *common,
+                "progress=false",
+                *(w.replace("@", f"{material}/") for w in words),
+            ]
+        )
+        == 0
+    )
     directory = tmp_path / "e" / "t"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
@@ -56,11 +82,16 @@ def test_sft(material: Path, tmp_path: Path) -> None:
     assert under(line, "train") >= TRAINING | {"accuracy", "perplexity"}
     assert {"eval/loss", "eval/sft/loss", "time/train"} <= line.keys()
     assert (directory / "checkpoints" / "model" / "step2" / "model.safetensors").is_file()
-    assert json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])["train/learning_rate"] == 1e-3
+    assert (
+        json.loads((directory / "metrics.jsonl").read_text().splitlines()[0])["train/learning_rate"]
+        == 1e-3
+    )
 
 
 def test_reward_model_then_ppo_with_it_and_a_function(material: Path, tmp_path: Path) -> None:
-    directory, line = run(material, tmp_path / "a", "rw", "model.path=@m", "dataset.train_path=@pairs.jsonl")
+    directory, line = run(
+        material, tmp_path / "a", "rw", "model.path=@m", "dataset.train_path=@pairs.jsonl"
+    )
     assert under(line, "train") >= TRAINING | {"accuracy", "margin", "kendalltau"}
     judge = directory / "checkpoints" / "model" / "step2"
     words = ("actor.path=@m", f"rew.path={judge}", "reward=length", "dataset.path=@prompts.jsonl")
@@ -72,19 +103,23 @@ def test_reward_model_then_ppo_with_it_and_a_function(material: Path, tmp_path: 
     assert under(line, "reward") >= REWARD | {"reward/length", "reward/model"}
     assert under(line, "actor_gen") >= GENERATED
     assert {
-        f"time/{node}" for node in ("actor_gen", "ref_inf", "critic_inf", "advantages", "critic_train")
+        f"time/{node}"
+        for node in ("actor_gen", "ref_inf", "critic_inf", "advantages", "critic_train")
     } <= line.keys()
     assert line["actor_train/sampler_logprob_diff"] <= 1e-6
     assert sorted(p.name for p in (directory / "checkpoints").iterdir()) == ["actor", "critic"]
     log = (directory / "log.txt").read_text()
     assert (
-        "4 prompts x 1 = 4 completions, 4 optimizer steps per model" in log and "completions of at most 4 tokens" in log
+        "4 prompts x 1 = 4 completions, 4 optimizer steps per model" in log
+        and "completions of at most 4 tokens" in log
     )
     assert "a step's completions are trained on in minibatches of 2, for 2 epochs" in log
 
 
 def test_dpo(material: Path, tmp_path: Path) -> None:
-    _, line = run(material, tmp_path, "dpo", "actor.path=@m", "dataset.train_path=@pairs.jsonl", "beta=0.2")
+    _, line = run(
+        material, tmp_path, "dpo", "actor.path=@m", "dataset.train_path=@pairs.jsonl", "beta=0.2"
+    )
     wanted = {
         "rewards/chosen",
         "rewards/rejected",
@@ -98,9 +133,15 @@ def test_dpo(material: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("loss_type", "more", "node"),
-    [("bco", (), "bco_shift"), ("aot", (), "optimal_transport"), ("apo_zero", ("dpo.rpo_alpha=0.5",), "ref_inf")],
+    [
+        ("bco", (), "bco_shift"),
+        ("aot", (), "optimal_transport"),
+        ("apo_zero", ("dpo.rpo_alpha=0.5",), "ref_inf"),
+    ],
 )
-def test_kin_of_dpo(material: Path, tmp_path: Path, loss_type: str, more: tuple[str, ...], node: str) -> None:
+def test_kin_of_dpo(
+    material: Path, tmp_path: Path, loss_type: str, more: tuple[str, ...], node: str
+) -> None:
     words = (
         "actor.path=@m",
         "dataset.train_path=@pairs.jsonl",
@@ -114,7 +155,12 @@ def test_kin_of_dpo(material: Path, tmp_path: Path, loss_type: str, more: tuple[
 
 
 def test_grpo(material: Path, tmp_path: Path) -> None:
-    words = ("actor.path=@m", "dataset.path=@prompts.jsonl", "reward=length", "grpo.gen.max_new_tokens=4")
+    words = (
+        "actor.path=@m",
+        "dataset.path=@prompts.jsonl",
+        "reward=length",
+        "grpo.gen.max_new_tokens=4",
+    )
     _, line = run(material, tmp_path, "grpo", *words, "grpo.group_size=3", "grpo.mini_batch_size=4")
     assert under(line, "actor_train") >= POLICY
     assert under(line, "reward") >= REWARD
@@ -122,11 +168,23 @@ def test_grpo(material: Path, tmp_path: Path) -> None:
 
 
 def test_gen(material: Path, tmp_path: Path) -> None:
-    words = ("model.path=@m", "dataset.path=@prompts.jsonl", "gen.max_new_tokens=4", "gen.samples_per_prompt=2")
+    words = (
+        "model.path=@m",
+        "dataset.path=@prompts.jsonl",
+        "gen.max_new_tokens=4",
+        "gen.samples_per_prompt=2",
+    )
     directory, _ = run(material, tmp_path, "gen", *words)
     rows = [json.loads(line) for line in (directory / "generations.jsonl").read_text().splitlines()]
     assert len(rows) == 16
-    assert rows[0].keys() >= {"id", "prompt", "completion", "completion_ids", "logprobs", "finish_reason"}
+    assert rows[0].keys() >= {
+        "id",
+        "prompt",
+        "completion",
+        "completion_ids",
+        "logprobs",
+        "finish_reason",
+    }
     assert rows[0]["prompt"] == prompt_rows(1)[0]["prompt"]
     assert len(rows[0]["logprobs"]) == len(rows[0]["completion_ids"]) <= 4
 
@@ -152,10 +210,15 @@ def f(prompts, completions, *, api_key, url, **columns):
 
 
 def test_no_secret_is_written_and_the_same_command_resumes(
-    material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    material: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "keyed.py").write_text(KEYED)
-    part = f"name: '{tmp_path}/keyed.py:f', args: {{api_key: sk-s3cret, url: 'http://h/x?k=s3cret'}}"
+    part = (
+        f"name: '{tmp_path}/keyed.py:f', args: {{api_key: sk-s3cret, url: 'http://h/x?k=s3cret'}}"
+    )
     words = [
         "actor.path=@m",
         "dataset.path=@prompts.jsonl",
@@ -165,19 +228,31 @@ def test_no_secret_is_written_and_the_same_command_resumes(
     ]
     monkeypatch.setattr(sys, "argv", ["weft", "quickstart", "grpo", *words])
     directory, _ = run(material, tmp_path, "grpo", *words)
-    written = [path for path in directory.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()]
+    written = [
+        path for path in directory.rglob("*") if path.is_file() and b"s3cret" in path.read_bytes()
+    ]
     assert not written
     stored = yaml.safe_load((directory / "config.yaml").read_text())["reward"][0]["args"]
     assert stored == {"api_key": "***", "url": "http://h/x?k=***"}
     with pytest.raises(AssertionError):  # exit code 2
         run(material, tmp_path, "grpo", *words)
     assert "holds a finished run of this configuration" in capsys.readouterr().err
-    for command in (["show", str(directory)], ["report", str(directory)], ["show", str(directory), "--config"]):
+    for command in (
+        ["show", str(directory)],
+        ["report", str(directory)],
+        ["show", str(directory), "--config"],
+    ):
         assert main(command) == 0
         assert "s3cret" not in "".join(capsys.readouterr())
-    assert main(["quickstart", "grpo", "--config", str(directory / "config.yaml"), "trial_name=other"]) == 2
+    assert (
+        main(["quickstart", "grpo", "--config", str(directory / "config.yaml"), "trial_name=other"])
+        == 2
+    )
     said = capsys.readouterr().err
-    assert "reward[0].args.api_key, reward[0].args.url: the value is ***" in said and "${oc.env:NAME}" in said
+    assert (
+        "reward[0].args.api_key, reward[0].args.url: the value is ***" in said
+        and "${oc.env:NAME}" in said
+    )
     monkeypatch.setenv("WEFT_TEST_KEY", "sk-s3cret")
     monkeypatch.setenv("WEFT_TEST_URL", "http://h/x?k=s3cret")
     again = "args: {api_key: '${oc.env:WEFT_TEST_KEY}', url: '${oc.env:WEFT_TEST_URL}'}"
@@ -188,13 +263,21 @@ def test_no_secret_is_written_and_the_same_command_resumes(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://me:s3cret@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?key=s3cret", "me:s3cret@h:1/v1"]
+    "url",
+    ["http://me:s3cret@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?key=s3cret", "me:s3cret@h:1/v1"],
 )
 def test_no_message_shows_a_secret(
     url: str, material: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ["quickstart", "grpo", "experiment_name=e", "trial_name=t", f"fileroot={tmp_path}", f"actor.path={material}/m",
-              f"dataset.path={material}/prompts.jsonl"]  # fmt: skip
+    common = [
+        "quickstart",
+        "grpo",
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={tmp_path}",
+        f"actor.path={material}/m",
+        f"dataset.path={material}/prompts.jsonl",
+    ]
     for words in (
         [f"reward={{name: judge, args: {{url: '{url}', model: m}}}}"],
         [f"reward=[{{name: judge, args: {{url: '{url}', model: m, api_key: s3cret}}}}]"],

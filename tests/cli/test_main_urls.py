@@ -1,4 +1,6 @@
-"""A URL in place of a path is refused by every command and option, and nothing is made under its name."""
+"""A URL in place of a path is refused by every command and option, and nothing is made under its
+name.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,26 @@ import pytest
 from tests.cli.runs import write_run
 from weft.cli.main import main
 
-SFT = ["quickstart", "sft", "model.path=none/none", "dataset.train_path=none.jsonl", "experiment_name=e", "trial_name=t", "device=cpu"]  # fmt: skip  # noqa: E501
+SFT = [
+    "quickstart",
+    "sft",
+    "model.path=none/none",
+    "dataset.train_path=none.jsonl",
+    "experiment_name=e",
+    "trial_name=t",
+    "device=cpu",
+]
 OPTIONS = (
-    "fileroot", "resume_from", "model.path", "model.tokenizer.path", "dataset.train_path", "dataset.valid_path", "dataset.path",
-    "dataset.cache_dir", "logger.wandb.dir",
-)  # fmt: skip
+    "fileroot",
+    "resume_from",
+    "model.path",
+    "model.tokenizer.path",
+    "dataset.train_path",
+    "dataset.valid_path",
+    "dataset.path",
+    "dataset.cache_dir",
+    "logger.wandb.dir",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +49,21 @@ def refused(words: list[str], url: str, capsys: pytest.CaptureFixture[str], fold
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("url", ["gs://OUT/x", "hf://owner/name"])
-def test_options_that_are_paths(option: str, url: str, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_options_that_are_paths(
+    option: str, url: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     words = [word for word in SFT if not word.startswith(f"{option}=")]
-    words = [word for word in words if (option, word.split("=")[0]) != ("dataset.path", "dataset.train_path")]
+    words = [
+        word
+        for word in words
+        if (option, word.split("=")[0]) != ("dataset.path", "dataset.train_path")
+    ]
     refused([*words, f"{option}={url}"], url, capsys, folder)
 
 
-def test_options_of_a_file_and_of_a_mixture(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_options_of_a_file_and_of_a_mixture(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     (folder / "c.yaml").write_text("fileroot: s3://bucket/runs\n")
     refused([*SFT, "--config", "c.yaml"], "s3://bucket/runs", capsys, folder)
     words = [word for word in SFT if not word.startswith("dataset.train_path")]
@@ -49,19 +74,36 @@ def test_options_of_a_file_and_of_a_mixture(capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     "words",
     [
-        ["ls", "URL"], ["show", "URL"], ["report", "URL"], ["report", "e/t", "-o", "URL"], ["report", "e/t", "--fileroot", "URL"],  # noqa: E501
-        ["rm", "URL", "--yes"], ["dashboard", "URL"], ["logs", "-e", "e", "-f", "t", "--fileroot", "URL"], ["demo", "--fileroot", "URL"],  # noqa: E501
-        ["examples", "write", "URL"], ["convert", "merge", "--base", "a", "--adapter", "b", "--output", "URL"],
-        ["convert", "triton", "a", "URL", "--triton_mode", "rm"], ["eval", "rm", "URL", "x.jsonl"],
-        ["eval", "rm", "a", "x.jsonl", "--out", "URL"], ["sample", "report", "URL", "--prompts", "p.txt"],
-        ["sample", "report", "m", "--prompts", "p.txt", "--out", "URL"], ["sample", "report", "m", "--prompts", "URL"],
-        ["data", "counts", "x.jsonl", "--output", "URL"], 
-        ["data", "augment", "x.jsonl", "--out", "URL"], ["data", "trees", "filter", "URL", "out.jsonl"],
-        ["data", "trees", "filter", "in.jsonl", "URL"], ["chat", "URL"], ["serve", "URL"], ["stop", "-e", "e", "-f", "t", "--fileroot", "URL"],  # noqa: E501
+        ["ls", "URL"],
+        ["show", "URL"],
+        ["report", "URL"],
+        ["report", "e/t", "-o", "URL"],
+        ["report", "e/t", "--fileroot", "URL"],
+        ["rm", "URL", "--yes"],
+        ["dashboard", "URL"],
+        ["logs", "-e", "e", "-f", "t", "--fileroot", "URL"],
+        ["demo", "--fileroot", "URL"],
+        ["examples", "write", "URL"],
+        ["convert", "merge", "--base", "a", "--adapter", "b", "--output", "URL"],
+        ["convert", "triton", "a", "URL", "--triton_mode", "rm"],
+        ["eval", "rm", "URL", "x.jsonl"],
+        ["eval", "rm", "a", "x.jsonl", "--out", "URL"],
+        ["sample", "report", "URL", "--prompts", "p.txt"],
+        ["sample", "report", "m", "--prompts", "p.txt", "--out", "URL"],
+        ["sample", "report", "m", "--prompts", "URL"],
+        ["data", "counts", "x.jsonl", "--output", "URL"],
+        ["data", "augment", "x.jsonl", "--out", "URL"],
+        ["data", "trees", "filter", "URL", "out.jsonl"],
+        ["data", "trees", "filter", "in.jsonl", "URL"],
+        ["chat", "URL"],
+        ["serve", "URL"],
+        ["stop", "-e", "e", "-f", "t", "--fileroot", "URL"],
     ],
     ids=lambda words: "-".join(words),
-)  # fmt: skip
-def test_arguments_that_are_paths(words: list[str], capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+)
+def test_arguments_that_are_paths(
+    words: list[str], capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     write_run(folder / "runs", "e/t")
     (folder / "x.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert main([word.replace("URL", "gs://OUT/x.jsonl") for word in words]) == 2

@@ -40,7 +40,9 @@ def chosen(config: SFTConfig) -> tuple[str, str | None]:
     return named.trial_name, told
 
 
-def test_the_first_run_and_those_after_finished_ones_have_the_next_number(config: SFTConfig) -> None:
+def test_the_first_run_and_those_after_finished_ones_have_the_next_number(
+    config: SFTConfig,
+) -> None:
     assert chosen(config) == ("1", "this run is runs/my-recipe/1")
     leave(config, "1", "finished")
     leave(config, "9", "finished")
@@ -81,9 +83,13 @@ def test_commands_without_names_make_one_run_after_the_other(
     config: SFTConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
-        "quickstart", "sft", f"model.path={config.model.path}", f"dataset.path={config.dataset.path}", "max_steps=1",
+        "quickstart",
+        "sft",
+        f"model.path={config.model.path}",
+        f"dataset.path={config.dataset.path}",
+        "max_steps=1",
         "dataset.train_bs_n_seqs=4",
-    ]  # fmt: skip
+    ]
     for number in (1, 2):
         assert main(words) == 0
         assert f"note: this run is runs/sft/{number}\n" in capsys.readouterr().err
@@ -99,6 +105,8 @@ def test_every_missing_option_is_named_at_once(
     told = capsys.readouterr().err
     assert told.startswith("error: these options are missing: ") and len(told.splitlines()) == 1
     assert [part.partition("=")[0] for part in told.partition("missing: ")[2].split("; ")] == [
-        "actor.path", "dataset.path", "reward",
-    ]  # fmt: skip
+        "actor.path",
+        "dataset.path",
+        "reward",
+    ]
     assert not (tmp_path / "runs").exists()

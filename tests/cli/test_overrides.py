@@ -33,7 +33,10 @@ def nested(*words: str) -> dict[str, Any]:
         (["+a.b=1"], {"a": {"b": 1}}),
         (["a.b=1", "~a.b"], {"a": {}}),
         (["a.b=1", "a={c: 2}"], {"a": {"b": 1, "c": 2}}),
-        (["reward=[{name: 'f.py:g', weight: 0.5}, gsm8k]"], {"reward": [{"name": "f.py:g", "weight": 0.5}, "gsm8k"]}),
+        (
+            ["reward=[{name: 'f.py:g', weight: 0.5}, gsm8k]"],
+            {"reward": [{"name": "f.py:g", "weight": 0.5}, "gsm8k"]},
+        ),
         (["reward={gsm8k: 0.5, length: 0.1}"], {"reward": {"gsm8k": 0.5, "length": 0.1}}),
         (["reward=[[length,0.5],[f.py:g,1.0]]"], {"reward": [["length", 0.5], ["f.py:g", 1.0]]}),
         (["path=/a/b-c_d.jsonl"], {"path": "/a/b-c_d.jsonl"}),
@@ -46,9 +49,16 @@ def test_hydras_grammar(words: list[str], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("a=range(1,3)", "sweep"), ("abc", "key=value"), ("a=[1", "cannot be read"), ("a={b", "quote"), ("a='b", "quote"),
-     ("a=${b", "quote"), ("a=[b=1,]", "quote")],
-)  # fmt: skip
+    [
+        ("a=range(1,3)", "sweep"),
+        ("abc", "key=value"),
+        ("a=[1", "cannot be read"),
+        ("a={b", "quote"),
+        ("a='b", "quote"),
+        ("a=${b", "quote"),
+        ("a=[b=1,]", "quote"),
+    ],
+)
 def test_what_cannot_be_read_is_said(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         overrides.parse([word])
@@ -65,12 +75,16 @@ class Options:
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("text=2,3", "2,3"), ("text=node[01-02,05]", "node[01-02,05]"), ("text=fast&big", "fast&big"), ("text=--a=b", "--a=b"),
-        ("texts=[--mail-type=END]", ["--mail-type=END"]), ("texts=--mail-type=END,FAIL", ["--mail-type=END,FAIL"]),
+        ("text=2,3", "2,3"),
+        ("text=node[01-02,05]", "node[01-02,05]"),
+        ("text=fast&big", "fast&big"),
+        ("text=--a=b", "--a=b"),
+        ("texts=[--mail-type=END]", ["--mail-type=END"]),
+        ("texts=--mail-type=END,FAIL", ["--mail-type=END,FAIL"]),
         ("texts=[--gres=gpu:1, --exclude=n[1,2]]", ["--gres=gpu:1", "--exclude=n[1,2]"]),
         ("texts=source a && b", ["source a && b"]),
     ],
-)  # fmt: skip
+)
 def test_an_option_of_texts_takes_them_as_they_stand(word: str, expected: Any) -> None:
     (found,) = overrides.parse([word])
     assert getattr(read(Options(), {found.name: found.value}), found.name) == expected
@@ -78,9 +92,14 @@ def test_an_option_of_texts_takes_them_as_they_stand(word: str, expected: Any) -
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("number=1,2", "sweep"), ("any=a,b", "sweep"), ("texts=a,b", r"texts=\[1,2\]"), ("any=a&b", "quote"),
-     ("text=[a=b]", "cannot be read")],
-)  # fmt: skip
+    [
+        ("number=1,2", "sweep"),
+        ("any=a,b", "sweep"),
+        ("texts=a,b", r"texts=\[1,2\]"),
+        ("any=a&b", "quote"),
+        ("text=[a=b]", "cannot be read"),
+    ],
+)
 def test_other_options_do_not(word: str, message: str) -> None:
     (found,) = overrides.parse([word])
     with pytest.raises(ConfigError, match=message):
@@ -113,7 +132,10 @@ def test_an_unknown_interpolation_is_an_error() -> None:
 
 def test_a_file_is_read_and_flattened(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("seed: 3\nmodel: {path: x, optimizer: {lr: 1e-5}}\ndataset: {args: {}}\nreward: {f.py:g: 0.5}\n")
+    file.write_text(
+        "seed: 3\nmodel: {path: x, optimizer: {lr: 1e-5}}\ndataset: {args: {}}\nreward: {f.py:g: "
+        "0.5}\n"
+    )
     found = {o.name: o.value for o in overrides.flatten(overrides.read_file(str(file)))}
     assert found == {
         "seed": 3,
@@ -140,7 +162,9 @@ def test_an_option_set_to_several_values_is_told() -> None:
     assert told("a=1", "a=2", "a=1") == ["a=2 and a=1 are both set; the last counts"]
     assert told("a=1", "a=2", "a=3") == ["a=1, a=2 and a=3 are all set; the last counts"]
     assert told("a=1", "a=1", "b={x: 1}", "b={y: 2}") == []
-    assert overrides.repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == [], "a file, and one over it"
+    assert overrides.repeated([overrides.Override("a", 1), overrides.Override("a", 2)]) == [], (
+        "a file, and one over it"
+    )
 
 
 def test_an_error_shows_values_as_they_were_written() -> None:

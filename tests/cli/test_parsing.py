@@ -20,7 +20,9 @@ def parser() -> Parser:
 
 
 def test_flags_are_spelled_with_either_character() -> None:
-    given = parser().parse_args(["--max_new_tokens=3", "--dry-run", "inner", "--top_k", "5", "--", "--top_k"])
+    given = parser().parse_args(
+        ["--max_new_tokens=3", "--dry-run", "inner", "--top_k", "5", "--", "--top_k"]
+    )
     assert (given.max_new_tokens, given.dry_run, given.top_k) == (3, True, 5)
     assert given.rest == ["--top_k"], "what follows -- is no flag"
     assert parser().parse_args(["--max-new-tokens", "4"]).max_new_tokens == 4

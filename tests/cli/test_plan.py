@@ -17,7 +17,9 @@ from weft.registry import families
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A directory with a config.json and no weights."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **families.get("llama").tiny}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", **families.get("llama").tiny})
+    )
     return tmp_path
 
 
@@ -39,9 +41,24 @@ def size_of_tiny(itemsize: int) -> int:
 
 def test_of_a_model_directory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """d1 on device 0 to d2 on 4 and 5, another node: two whole copies cross."""
-    words = ("d1", "d2", "--model", str(model), "--target-mesh", "4-5", "--devices-per-node", "4", "--dtype", "float32")
+    words = (
+        "d1",
+        "d2",
+        "--model",
+        str(model),
+        "--target-mesh",
+        "4-5",
+        "--devices-per-node",
+        "4",
+        "--dtype",
+        "float32",
+    )
     found, whole = planned(capsys, *words), size_of_tiny(4)
-    assert (found["sent"], found["sent_between_nodes"], found["sent_inside_nodes"]) == (2 * whole, 2 * whole, 0)
+    assert (found["sent"], found["sent_between_nodes"], found["sent_inside_nodes"]) == (
+        2 * whole,
+        2 * whole,
+        0,
+    )
     assert found["least"] == 2 * whole
     empty = {"kept": 0, "copied": 0}
     assert found["ranks"] == [
@@ -55,8 +72,11 @@ def test_what_is_there_is_kept_or_copied(model: Path, capsys: pytest.CaptureFixt
     found = planned(capsys, "d2", "d2", "--model", str(model))
     assert [row["kept"] for row in found["ranks"]] == [size_of_tiny(2)] * 2 and found["sent"] == 0
     found = planned(capsys, "d2f2", "d2", "--model", str(model))
-    assert all(row["kept"] + row["copied"] + row["received"] == size_of_tiny(2) for row in found["ranks"])
-    assert all(row["copied"] > row["kept"] > 0 for row in found["ranks"])  # q of q, k, v is all of one rank's rows
+    assert all(
+        row["kept"] + row["copied"] + row["received"] == size_of_tiny(2) for row in found["ranks"]
+    )
+    # q of q, k, v is all of one rank's rows
+    assert all(row["copied"] > row["kept"] > 0 for row in found["ranks"])
 
 
 def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +94,11 @@ def test_the_table_of_the_model_that_stands_in(capsys: pytest.CaptureFixture[str
 def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[str]) -> None:
     """From p2 to p2: nothing, half of every rank's blocks, or a third and a half."""
     sent = []
-    for more in ([], ["--target-schedule", "zbv"], ["--target-schedule", "interleaved_1f1b", "--target-stages", "4"]):
+    for more in (
+        [],
+        ["--target-schedule", "zbv"],
+        ["--target-schedule", "interleaved_1f1b", "--target-stages", "4"],
+    ):
         assert weft.main(["plan", "realloc", "p2", "p2", "--json", *more]) == 0
         sent.append(json.loads(capsys.readouterr().out)["sent"])
     assert sent[0] == 0 < sent[1] and sent[2] not in sent[:2]
@@ -83,7 +107,10 @@ def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["p2", "t2", "--source-schedule", "dualpipe"], "--source-schedule 'dualpipe' is unknown; known: gpipe"),
+        (
+            ["p2", "t2", "--source-schedule", "dualpipe"],
+            "--source-schedule 'dualpipe' is unknown; known: gpipe",
+        ),
         (
             ["p2", "t2", "--source-stages", "2"],
             "--source-schedule 1f1b has one stage per rank, and 2 were asked for",
@@ -91,19 +118,28 @@ def test_stages_lie_where_the_schedule_puts_them(capsys: pytest.CaptureFixture[s
         (["d2x2", "t2"], "FROM d2x2: 'x' is unknown"),
         (["d2", "t3"], "TO t3: t=3 does not divide the model's 32 attention heads"),
         (["d2", "p17"], "TO p17: p=17 stages of a model with 16 layers"),
-        (["d2", "t2", "--target-mesh", "4"], "--target-mesh '4': layout d1f1t2p1c1e1 needs 2 devices"),
+        (
+            ["d2", "t2", "--target-mesh", "4"],
+            "--target-mesh '4': layout d1f1t2p1c1e1 needs 2 devices",
+        ),
         (["p17", "d2"], "FROM p17: p=17 stages of a model with 16 layers"),
         (["d2e2", "t2"], "FROM d2e2: a llama model has no experts to share; write e1"),
         (["d2", "t2", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_is_exit_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_exit_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(["plan", "realloc", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["realloc", "d2", "t2", "--devices-per-node", "0"], ["realloc", "d2"], ["sft"]])
-def test_a_wrong_command_line_is_exit_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["realloc", "d2", "t2", "--devices-per-node", "0"], ["realloc", "d2"], ["sft"]]
+)
+def test_a_wrong_command_line_is_exit_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         weft.main(["plan", *words])
     assert stopped.value.code == 2 and "usage: weft plan" in capsys.readouterr().err
@@ -114,17 +150,41 @@ def searched(model: Path, *more: str) -> list[str]:
     rows.write_text('{"prompt": "a"}\n')
     paths = [f"{role}.path={model}" for role in ("actor", "critic", "ref", "rew")]
     scratch = [f"{role}.init_from_scratch=true" for role in ("actor", "critic", "ref", "rew")]
-    return ["plan", "search", "ppo", *paths, *scratch, f"dataset.path={rows}", "dataset.train_bs_n_seqs=8", *more]
+    return [
+        "plan",
+        "search",
+        "ppo",
+        *paths,
+        *scratch,
+        f"dataset.path={rows}",
+        "dataset.train_bs_n_seqs=8",
+        *more,
+    ]
 
 
-def test_search_shows_each_call_and_what_the_heuristic_takes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = searched(model, "n_gpus_per_node=2", "device=cpu", "dataset.max_prompt_len=16", "ppo.gen.max_new_tokens=8")
+def test_search_shows_each_call_and_what_the_heuristic_takes(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = searched(
+        model,
+        "n_gpus_per_node=2",
+        "device=cpu",
+        "dataset.max_prompt_len=16",
+        "ppo.gen.max_new_tokens=8",
+    )
     assert weft.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["search"]["step_seconds"] <= found["heuristic"]["step_seconds"] and found["search"]["fits"]
+    assert (
+        found["search"]["step_seconds"] <= found["heuristic"]["step_seconds"]
+        and found["search"]["fits"]
+    )
     calls = {"actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train"}
     assert set(found["search"]["calls"]) == set(found["heuristic"]["calls"]) == calls
-    assert found["heuristic"]["calls"]["actor_train"]["layout"] in ("d1f1t1p1c1e1", "d2f1t1p1c1e1", "d2f2t1p1c1e1")
+    assert found["heuristic"]["calls"]["actor_train"]["layout"] in (
+        "d1f1t1p1c1e1",
+        "d2f1t1p1c1e1",
+        "d2f2t1p1c1e1",
+    )
     assert weft.main(words) == 0
     page = capsys.readouterr().out
     assert "allocation_mode=search:" in page and "per step on cpu as estimated" in page
@@ -134,12 +194,17 @@ def test_search_shows_each_call_and_what_the_heuristic_takes(model: Path, capsys
 
 
 def test_search_of_a_gpu_that_is_not_here(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert weft.main([*searched(model, "n_nodes=2", "n_gpus_per_node=2", "search.gpu=H100"), "--json"]) == 0
+    assert (
+        weft.main([*searched(model, "n_nodes=2", "n_gpus_per_node=2", "search.gpu=H100"), "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["device"] == "H100"
     assert weft.main(searched(model, "n_gpus_per_node=2", "search.gpu=H101")) == 2
     assert "did you mean H100" in capsys.readouterr().err
 
 
-def test_search_of_one_device_has_nothing_to_choose(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_of_one_device_has_nothing_to_choose(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(searched(model)) == 2
     assert "there is nothing to choose" in capsys.readouterr().err

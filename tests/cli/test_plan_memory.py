@@ -12,15 +12,22 @@ from weft.cli.plan import SMALL_LLAMA
 from weft.errors import ConfigError
 
 
-def test_a_llama_of_a_billion_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**SMALL_LLAMA, "architectures": ["LlamaForCausalLM"]}))
+def test_a_llama_of_a_billion_without_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SMALL_LLAMA, "architectures": ["LlamaForCausalLM"]})
+    )
     assert weft.main(["plan", "memory", str(tmp_path), "--tokens", "1000"]) == 0
     head, first, *others = capsys.readouterr().out.splitlines()
     assert "1,235,814,400 parameters, AdamW, bfloat16, 1,000 tokens" in head
     size = float(first.split("as set")[1].split("GiB")[0])
-    assert 18 * 1.2358144e9 / 2**30 < size < 18 * 1.2358144e9 / 2**30 + 6  # 18 bytes a parameter, and the pass
+    # 18 bytes a parameter, and the pass
+    assert 18 * 1.2358144e9 / 2**30 < size < 18 * 1.2358144e9 / 2**30 + 6
     assert (
-        len(others) == 7 and "optimizer.state_dtype=8bit" in others[1] and others[-1].endswith("fits 8 GPUs of 24 GB")
+        len(others) == 7
+        and "optimizer.state_dtype=8bit" in others[1]
+        and others[-1].endswith("fits 8 GPUs of 24 GB")
     )
 
 

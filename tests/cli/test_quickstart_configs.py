@@ -1,4 +1,6 @@
-"""`weft quickstart NAME --configs A B ...`: sections as a command line of their own, and whole runs of them."""
+"""`weft quickstart NAME --configs A B ...`: sections as a command line of their own, and whole runs
+of them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_the_names_are_those_up_to_the_next_flag_or_assignment(words: list[str]) -> None:
     sorted_words = sort(["sft", *words])
-    assert (sorted_words.name, sorted_words.configs, sorted_words.assignments) == ("sft", ["a", "b", "c"], ["seed=1"])
+    assert (sorted_words.name, sorted_words.configs, sorted_words.assignments) == (
+        "sft",
+        ["a", "b", "c"],
+        ["seed=1"],
+    )
 
 
 def test_names_are_needed() -> None:
@@ -69,13 +75,17 @@ def job(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
 def test_the_configuration_of_a_stack(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "more").mkdir()
     (here / "more" / "x.yaml").write_text("x: {seed: 7}\n")
-    made = job(capsys, "sft", "--configs", "base", "tiny", "x", "--config-dir", "more", "max_steps=3")
+    made = job(
+        capsys, "sft", "--configs", "base", "tiny", "x", "--config-dir", "more", "max_steps=3"
+    )
     assert made["seed"] == 7 and made["max_steps"] == 3 and made["fileroot"] == "saved_model"
     assert made["dataset"]["train_bs_n_seqs"] == 4 and made["model"]["optimizer"]["lr"] == 1e-3  # type: ignore[index]
 
 
 def test_a_deepspeed_file_of_the_stack(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "configs" / "deep.yaml").write_text("big: {deepspeed_config: configs/zero3_config_sft.json}\n")
+    (here / "configs" / "deep.yaml").write_text(
+        "big: {deepspeed_config: configs/zero3_config_sft.json}\n"
+    )
     assert job(capsys, "sft", "--configs", "base", "big", "--deepspeed")["model"]["zero_stage"] == 3  # type: ignore[index]
     assert job(capsys, "sft", "--configs", "base", "big")["model"]["zero_stage"] is None  # type: ignore[index]
     made = job(capsys, "sft", "--configs", "base", "big", "--deepspeed", "model.zero_stage=1")
@@ -85,14 +95,26 @@ def test_a_deepspeed_file_of_the_stack(here: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--configs", "bases"], "unknown section 'bases'; did you mean base (configs/mine.yaml:1)"),
-        (["--configs", "base", "learning_rat=3"], "unknown key 'learning_rat'; did you mean learning_rate"),
+        (
+            ["--configs", "bases"],
+            "unknown section 'bases'; did you mean base (configs/mine.yaml:1)",
+        ),
+        (
+            ["--configs", "base", "learning_rat=3"],
+            "unknown key 'learning_rat'; did you mean learning_rate",
+        ),
         (
             ["--configs", "base", "learning_rate=x"],
             "model.optimizer.lr='x': must be a number, such as 0.1 or 1e-5 (command",
         ),
-        (["--config-dir", "configs"], "--config-dir: holds sections, and none is named; add --configs NAME"),
-        (["--configs", "base", "num_rollouts=3"], "num_rollouts: weft quickstart sft does not read it"),
+        (
+            ["--config-dir", "configs"],
+            "--config-dir: holds sections, and none is named; add --configs NAME",
+        ),
+        (
+            ["--configs", "base", "num_rollouts=3"],
+            "num_rollouts: weft quickstart sft does not read it",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_message(
@@ -110,8 +132,24 @@ def test_stacks_run_end_to_end(here: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "settings: base rows tiny" in out and "model.optimizer.lr = 0.001" in out
     run = here / "saved_model" / "sft" / "base-rows-tiny"
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["optimizer"]["lr"] == 1e-3
-    assert main(["quickstart", "rw", "--configs", "base,pairs,tiny", "max_steps=1", "score_l2_reg=0.001"]) == 0
-    saved = yaml.safe_load((here / "saved_model" / "rw" / "base-pairs-tiny" / "config.yaml").read_text())
+    assert (
+        main(
+            [
+                "quickstart",
+                "rw",
+                "--configs",
+                "base,pairs,tiny",
+                "max_steps=1",
+                "score_l2_reg=0.001",
+            ]
+        )
+        == 0
+    )
+    saved = yaml.safe_load(
+        (here / "saved_model" / "rw" / "base-pairs-tiny" / "config.yaml").read_text()
+    )
     assert saved["rw"]["score_l2"] == 0.001

@@ -10,7 +10,9 @@ from weft.options import leaves
 
 
 def test_the_page_is_up_to_date(repo: Path) -> None:
-    assert (repo / "docs" / "options.md").read_text() == page(), "run: python -m weft.cli.reference > docs/options.md"
+    assert (repo / "docs" / "options.md").read_text() == page(), (
+        "run: python -m weft.cli.reference > docs/options.md"
+    )
 
 
 def test_every_option_is_on_the_page_by_its_last_names() -> None:

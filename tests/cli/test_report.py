@@ -10,7 +10,9 @@ from tests.observe.test_report import write_run
 from weft.cli.main import main
 
 
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_where_the_page_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_run(tmp_path / "runs" / "exp" / "one")
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")

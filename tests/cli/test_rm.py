@@ -16,7 +16,9 @@ def test_a_run_goes_with_all_that_is_in_it(tmp_path, capsys):
     assert main([str(run), "--yes"]) == 0
     out = capsys.readouterr().out
     assert f"{run} (finished)" in out and "checkpoints" in out and "kB" in out
-    assert not run.exists() and not run.parent.exists(), "the folder of an experiment without runs goes, too"
+    assert not run.exists() and not run.parent.exists(), (
+        "the folder of an experiment without runs goes, too"
+    )
     assert other.exists()
 
 
@@ -47,7 +49,9 @@ def test_a_run_that_somebody_works_on_stays(tmp_path):
     run = write_run(tmp_path, "e/t", status="running")
     lock = RunLock(run)
     lock.take()
-    with pytest.raises(ConfigError, match=r"running, process \d+; stop it first: weft stop -e e -f t"):
+    with pytest.raises(
+        ConfigError, match=r"running, process \d+; stop it first: weft stop -e e -f t"
+    ):
         main([str(run), "--yes"])
     lock.release()
     assert run.exists()
@@ -63,11 +67,18 @@ def test_what_is_no_run_stays(tmp_path, monkeypatch):
     link.symlink_to(run)
     nested = write_run(tmp_path, "e/outer")
     write_run(nested, "runs/inner")
-    for word, why in ((folder, "not the directory of a run"), (tmp_path / "e", "holds some"), (link, "is a link"),
-                      (tmp_path / "nowhere", "no such run"), (nested, "holds another run")):  # fmt: skip
+    for word, why in (
+        (folder, "not the directory of a run"),
+        (tmp_path / "e", "holds some"),
+        (link, "is a link"),
+        (tmp_path / "nowhere", "no such run"),
+        (nested, "holds another run"),
+    ):
         with pytest.raises(ConfigError, match=why):
             main([str(run), str(word), "--yes"])
-    assert run.exists() and folder.exists() and nested.exists(), "all are looked at before any is removed"
+    assert run.exists() and folder.exists() and nested.exists(), (
+        "all are looked at before any is removed"
+    )
     monkeypatch.chdir(run / "checkpoints")
     with pytest.raises(ConfigError, match="that you are in"):
         main([str(run), "--yes"])

@@ -25,7 +25,10 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(
-        write_jsonl(tmp_path_factory.mktemp("prompts") / "p.jsonl", [{"prompt": "Who?"}, {"prompt": "What is two?"}])
+        write_jsonl(
+            tmp_path_factory.mktemp("prompts") / "p.jsonl",
+            [{"prompt": "Who?"}, {"prompt": "What is two?"}],
+        )
     )
 
 
@@ -38,7 +41,9 @@ def test_report_then_score_then_the_page_with_scores(
     assert main(["sample", "report", policy, other, *words]) == 0
     reports = [out / "first.json", out / "second.json"]
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == [*map(str, reports), str(out / "report.html")], "and no blank lines for a bar"
+    assert shown.out.splitlines() == [*map(str, reports), str(out / "report.html")], (
+        "and no blank lines for a bar"
+    )
     assert not shown.err
     assert "mean reward" not in (out / "report.html").read_text(), "nothing is scored yet"
     assert main(["sample", "score", *map(str, reports), "--reward", scorer]) == 0
@@ -55,9 +60,22 @@ def test_report_then_score_then_the_page_with_scores(
     )
 
 
-def test_best_of_n_is_data_to_train_on(policy: str, scorer: str, prompts: str, tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_best_of_n_is_data_to_train_on(
+    policy: str, scorer: str, prompts: str, tmp_path: Path, capsys
+) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "best"
-    words = ["--reward", scorer, "--prompts", prompts, "--samples", "4", "--max-new-tokens", "6", "--out", str(out)]
+    words = [
+        "--reward",
+        scorer,
+        "--prompts",
+        prompts,
+        "--samples",
+        "4",
+        "--max-new-tokens",
+        "6",
+        "--out",
+        str(out),
+    ]
     assert main(["sample", "best", policy, *words]) == 0
     assert "mean reward" in capsys.readouterr().out
     rows = [json.loads(line) for line in (out / "selected.jsonl").read_text().splitlines()]
@@ -81,7 +99,14 @@ def test_best_of_n_is_data_to_train_on(policy: str, scorer: str, prompts: str, t
     ],
 )
 def test_what_cannot_be_used_is_exit_2(
-    policy: str, scorer: str, prompts: str, words: list[str], message: str, capsys, monkeypatch, tmp_path
+    policy: str,
+    scorer: str,
+    prompts: str,
+    words: list[str],
+    message: str,
+    capsys,
+    monkeypatch,
+    tmp_path,
 ) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     named = {"POLICY": policy, "SCORER": scorer, "PROMPTS": prompts}

@@ -1,4 +1,6 @@
-"""Named sections: where they are looked for, what a file holds, and what is said of files that cannot be read."""
+"""Named sections: where they are looked for, what a file holds, and what is said of files that
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_every_section_of_theirs_is_shipped(here: Path) -> None:
     library = Library.find()
     assert set(THEIRS) <= {section.name for section in library.all()}
     assert library.get("pythia-1B").values["learning_rate"] == 8e-6
-    assert library.get("ppo_config").trlx and library.get("defaults").place("dtype").startswith("weft:sft_data.yaml:")
+    assert library.get("ppo_config").trlx and library.get("defaults").place("dtype").startswith(
+        "weft:sft_data.yaml:"
+    )
 
 
 def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
@@ -56,11 +60,13 @@ def test_own_folder_then_named_ones_then_those_shipped(here: Path) -> None:
 def test_an_unknown_section_names_the_nearest_with_its_place(here: Path) -> None:
     write(here / "configs" / "a.yaml", "\npythia-mine: {seed: 1}\n")
     with pytest.raises(
-        ConfigError, match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)"
+        ConfigError,
+        match=r"unknown section 'pythia-mien'; did you mean pythia-mine \(configs/a.yaml:2\)",
     ):
         Library.find().get("pythia-mien")
     with pytest.raises(
-        ConfigError, match=r"takes names of sections; a file of options is read with --config configs/a.yaml"
+        ConfigError,
+        match=r"takes names of sections; a file of options is read with --config configs/a.yaml",
     ):
         Library.find().get("configs/a.yaml")
 
@@ -70,7 +76,10 @@ def test_one_name_in_two_forms_is_an_error_and_the_same_twice_is_none(here: Path
     write(here / "configs" / "b.yaml", "tag: {seed: 2}\nsame: {seed: 5}\n")
     library = Library.find()
     assert library.get("same").values["seed"] == 5
-    with pytest.raises(ConfigError, match=r"'tag' is in configs/a.yaml:1 and, with other values, in configs/b.yaml:1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tag' is in configs/a.yaml:1 and, with other values, in configs/b.yaml:1",
+    ):
         library.get("tag")
 
 
@@ -81,15 +90,20 @@ def test_a_number_without_a_dot_is_a_number(text: str, tmp_path: Path) -> None:
 
 
 def test_other_texts_stay_texts(tmp_path: Path) -> None:
-    (section,) = read_file(write(tmp_path / "a.yaml", "a: {x: 1e, y: e-5, z: 12b, w: 0xa1221f97}\n")).sections
+    (section,) = read_file(
+        write(tmp_path / "a.yaml", "a: {x: 1e, y: e-5, z: 12b, w: 0xa1221f97}\n")
+    ).sections
     assert section.values == {"x": "1e", "y": "e-5", "z": "12b", "w": 0xA1221F97}
 
 
 @pytest.mark.parametrize("indent", ["      ", "    ", "        "])
 def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: Path) -> None:
     text = f"mix:\n  datasets:\n    - alpaca\n    - webgpt\n  {indent}fraction: 0.05\n    - adversarial_qa\n"
-    with pytest.raises(ConfigError, match=r"a.yaml:5: 'fraction' stands below '- webgpt' \(line 4\), which has no colon; "
-                       r"write '- webgpt:'"):  # fmt: skip
+    with pytest.raises(
+        ConfigError,
+        match=r"a.yaml:5: 'fraction' stands below '- webgpt' \(line 4\), which has no colon; "
+        r"write '- webgpt:'",
+    ):
         read_file(write(tmp_path / "a.yaml", text))
 
 
@@ -109,20 +123,26 @@ def test_what_cannot_be_read_is_named_with_its_line(text: str, wrong: str, tmp_p
 
 
 def test_options_at_the_top_are_one_section(tmp_path: Path) -> None:
-    (section,) = read_file(write(tmp_path / "run.yaml", "learning_rate: 1e-5\nmodel:\n  path: m\n")).sections
+    (section,) = read_file(
+        write(tmp_path / "run.yaml", "learning_rate: 1e-5\nmodel:\n  path: m\n")
+    ).sections
     assert section.name == "run" and section.place("model", "path").endswith("run.yaml:3")
 
 
 def test_a_value_outside_of_any_section_is_told_where_it_is(here: Path) -> None:
     write(here / "configs" / "a.yaml", "mine: {seed: 1}\nlearning_rate: 1e-5\n")
-    with pytest.raises(ConfigError, match=r"configs/a.yaml:2: 'learning_rate' stands outside of any section"):
+    with pytest.raises(
+        ConfigError, match=r"configs/a.yaml:2: 'learning_rate' stands outside of any section"
+    ):
         Library.find().get("mine")
 
 
 def test_anchors_and_merged_keys(tmp_path: Path) -> None:
     text = "base: &base\n  seed: 1\n  dtype: fp32\nmine:\n  <<: *base\n  seed: 2\n"
     _, mine = read_file(write(tmp_path / "a.yaml", text)).sections
-    assert dict(mine.values) == {"seed": 2, "dtype": "fp32"} and mine.place("seed").endswith("a.yaml:6")
+    assert dict(mine.values) == {"seed": 2, "dtype": "fp32"} and mine.place("seed").endswith(
+        "a.yaml:6"
+    )
 
 
 def test_an_empty_file_and_an_empty_section(tmp_path: Path) -> None:

@@ -46,12 +46,21 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
             told = "\n".join(lines)
             assert "policy: policy" in told, told
             url = next(line.split()[2] for line in lines if line.startswith("http at"))
-            token = next(line.rsplit(" ", 1)[1] for line in lines if line.startswith("token, made for this run"))
+            token = next(
+                line.rsplit(" ", 1)[1]
+                for line in lines
+                if line.startswith("token, made for this run")
+            )
             assert url.startswith("http://127.0.0.1:")
             body = {"model": "policy", "prompt": "Once", "max_tokens": 2}
             assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 401
             headers = {"Authorization": f"Bearer {token}"}
-            assert httpx.post(url + "/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+            assert (
+                httpx.post(
+                    url + "/v1/completions", json=body, headers=headers, timeout=60
+                ).status_code
+                == 200
+            )
             process.send_signal(signal.SIGINT)
             assert process.stdout.read().strip() == "stopping"
             assert process.wait(60) == 0
@@ -76,12 +85,16 @@ def test_a_server_says_where_it_is_and_ends_at_a_signal(tmp_path: Path) -> None:
         (["/nowhere/m", "--no-token"], "no such file or directory"),
     ],
 )
-def test_what_cannot_be_served_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_token_is_read_from_a_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_read_from_a_regular_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A pipe that nobody writes to would be waited for without end, and `/dev/zero` never ends."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"a" * (1 << 17))
@@ -102,7 +115,11 @@ def test_where_the_token_is_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made, told = _token(parser().parse_args(["m"]))
     assert made is not None and len(made) >= 32 and made in told
     assert _token(parser().parse_args(["m", "--no-token"]))[0] is None
-    for words in (["m", "--token-file", str(tmp_path / "token")], ["m"], ["m", "--token-env", "OTHER"]):
+    for words in (
+        ["m", "--token-file", str(tmp_path / "token")],
+        ["m"],
+        ["m", "--token-env", "OTHER"],
+    ):
         monkeypatch.setenv("WEFT_SERVE_TOKEN", SECRET)
         monkeypatch.setenv("OTHER", SECRET)
         token, told = _token(parser().parse_args(words))

@@ -19,7 +19,9 @@ def test_a_page_about_a_run(tmp_path, capsys):
     assert out.startswith(f"{run}: sft, stopped, 4/8 steps, ")
     assert "weft quickstart sft 'launch.env.HF_TOKEN=***'" in out
     assert "a-host" in out and "torch 2.13" in out and "abc123 with changes" in out
-    assert "max_steps=8" in out and "model.path=data/model" in out and "seed" not in out, "only what is not the default"
+    assert "max_steps=8" in out and "model.path=data/model" in out and "seed" not in out, (
+        "only what is not the default"
+    )
     assert "step2, step4" in out and "train/loss" in out and "0.25" in out
     assert "hf_123" not in out and "HF_TOKEN=***" in out
 
@@ -48,10 +50,15 @@ def test_names_of_runs(tmp_path, capsys, monkeypatch):
         assert "runs/first/ppo: sft" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"did you mean .*first/ppo"):
         main(["first/pop"])
-    with pytest.raises(ConfigError, match=r"^first/poo: there is no such run; did you mean runs/first/ppo\?$"):
+    with pytest.raises(
+        ConfigError, match=r"^first/poo: there is no such run; did you mean runs/first/ppo\?$"
+    ):
         main(["first/poo"])
     for word in ("nope", "runs/nope", "runs/x/y"):
-        with pytest.raises(ConfigError, match=rf"^{word}: there is no such run; weft ls lists those that are there$"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^{word}: there is no such run; weft ls lists those that are there$",
+        ):
             main([word])
     with pytest.raises(ConfigError, match="holds some"):
         main(["runs/first"])

@@ -59,21 +59,34 @@ def test_answers_stand_side_by_side_where_there_is_room(model: Path, width: int)
         assert any(line.startswith("A      Once") for line in lines) and any(
             line.startswith("B      What") for line in lines
         )
-    assert "per second" in view.text and view.text.count("forget the conversation") == 1 and "/a LINE" in view.text
+    assert (
+        "per second" in view.text
+        and view.text.count("forget the conversation") == 1
+        and "/a LINE" in view.text
+    )
 
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_commands_are_for_both_or_for_one(model: Path, width: int, tmp_path: Path) -> None:
     file = tmp_path / "talk.jsonl"
     view = Seen(
-        "Hello", "/set top_k 7", "/b /set top_k 3", "/a More", f"/save {file}", "/rety", "/retry", "/quit", "never"
+        "Hello",
+        "/set top_k 7",
+        "/b /set top_k 3",
+        "/a More",
+        f"/save {file}",
+        "/rety",
+        "/retry",
+        "/quit",
+        "never",
     )
     answers = ["Hi!", "More.", "Again."], ["Yo.", "Again too."]
     chats, _ = talk(model, view, answers, width)
     assert [chat.spec.top_k for chat in chats] == [7, 3]
     assert [[m["content"] for m in chat.messages] for chat in chats] == [
-        ["Hello", "Hi!", "More", "Again."], ["Hello", "Again too."],
-    ]  # fmt: skip
+        ["Hello", "Hi!", "More", "Again."],
+        ["Hello", "Again too."],
+    ]
     assert view.text.count("did you mean /retry") == 1 and view.lines == ["never"]
     assert view.text.count("top_k 7") == 1, "what both say is said once"
     assert [len(json.loads(line)["messages"]) for line in file.read_text().splitlines()] == [4, 2]

@@ -1,4 +1,6 @@
-"""Stacks of sections: what goes over what, in weft's keys and in Open-Assistant's, and where each value came from."""
+"""Stacks of sections: what goes over what, in weft's keys and in Open-Assistant's, and where each
+value came from.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,12 @@ def stack(*names: str, base: RunConfig | None = None, words: tuple[str, ...] = (
     return read_stack(names, Library.find(), base or SFTConfig(), overrides.parse(words))
 
 
-def values(*names: str, base: RunConfig | None = None, words: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {each.name: plain(each.value) for each in stack(*names, base=base, words=words).overrides}
+def values(
+    *names: str, base: RunConfig | None = None, words: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    return {
+        each.name: plain(each.value) for each in stack(*names, base=base, words=words).overrides
+    }
 
 
 def test_later_sections_and_the_command_line_go_over_earlier_ones() -> None:
@@ -84,7 +90,8 @@ def test_the_two_spellings_of_an_option_in_two_sections() -> None:
     assert values("low", "ours")["model.optimizer.lr"] == 3e-6
     assert values("ours", "low")["model.optimizer.lr"] == 1e-5
     with pytest.raises(
-        ConfigError, match=r"configs/a.yaml:31: model.optimizer.lr and learning_rate .* are the same option"
+        ConfigError,
+        match=r"configs/a.yaml:31: model.optimizer.lr and learning_rate .* are the same option",
     ):
         stack("both")
 
@@ -92,19 +99,29 @@ def test_the_two_spellings_of_an_option_in_two_sections() -> None:
 def test_their_lists_are_replaced_and_the_extra_ones_added() -> None:
     assert [each["named"] for each in values("low")["dataset.sources"]] == ["webgpt", "squad_v2"]
     assert values("low", "high", "math")["dataset.sources"] == [
-        {"named": "alpaca", "fraction": 0.5, "valid_split": 0.1}, {"named": "minimath"},
-    ]  # fmt: skip
+        {"named": "alpaca", "fraction": 0.5, "valid_split": 0.1},
+        {"named": "minimath"},
+    ]
 
 
 def test_our_groups_are_merged_deeply() -> None:
     made = values("ours", "deeper")
-    assert made["model.lora.r"] == 8 and made["model.lora.alpha"] == 4 and made["dataset.max_seqlen"] == 99
+    assert (
+        made["model.lora.r"] == 8
+        and made["model.lora.alpha"] == 4
+        and made["dataset.max_seqlen"] == 99
+    )
 
 
 def test_batches_multiply_over_sections_and_devices() -> None:
     assert values("low")["dataset.train_bs_n_seqs"] == 64
     assert values("low", "high")["dataset.train_bs_n_seqs"] == 128
-    assert values("low", words=("gradient_accumulation_steps=1", "model.layout=d4"))["dataset.train_bs_n_seqs"] == 8
+    assert (
+        values("low", words=("gradient_accumulation_steps=1", "model.layout=d4"))[
+            "dataset.train_bs_n_seqs"
+        ]
+        == 8
+    )
     assert values("low", words=("dataset.train_bs_n_seqs=5",))["dataset.train_bs_n_seqs"] == 5
 
 
@@ -117,12 +134,19 @@ def test_what_saves_is_decided_by_the_last_strategy() -> None:
 def test_an_option_that_excludes_an_earlier_one_takes_its_place() -> None:
     made = values("low", "tokens")
     assert made["dataset.train_tokens_per_batch"] == 4096 and "dataset.train_bs_n_seqs" not in made
-    assert made["model.optimizer.warmup_steps_proportion"] == 0.1 and "model.optimizer.warmup_steps" not in made
+    assert (
+        made["model.optimizer.warmup_steps_proportion"] == 0.1
+        and "model.optimizer.warmup_steps" not in made
+    )
 
 
 def test_a_key_can_be_taken_out_and_a_group_changed_on_the_command_line() -> None:
     assert "model.optimizer.warmup_steps" not in values("low", words=("~warmup_steps",))
-    made = values("pythia_rlhf", base=PPOConfig(), words=("triton_host_rm=null", "rank_config.model_name=mine"))
+    made = values(
+        "pythia_rlhf",
+        base=PPOConfig(),
+        words=("triton_host_rm=null", "rank_config.model_name=mine"),
+    )
     assert made["rew.path"] == "mine" and made["rew.pooling"] == "last" and "rew.url" not in made
 
 
@@ -130,11 +154,17 @@ def test_a_key_of_a_group_and_an_option_beside_it_on_the_command_line() -> None:
     words = ("rank_config.model_name=mine", "rew.dtype=float32", "triton_host_rm=null")
     made = stack("pythia_rlhf", base=PPOConfig(), words=words)
     found = {each.name: plain(each.value) for each in made.overrides}
-    assert found["rew.path"] == "mine" and found["rew.dtype"] == "float32" and found["rew.pooling"] == "last"
+    assert (
+        found["rew.path"] == "mine"
+        and found["rew.dtype"] == "float32"
+        and found["rew.pooling"] == "last"
+    )
     assert str(made.origins["rew.path"][1]) == "command line"
     pooling = Library.find().get("pythia_rlhf").place("rank_config", "pooling")
     assert str(made.origins["rew.pooling"][1]) == f"pythia_rlhf, {pooling}"
-    with pytest.raises(ConfigError, match=r"rew.path and rank_config.model_name .* are the same option"):
+    with pytest.raises(
+        ConfigError, match=r"rew.path and rank_config.model_name .* are the same option"
+    ):
         stack("pythia_rlhf", base=PPOConfig(), words=(*words, "rew.path=other"))
 
 
@@ -155,17 +185,22 @@ def test_unknown_keys_are_named_with_file_line_and_the_nearest() -> None:
         "configs/a.yaml:33: section 'wrong': unknown key 'learning_rat'; did you mean learning_rate"
     )
     assert second.startswith(
-        "configs/a.yaml:34: section 'wrong': unknown key 'model.lora.ranks'; did you mean model.lora"
+        "configs/a.yaml:34: section 'wrong': unknown key 'model.lora.ranks'; did you mean "
+        "model.lora"
     )
 
 
 def test_a_value_that_is_refused_is_named_with_file_and_line(here: Path) -> None:
-    (here / "configs" / "b.yaml").write_text("bad:\n  dtype: int3\n  datasets:\n    - webgpt\n    - alpaca: 3\n")
+    (here / "configs" / "b.yaml").write_text(
+        "bad:\n  dtype: int3\n  datasets:\n    - webgpt\n    - alpaca: 3\n"
+    )
     with pytest.raises(ConfigError) as caught:
         stack("bad")
     assert sorted(str(caught.value).splitlines()) == [
-        "configs/b.yaml:2: section 'bad': dtype=int3: must be one of fp16, float16, bf16, bfloat16, fp32, float32",
-        "configs/b.yaml:5: section 'bad': datasets[1]: alpaca: 3 is no parameter; an entry is '- name' or '- name:' with its "
+        "configs/b.yaml:2: section 'bad': dtype=int3: must be one of fp16, float16, bf16, "
+        "bfloat16, fp32, float32",
+        "configs/b.yaml:5: section 'bad': datasets[1]: alpaca: 3 is no parameter; an entry is '- "
+        "name' or '- name:' with its "
         "parameters (fraction, size, val_split, ...) indented below it",
     ]
 
@@ -173,7 +208,10 @@ def test_a_value_that_is_refused_is_named_with_file_and_line(here: Path) -> None
 def test_a_wrong_type_is_told_where_it_is(here: Path) -> None:
     made = stack("low", "high")
     error = made.explain(ConfigError("model.optimizer.lr='x': must be a number"))
-    assert str(error) == "model.optimizer.lr='x': must be a number (high, configs/a.yaml:11, learning_rate)"
+    assert (
+        str(error)
+        == "model.optimizer.lr='x': must be a number (high, configs/a.yaml:11, learning_rate)"
+    )
 
 
 def test_the_lines_say_where_each_value_came_from() -> None:
@@ -185,34 +223,66 @@ def test_the_lines_say_where_each_value_came_from() -> None:
 
 def test_a_run_is_named_after_its_quickstart_and_sections() -> None:
     made = values("defaults", "oasst_export_eu", "pythia-1b")
-    assert (made["experiment_name"], made["trial_name"]) == ("sft", "defaults-oasst-export-eu-pythia-1b")
+    assert (made["experiment_name"], made["trial_name"]) == (
+        "sft",
+        "defaults-oasst-export-eu-pythia-1b",
+    )
     assert values("low", words=("trial_name=t",))["trial_name"] == "t"
 
 
 def test_the_rl_trainer_reads_trlx_beside_its_sections() -> None:
-    made = stack("defaults", "defaults_rlhf", "pythia_rlhf", "oasst_export_latin_cyrillic_rlhf", base=PPOConfig())
+    made = stack(
+        "defaults",
+        "defaults_rlhf",
+        "pythia_rlhf",
+        "oasst_export_latin_cyrillic_rlhf",
+        base=PPOConfig(),
+    )
     found = {each.name: each.value for each in made.overrides}
-    assert made.names[0] == "ppo_config" and found["ppo.kl_ctl"] == 0.1 and found["ppo.eps_clip"] == 0.4
+    assert (
+        made.names[0] == "ppo_config"
+        and found["ppo.kl_ctl"] == 0.1
+        and found["ppo.eps_clip"] == 0.4
+    )
     assert found["actor.optimizer.lr"] == 1e-6 and found["dataset.train_bs_n_seqs"] == 16
-    assert any(note.startswith("learning_rate, ") and "RL does not read it" in note for note in made.notes)
-    assert values("pythia_rlhf", base=PPOConfig(), words=("learning_rate=1e-7",))["actor.optimizer.lr"] == 1e-7
+    assert any(
+        note.startswith("learning_rate, ") and "RL does not read it" in note for note in made.notes
+    )
+    assert (
+        values("pythia_rlhf", base=PPOConfig(), words=("learning_rate=1e-7",))["actor.optimizer.lr"]
+        == 1e-7
+    )
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("trlx.method.ppo_epochs=1", "trlx.method.gen_kwargs.top_p=0.9", "trlx.optimizer.kwargs.lr=1e-4"),
+        (
+            "trlx.method.ppo_epochs=1",
+            "trlx.method.gen_kwargs.top_p=0.9",
+            "trlx.optimizer.kwargs.lr=1e-4",
+        ),
         ("method.ppo_epochs=1", "method.gen_kwargs={top_p: 0.9}", "optimizer.kwargs.lr=1e-4"),
         ("ppo_epochs=1", "gen_kwargs.top_p=0.9", "lr=1e-4"),
         ("~method.gen_kwargs.top_p", "ppo_epochs=1", "top_p=0.9", "lr=1e-4"),
     ],
 )
 def test_keys_of_trlx_on_the_command_line_go_without_their_prefix(words: tuple[str, ...]) -> None:
-    """They count where the sections' own do: a round's passes decide how many rounds total_steps are."""
-    made = values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", *words))
-    assert (made["ppo.ppo_epochs"], made["ppo.gen.top_p"], made["actor.optimizer.lr"]) == (1, 0.9, 1e-4)
+    """They count where the sections' own do: a round's passes decide how many rounds total_steps
+    are.
+    """
+    made = values(
+        "defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", *words)
+    )
+    assert (made["ppo.ppo_epochs"], made["ppo.gen.top_p"], made["actor.optimizer.lr"]) == (
+        1,
+        0.9,
+        1e-4,
+    )
     assert made["max_steps"] == 625 and "trlx.method.gen_kwargs.top_p" not in made
-    before = values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", words[0]))
+    before = values(
+        "defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=("triton_host_sft=null", words[0])
+    )
     assert before["max_steps"] == (157 if words[0].startswith("~") else 625)
     assert ("ppo.gen.top_p" in before) != words[0].startswith("~")
 
@@ -221,7 +291,10 @@ def test_keys_of_trlx_on_the_command_line_go_without_their_prefix(words: tuple[s
     ("word", "wrong"),
     [
         ("name=x", "name: write optimizer.name or scheduler.name or method.name"),
-        ("method.gen_kwargs.topp=0.9", "unknown key 'method.gen_kwargs.topp'; did you mean method.gen_kwargs.top_p"),
+        (
+            "method.gen_kwargs.topp=0.9",
+            "unknown key 'method.gen_kwargs.topp'; did you mean method.gen_kwargs.top_p",
+        ),
         ("ppo_epoch=3", "unknown key 'ppo_epoch'; did you mean ppo.ppo_epochs"),
         ("vf_coef=0.5", r"command line: method.vf_coef=0.5: the critic .* write 1"),
     ],
@@ -231,12 +304,23 @@ def test_keys_that_trlx_lacks_are_refused_with_those_that_work(word: str, wrong:
         values("defaults_rlhf", "pythia_rlhf", base=PPOConfig(), words=(word,))
 
 
-@pytest.mark.parametrize("named", [section.name for contents in SHIPPED for section in contents.sections])
+@pytest.mark.parametrize(
+    "named", [section.name for contents in SHIPPED for section in contents.sections]
+)
 def test_every_shipped_section_is_understood(named: str) -> None:
-    """Defect 1: keys that one section needs and another lacks. Here every section stands on weft's defaults alone, too."""
+    """Defect 1: keys that one section needs and another lacks.
+
+    Here every section stands on weft's defaults alone, too.
+    """
     section = Library.find().get(named)
     quickstart = meant_for([section])
-    base = {"sft": SFTConfig, "rw": RWConfig, "ppo": PPOConfig, "dpo": DPOConfig, "grpo": GRPOConfig}[quickstart]()
+    base = {
+        "sft": SFTConfig,
+        "rw": RWConfig,
+        "ppo": PPOConfig,
+        "dpo": DPOConfig,
+        "grpo": GRPOConfig,
+    }[quickstart]()
     before = {"sft": "defaults", "rw": "defaults_rm", "ppo": "defaults_rlhf"}.get(quickstart, "")
     recipe = section.file.startswith(f"weft:{READY}/")  # a whole run, which stands alone
     for names in ([named],) if recipe else ([named], [before, named]):
@@ -251,6 +335,12 @@ def test_the_reward_models_section_of_the_guide() -> None:
 
 def test_what_sections_are_meant_for() -> None:
     library = Library.find()
-    for name, quickstart in (("defaults", "sft"), ("defaults_rm", "rw"), ("ppo_config", "ppo"), ("pythia_rlhf", "ppo"),
-                             ("rw-ultrafeedback-qwen3-0.6b", "rw"), ("grpo-gsm8k-qwen3-8b", "grpo")):  # fmt: skip
+    for name, quickstart in (
+        ("defaults", "sft"),
+        ("defaults_rm", "rw"),
+        ("ppo_config", "ppo"),
+        ("pythia_rlhf", "ppo"),
+        ("rw-ultrafeedback-qwen3-0.6b", "rw"),
+        ("grpo-gsm8k-qwen3-8b", "grpo"),
+    ):
         assert meant_for([library.get(name)]) == quickstart

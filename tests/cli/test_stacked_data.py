@@ -1,4 +1,6 @@
-"""Data of sections: each entry as it is written, twice where it stands twice, and the command line's words for one."""
+"""Data of sections: each entry as it is written, twice where it stands twice, and the command
+line's words for one.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,16 @@ plain:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with sections and copies of data sets."""
     rows = [{"question": f"q{i}", "answer": f"a{i} #### {i}"} for i in range(10)]
-    squad = [{"context": "c", "question": f"q{i}", "answers": {"text": [f"a{i}"]}} for i in range(10)]
+    squad = [
+        {"context": "c", "question": f"q{i}", "answers": {"text": [f"a{i}"]}} for i in range(10)
+    ]
     hard = [{"input": f"q{i}", "code": "c", "target": i} for i in range(5)]
     for file, found in (
-        ("gsm8k/train.jsonl", rows), ("gsm8k/test.jsonl", rows[:4]), ("squad.jsonl", squad), ("hard.jsonl", hard)
-    ):  # fmt: skip
+        ("gsm8k/train.jsonl", rows),
+        ("gsm8k/test.jsonl", rows[:4]),
+        ("squad.jsonl", squad),
+        ("hard.jsonl", hard),
+    ):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("".join(json.dumps(row) + "\n" for row in found))
     (tmp_path / "configs").mkdir()
@@ -60,7 +67,9 @@ COUNTED = [
 ]
 
 
-def test_a_section_is_counted_as_it_is_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_section_is_counted_as_it_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = f"dataset.cache_dir={here}/cache"
     for words in (
         ["--datasets", "mix"],
@@ -69,14 +78,22 @@ def test_a_section_is_counted_as_it_is_written(here: Path, capsys: pytest.Captur
     ):
         assert main(["counts", *words, cache]) == 0
         assert table(capsys) == [HEAD, *COUNTED], words
-    assert run("check_dataset_counts", ["--datasets", "mix", cache, "--output_path", "c.csv"], {}) == 0
+    assert (
+        run("check_dataset_counts", ["--datasets", "mix", cache, "--output_path", "c.csv"], {}) == 0
+    )
     found = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert [line.split() for line in found[1:]] == [HEAD, *COUNTED]
     assert Path("c.csv").read_text().splitlines()[3].startswith("gsm8k-2,10,0,10,2")
 
 
-def test_words_of_the_command_line_go_over_a_section(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [f"dataset.cache_dir={here}/cache", "datasets.squad_v2.max_val_set=2", "datasets.gsm8k.size=3"]
+def test_words_of_the_command_line_go_over_a_section(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"dataset.cache_dir={here}/cache",
+        "datasets.squad_v2.max_val_set=2",
+        "datasets.gsm8k.size=3",
+    ]
     for named in (["--datasets", "mix"], ["--configs", "defaults", "mix"]):
         assert main(["counts", *named, *words]) == 0
         assert [row[-1] for row in table(capsys)[1:]] == ["3", "8", "3", "3", "17"]
@@ -84,18 +101,38 @@ def test_words_of_the_command_line_go_over_a_section(here: Path, capsys: pytest.
     assert table(capsys)[2] == ["squad_v2", "5", "1", "6", "5"]
     for named in (["--datasets", "ours"], ["--configs", "ours"]):
         assert (
-            main(["counts", *named, words[0], f"datasets.gsm8k.data_path={here}/gsm8k", "datasets.gsm8k.size=6"]) == 0
+            main(
+                [
+                    "counts",
+                    *named,
+                    words[0],
+                    f"datasets.gsm8k.data_path={here}/gsm8k",
+                    "datasets.gsm8k.size=6",
+                ]
+            )
+            == 0
         )
         assert table(capsys)[1] == ["gsm8k", "10", "2", "12", "6"]
     assert (
-        main(["counts", "--configs", "defaults", f"datasets=[{{gsm8k: {{data_path: {here}/gsm8k}}}}]", words[0]]) == 0
+        main(
+            [
+                "counts",
+                "--configs",
+                "defaults",
+                f"datasets=[{{gsm8k: {{data_path: {here}/gsm8k}}}}]",
+                words[0],
+            ]
+        )
+        == 0
     )
     assert table(capsys)[1] == ["gsm8k", "10", "4", "14"]
     assert main(["counts", "--datasets", "plain", words[0]]) == 0
     assert table(capsys)[1] == ["train", "10", "0", "10"]
 
 
-def test_a_copy_is_named_on_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_named_on_the_command_line(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = f"dataset.cache_dir={here}/cache"
     assert main(["counts", "--datasets", "gsm8k", "data_path=gsm8k/train.jsonl", cache]) == 0
     assert table(capsys) == [HEAD[:-1], ["gsm8k", "10", "0", "10"]]
@@ -105,27 +142,44 @@ def test_a_copy_is_named_on_the_command_line(here: Path, capsys: pytest.CaptureF
     for more, wrong in (
         (
             "data_path=squad.jsonl",
-            "data_path=squad.jsonl: has no folder of gsm8k, squad_v2; write datasets.NAME.data_path",
+            "data_path=squad.jsonl: has no folder of gsm8k, squad_v2; write "
+            "datasets.NAME.data_path",
         ),
-        ("datasets.gsm8.fraction=0.5", "datasets.gsm8: is none of the data sets .*; did you mean datasets.gsm8k?"),
+        (
+            "datasets.gsm8.fraction=0.5",
+            "datasets.gsm8: is none of the data sets .*; did you mean datasets.gsm8k?",
+        ),
         ("datasets.gsm8k=1", "datasets.gsm8k: write datasets.NAME.PARAMETER=value"),
         ("datasets.gsm8k.fraction=2", "datasets.gsm8k.fraction=2: must lie above 0"),
     ):
         with pytest.raises(ConfigError, match=wrong):
             main([*words, more])
-    with pytest.raises(ConfigError, match="data_path=a: is a copy of a data set by name; add --datasets NAME"):
+    with pytest.raises(
+        ConfigError, match="data_path=a: is a copy of a data set by name; add --datasets NAME"
+    ):
         main(["counts", "data_path=a", cache])
 
 
-def test_a_folder_of_copies_has_the_files_that_a_section_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_copies_has_the_files_that_a_section_names(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the folder of the name, in the folder of all, and else any file of the name's folder."""
     file = here / "configs/mine.yaml"
-    file.write_text("both:\n  datasets: [{gsm8k: {data_path: train.jsonl}}, {squad_v2: {data_path: squad.jsonl}}]\n")
+    file.write_text(
+        "both:\n  datasets: [{gsm8k: {data_path: train.jsonl}}, {squad_v2: {data_path: "
+        "squad.jsonl}}]\n"
+    )
     place = here / "elsewhere"
     place.mkdir()
     (here / "gsm8k").rename(place / "gsm8k")
     (here / "squad.jsonl").rename(place / "squad.jsonl")
-    words = ["counts", "--datasets", "both", f"dataset.cache_dir={here}/cache", "dataset.valid_split=0"]
+    words = [
+        "counts",
+        "--datasets",
+        "both",
+        f"dataset.cache_dir={here}/cache",
+        "dataset.valid_split=0",
+    ]
     assert main([*words, "data_path=elsewhere"]) == 0
     assert table(capsys)[1:3] == [["gsm8k", "10", "0", "10"], ["squad_v2", "10", "0", "10"]]
     (place / "gsm8k/train.jsonl").rename(place / "gsm8k/my-train.jsonl")
@@ -145,10 +199,19 @@ def test_the_mode_is_that_of_the_sections(here: Path) -> None:
         main(["counts", "--datasets", "odd"])
 
 
-def test_rows_of_a_section_are_shown_in_its_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_a_section_are_shown_in_its_form(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from weft.testing.datasets import small_tokenizer
 
     small_tokenizer().save(here / "tokenizer")
-    words = ["--configs", "defaults", "mix", "--tokenizer", str(here / "tokenizer"), f"dataset.cache_dir={here}/cache"]
+    words = [
+        "--configs",
+        "defaults",
+        "mix",
+        "--tokenizer",
+        str(here / "tokenizer"),
+        f"dataset.cache_dir={here}/cache",
+    ]
     assert main(["inspect", *words, "-n", "1"]) == 0
     assert "<|prompter|>|q|0|" in capsys.readouterr().out

@@ -52,7 +52,9 @@ register_quickstart("test-calm", Calm)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with a model, rows and nothing registered; what a test registers or imports is forgotten."""
+    """A working directory with a model, rows and nothing registered; what a test registers or
+    imports is forgotten.
+    """
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "m" / "model.safetensors").write_bytes(b"")
@@ -66,7 +68,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         kind._things.clear()
         kind._things.update(things)
     for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)) or name == "experiments":
+        if (
+            str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path))
+            or name == "experiments"
+        ):
             del sys.modules[name]
     sys.path[:] = path
 
@@ -79,7 +84,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_a_folder_of_experiments_is_found_and_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_experiments_is_found_and_listed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "experiments").mkdir()
     (folder / "experiments" / "sweep.py").write_text(SWEEP)
     (folder / "experiments" / "unrelated.py").write_text("raise RuntimeError('not for us')")
@@ -90,14 +97,20 @@ def test_a_folder_of_experiments_is_found_and_listed(folder: Path, capsys: pytes
     assert listed == ["test-class", *(f"test-dpo-s{i}" for i in range(1, 6))]
 
 
-def test_a_registered_experiment_runs_under_the_names_of_the_command_line(folder: Path, ran: list[Any]) -> None:
+def test_a_registered_experiment_runs_under_the_names_of_the_command_line(
+    folder: Path, ran: list[Any]
+) -> None:
     (folder / "sweep.py").write_text(SWEEP)
     words = ["--mode", "local", "--import", "sweep.py", "--fileroot", "elsewhere"]
     assert main(["start", "-e", "test-dpo-s4", "-f", "first", *words]) == 0
     assert main(["start", "-e", "test-class", "-f", "second", *words]) == 0
     first, second = ran
     control = first.control
-    assert (control.experiment_name, control.trial_name, control.fileroot) == ("test-dpo-s4", "first", "elsewhere")
+    assert (control.experiment_name, control.trial_name, control.fileroot) == (
+        "test-dpo-s4",
+        "first",
+        "elsewhere",
+    )
     assert control.imports == ["sweep.py"]
     assert first.config["fileroot"] == "elsewhere"
     assert first.node("actor_train").args["loss_args"]["beta"] == 0.125
@@ -107,11 +120,17 @@ def test_a_registered_experiment_runs_under_the_names_of_the_command_line(folder
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-e", "test-dpo-s9", "-f", "a"], "unknown experiment 'test-dpo-s9'; did you mean test-dpo-s"),
+        (
+            ["-e", "test-dpo-s9", "-f", "a"],
+            "unknown experiment 'test-dpo-s9'; did you mean test-dpo-s",
+        ),
         (["-e", "test-dpo-s1"], "-f TRIAL is missing"),
         (["-f", "a"], "-e EXPERIMENT is missing"),
         (["-e", "test-dpo-s1", "-f", "a_b"], "write trial_name=a-b"),
-        (["-e", "test-dpo-s1", "-f", "a", "--mode", "rya"], "must be local, ray or slurm (did you mean ray?)"),
+        (
+            ["-e", "test-dpo-s1", "-f", "a", "--mode", "rya"],
+            "must be local, ray or slurm (did you mean ray?)",
+        ),
         (["-e", "test-dpo-s1", "-f", "a", "--mod"], "weft start:"),
         (["-e", "test-dpo-s1", "-f", "a", "--import", "none.py"], "there is no such file"),
     ],
@@ -125,14 +144,24 @@ def test_wrong_input_is_exit_2(
     assert ran == []
 
 
-def test_stop_says_when_there_is_nothing_to_stop(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stop_says_when_there_is_nothing_to_stop(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["stop", "-e", "a", "-f", "b"]) == 2
     assert "there is no run" in capsys.readouterr().err
 
 
-def test_a_quickstart_of_ones_own(folder: Path, ran: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quickstart_of_ones_own(
+    folder: Path, ran: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "calm.py").write_text(QUICKSTART)
-    own = ["experiment_name=e", "trial_name=t", "model.path=m", "dataset.path=rows.jsonl", "coefficient=0.5"]
+    own = [
+        "experiment_name=e",
+        "trial_name=t",
+        "model.path=m",
+        "dataset.path=rows.jsonl",
+        "coefficient=0.5",
+    ]
     assert main(["quickstart", "test-calm", "--import", "calm.py", *own]) == 0
     assert (ran[0].coefficient, ran[0].imports) == (0.5, ["calm.py"])
     assert main(["quickstart", "test-calm", "imports=[calm.py]", *own]) == 0
@@ -171,23 +200,40 @@ def test_a_file_may_be_imported_twice(folder: Path) -> None:
     assert "test-calm" in registry.quickstarts
 
 
-def test_what_reals_command_line_sets_of_an_experiment(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = SWEEP.replace("return config.build()", "return config").replace("return one(1)", "return one(1).build()")
+def test_what_reals_command_line_sets_of_an_experiment(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SWEEP.replace("return config.build()", "return config").replace(
+        "return one(1)", "return one(1).build()"
+    )
     (folder / "sweep.py").write_text(text)
-    words = ["--import", "sweep.py", "--trial_name", "t", "--mode", "slurm", "--print-script", "--experiment_name"]
+    words = [
+        "--import",
+        "sweep.py",
+        "--trial_name",
+        "t",
+        "--mode",
+        "slurm",
+        "--print-script",
+        "--experiment_name",
+    ]
     (folder / "m" / "config.json").write_text(json.dumps({"model_type": "llama", **TINY_LLAMA}))
     more = ("--partition", "dev", "--wandb_mode", "disabled", "--allocation_mode", "pipe_model")
     assert main(["start", *words, "test-dpo-s2", *more]) == 0
     assert "#SBATCH --partition=dev" in capsys.readouterr().out
     experiment = registered("test-dpo-s2", "t", allocation_mode="d2")
-    assert experiment.config["allocation_mode"] == "d2" and str(experiment.placement["ref_inf"]).startswith("d2")
+    assert experiment.config["allocation_mode"] == "d2" and str(
+        experiment.placement["ref_inf"]
+    ).startswith("d2")
     with pytest.raises(ConfigError, match="the layouts of 'test-class' are settled in its code"):
         registered("test-class", "t", allocation_mode="d2")
     assert main(["start", *words, "test-class", "--allocation_mode", "pipe_mode"]) == 2
     assert "--allocation_mode pipe_mode: must be manual" in capsys.readouterr().err
 
 
-def test_experiments_are_found_by_a_pattern(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experiments_are_found_by_a_pattern(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "sweep.py").write_text(SWEEP)
     assert find_config(["--regex", "test-dpo-s[12]", "--import", "sweep.py"]) == 0
     assert capsys.readouterr().out == "test-dpo-s1\ntest-dpo-s2\n"

@@ -1,4 +1,7 @@
-"""`mode=slurm` on the command line: what is handed to sbatch, told, stopped and refused. Slurm's commands are stand-ins."""
+"""`mode=slurm` on the command line: what is handed to sbatch, told, stopped and refused.
+
+Slurm's commands are stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,9 @@ class Large:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a model, rows and stand-ins for Slurm's commands, which note what they are given."""
+    """A working directory with a model, rows and stand-ins for Slurm's commands, which note what
+    they are given.
+    """
     make_llama(tmp_path / "m")
     write_jsonl(tmp_path / "rows.jsonl", prompt_answer_rows())
     (tmp_path / "bin").mkdir()
@@ -57,7 +62,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sft(*words: str) -> list[str]:
-    base = ["quickstart", "sft", "experiment_name=e", "trial_name=t", "model.path=m", "dataset.train_path=rows.jsonl"]
+    base = [
+        "quickstart",
+        "sft",
+        "experiment_name=e",
+        "trial_name=t",
+        "model.path=m",
+        "dataset.train_path=rows.jsonl",
+    ]
     return [*base, "mode=slurm", "device=cpu", *words]
 
 
@@ -68,16 +80,27 @@ def last_command(text: str) -> list[str]:
     return words[words.index("weft.cli.main") + 1 :]
 
 
-def test_the_script_runs_the_same_command_with_ray(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert weft.main(sft("n_nodes=2", "'launch.env={GREETING: a b}'".strip("'"), "--print-script")) == 0
+def test_the_script_runs_the_same_command_with_ray(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        weft.main(sft("n_nodes=2", "'launch.env={GREETING: a b}'".strip("'"), "--print-script"))
+        == 0
+    )
     printed = capsys.readouterr().out
     words = sft("n_nodes=2", "launch.env={GREETING: a b}")
     assert last_command(printed) == [*(word for word in words if word != "mode=slurm"), "mode=ray"]
-    assert "#SBATCH --nodes=2" in printed and "gpus-per-node" not in printed and "export GREETING='a b'" in printed
+    assert (
+        "#SBATCH --nodes=2" in printed
+        and "gpus-per-node" not in printed
+        and "export GREETING='a b'" in printed
+    )
     assert not (folder / "runs").exists() and not (folder / "submitted.sh").exists()
 
 
-def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_submitted_told_of_and_stopped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert weft.main(sft()) == 0
     told = capsys.readouterr().out
     assert "submitted job 7 on 1 node" in told and "weft logs -e e -f t --follow" in told
@@ -91,7 +114,9 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
     (folder / "state").write_text("PENDING\n")
     assert weft.main(["stop", "-e", "e", "-f", "t", "--mode", "slurm"]) == 0
     assert (folder / "cancelled").read_text() == "--batch --signal=TERM 7\n7\n"
-    assert weft.main(["stop", "-e", "e", "-f", "t"]) == 2, "the job is gone, and nobody holds the lock"
+    assert weft.main(["stop", "-e", "e", "-f", "t"]) == 2, (
+        "the job is gone, and nobody holds the lock"
+    )
     assert weft.main(sft()) == 0, "the folder slurm/ is no obstacle, and a job that is gone neither"
 
 
@@ -106,13 +131,28 @@ def test_a_job_is_submitted_told_of_and_stopped(folder: Path, capsys: pytest.Cap
         (sft("launch.env={a-b: x}"), "'a-b' is not a valid environment variable name"),
         (sft("dataset.args.api_key=abc"), "holds a secret: quickstart sft"),
         (sft("dataset.args.url=http://me:pw@h/x"), "dataset.args.url=http://***@h/x"),
-        (sft("n_nodes=2", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention"),
-        (sft("allocation_mode=p8", "--print-script"), "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers"),
+        (
+            sft("n_nodes=2", "model.layout=t3"),
+            "model.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention",
+        ),
+        (
+            sft("allocation_mode=p8", "--print-script"),
+            "model.layout=d1f1t1p8c1e1: p=8 stages of a model with 2 layers",
+        ),
         (sft("model.path=nowhere"), "model.path='nowhere': there is no such directory"),
-        (sft("model.path=nowhere", "--print-script"), "model.path='nowhere': there is no such directory"),
+        (
+            sft("model.path=nowhere", "--print-script"),
+            "model.path='nowhere': there is no such directory",
+        ),
         (sft("device=cuda:1", "model.layout=d2"), "device=cuda:1: names one device"),
-        (sft("--dry-run=config", "model.layout=t3"), "model.layout=d1f1t3p1c1e1: t=3 does not divide"),
-        ([*sft("--print-script"), "mode=local"], "--print-script shows the script of a Slurm job; add mode=slurm"),
+        (
+            sft("--dry-run=config", "model.layout=t3"),
+            "model.layout=d1f1t3p1c1e1: t=3 does not divide",
+        ),
+        (
+            [*sft("--print-script"), "mode=local"],
+            "--print-script shows the script of a Slurm job; add mode=slurm",
+        ),
     ],
 )
 def test_wrong_input_is_exit_2(
@@ -123,18 +163,31 @@ def test_wrong_input_is_exit_2(
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
 
 
-def test_options_are_written_as_the_page_writes_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_written_as_the_page_writes_them(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (Path(__file__).resolve().parent.parent.parent / "docs" / "cluster.md").read_text()
     written = re.findall(r"slurm\.\w+=[^\s`]+", page)
-    assert {"slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]", "slurm.partition=gpu,large"} <= set(written)
+    assert {
+        "slurm.sbatch=[--mail-type=END]",
+        "slurm.nodelist=node[01-02]",
+        "slurm.partition=gpu,large",
+    } <= set(written)
     for word in written:
         assert weft.main([*sft(word), "--print-script"]) == 0, word
-    assert weft.main([*sft("slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]"), "--print-script"]) == 0
+    assert (
+        weft.main(
+            [*sft("slurm.sbatch=[--mail-type=END]", "slurm.nodelist=node[01-02]"), "--print-script"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "#SBATCH --mail-type=END\n" in printed and "#SBATCH --nodelist=node[01-02]\n" in printed
 
 
-def test_a_job_is_planned_and_not_submitted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_planned_and_not_submitted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["device=null", "n_nodes=2", "n_gpus_per_node=4", "allocation_mode=d8"]
     assert weft.main([*sft(*words), "--dry-run=config"]) == 0
     job, *_, verdict = capsys.readouterr().out.splitlines()
@@ -142,15 +195,32 @@ def test_a_job_is_planned_and_not_submitted(folder: Path, capsys: pytest.Capture
     assert "fits: each of 8 devices needs about" in verdict and "GPU of 24 GB" in verdict
     assert weft.main([*sft(), "--dry-run=config"]) == 0
     job, *_, verdict = capsys.readouterr().out.splitlines()
-    assert job == "mode=slurm: a job of 1 node with 1 CPU process, not submitted" and "cpu" in verdict
+    assert (
+        job == "mode=slurm: a job of 1 node with 1 CPU process, not submitted" and "cpu" in verdict
+    )
     assert weft.main([*sft(*words, "model.device_mesh=8-15"), "--dry-run=config"]) == 2
-    assert "the layouts take 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8" in capsys.readouterr().err
+    assert (
+        "the layouts take 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8"
+        in capsys.readouterr().err
+    )
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
 
 
-def test_a_registered_experiment_s_scheduling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_registered_experiment_s_scheduling(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "slurm_experiment.py").write_text(EXPERIMENT)
-    words = ["start", "-e", "test-large", "-f", "t", "--import", "slurm_experiment.py", "--mode", "slurm"]
+    words = [
+        "start",
+        "-e",
+        "test-large",
+        "-f",
+        "t",
+        "--import",
+        "slurm_experiment.py",
+        "--mode",
+        "slurm",
+    ]
     assert weft.main([*words, "--print-script"]) == 0
     printed = capsys.readouterr().out
     for line in ("nodes=2", "gpus-per-node=2", "cpus-per-task=7", "mem=3072M", "nodelist=n[1-2]"):
@@ -169,21 +239,32 @@ def test_one_machine_says_what_it_ignores(
 ) -> None:
     monkeypatch.setenv("GREETING", "from the shell")
     text = EXPERIMENT.replace("n_nodes=2, ", "").replace("test-large", "test-one")
-    short = text.replace("return config.build()", "config.max_steps = 1\n        return config.build()")
+    short = text.replace(
+        "return config.build()", "config.max_steps = 1\n        return config.build()"
+    )
     (folder / "one_experiment.py").write_text(short)
     assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py"]) == 0
     told = "note: mode=local ignores actor.cpus, actor.memory_gb, actor.nodelist, reward.cpus, reward.memory_gb"
     assert told in capsys.readouterr().err
     assert os.environ["GREETING"] == "hello"
     monkeypatch.setenv("WEFT_SUPERVISED", f"5:0:{os.getppid()}")  # the supervisor has said it
-    assert weft.main(["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py", "--dry-run"]) == 0
+    assert (
+        weft.main(
+            ["start", "-e", "test-one", "-f", "t", "--import", "one_experiment.py", "--dry-run"]
+        )
+        == 0
+    )
     assert "note: mode" not in capsys.readouterr().err
 
 
 def test_too_few_devices_are_refused(folder: Path) -> None:
     from weft.experiments import SFTConfig
 
-    config = SFTConfig(experiment_name="e", trial_name="t", mode="slurm", n_nodes=2, n_gpus_per_node=1)
+    config = SFTConfig(
+        experiment_name="e", trial_name="t", mode="slurm", n_nodes=2, n_gpus_per_node=1
+    )
     config.model.path, config.dataset.train_path, config.model.device_mesh = "m", "rows.jsonl", "2"
-    with pytest.raises(ValueError, match="the layouts take 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"):
+    with pytest.raises(
+        ValueError, match="the layouts take 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"
+    ):
         slurm.start(config.build(), ["x"], print_only=True)

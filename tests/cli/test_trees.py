@@ -19,13 +19,20 @@ def trees(data_dir: Path) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (gzip.open(path, "rt") if path.suffix == ".gz" else path.open())]
+    return [
+        json.loads(line)
+        for line in (gzip.open(path, "rt") if path.suffix == ".gz" else path.open())
+    ]
 
 
 def test_stats(trees: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trees", "stats", trees]) == 0
     said = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
-    assert ["100", "trees"] in said and ["1,167", "messages"] in said and ["641", "with a rank"] in said
+    assert (
+        ["100", "trees"] in said
+        and ["1,167", "messages"] in said
+        and ["641", "with a rank"] in said
+    )
     assert ["languages:", "en 1,167"] in said
     for word in ("count", "counts"):
         assert main(["trees", word, trees]) == 0
@@ -52,7 +59,9 @@ def test_split_by_tree(trees: str, tmp_path: Path) -> None:
     files = [tmp_path / "train.jsonl", tmp_path / "valid.jsonl"]
     found = []
     for seed in ("1", "1", "2"):
-        assert main(["trees", "split", trees, *map(str, files), "--valid", "0.2", "--seed", seed]) == 0
+        assert (
+            main(["trees", "split", trees, *map(str, files), "--valid", "0.2", "--seed", seed]) == 0
+        )
         found.append([{tree["message_tree_id"] for tree in read(file)} for file in files])
     assert [len(part) for part in found[0]] == [80, 20] and not found[0][0] & found[0][1]
     assert found[0] == found[1] != found[2]
@@ -60,7 +69,9 @@ def test_split_by_tree(trees: str, tmp_path: Path) -> None:
         main(["trees", "split", trees, *map(str, files), "--valid", "1"])
 
 
-def test_flattened_and_built_again(trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flattened_and_built_again(
+    trees: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flat, built = tmp_path / "messages.jsonl", tmp_path / "trees.jsonl"
     assert main(["trees", "flatten", trees, str(flat)]) == 0 and len(read(flat)) == 1167
     assert main(["trees", "build", str(flat), str(built)]) == 0

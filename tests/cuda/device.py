@@ -1,10 +1,12 @@
-"""Two CUDA devices that are not there: tensors that say they are on one, whose values a CPU computes.
+"""Two CUDA devices that are not there: tensors that say they are on one, whose values a CPU
+computes.
 
-Imported before torch, with the path of `device.cpp`'s library in WEFT_CUDA_STAND_IN. `with StandIn():` tensors can be made on
-`cuda`, and what a device would refuse is refused: operations over tensors of the host and the device, or of both devices, and
-numpy over a device's memory. So code that forgets to bring a tensor to its device fails here as it does there. Whatever has
-kernels of its own (flash attention, FlexAttention, captured graphs) is stood in for by what it is documented to compute, see
-`kernels.py`.
+Imported before torch, with the path of `device.cpp`'s library in WEFT_CUDA_STAND_IN. `with
+StandIn():` tensors can be made on `cuda`, and what a device would refuse is refused: operations
+over tensors of the host and the device, or of both devices, and numpy over a device's memory. So
+code that forgets to bring a tensor to its device fails here as it does there. Whatever has kernels
+of its own (flash attention, FlexAttention, captured graphs) is stood in for by what it is
+documented to compute, see `kernels.py`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from weft.kernels.formulas import rms_norm_gradients  # noqa: E402
 
 aten = torch.ops.aten
-INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
-UNREPEATABLE = {aten.cumsum.default, aten.cumsum_.default}  # of floats, where kernels must repeat bit for bit
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
+# of floats, where kernels must repeat bit for bit
+UNREPEATABLE = {aten.cumsum.default, aten.cumsum_.default}
 
 
 class OnDevice(Tensor):
@@ -48,9 +56,13 @@ class OnDevice(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor, index: int) -> OnDevice:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=torch.device("cuda", index),
-        )  # fmt: skip
+        )
         made.inner = inner
         return made
 
@@ -170,7 +182,9 @@ USUAL = Stream(usual=True)
 
 
 def copy(target: Tensor, source: Tensor, *rest: Any) -> None:
-    """On a stream of its own the target is spoilt until the copy is done, and the source must stay as it is."""
+    """On a stream of its own the target is spoilt until the copy is done, and the source must stay
+    as it is.
+    """
     if (stream := Stream.current()).usual:
         aten.copy_.default(target, source, *rest)
         return
@@ -179,11 +193,15 @@ def copy(target: Tensor, source: Tensor, *rest: Any) -> None:
     assert all(memory), "a copy from or to memory that was given up"
 
     def late() -> None:
-        assert (target.untyped_storage().nbytes(), source.untyped_storage().nbytes()) == memory, "memory was given up"
+        assert (target.untyped_storage().nbytes(), source.untyped_storage().nbytes()) == memory, (
+            "memory was given up"
+        )
         aten.copy_.default(target, source)
 
     addresses = target.untyped_storage().data_ptr(), source.untyped_storage().data_ptr()
-    if target.dtype.is_floating_point and not any(addresses[0] in each for each in stream.memory[stream.done :]):
+    if target.dtype.is_floating_point and not any(
+        addresses[0] in each for each in stream.memory[stream.done :]
+    ):
         target.fill_(float("nan"))
     stream.memory.append(addresses)
     stream.put(late)
@@ -196,9 +214,13 @@ def values(x: Any) -> Any:
 STAND_INS = str(Path(__file__).with_name("kernels.py"))
 WAITS: Counter[str] = Counter()  # by the line of weft that made the host wait for the device
 ASKING = {
-    aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.bincount.default,
-    aten.masked_select.default, aten._unique2.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.bincount.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+}
 
 
 def _waits(name: str) -> None:
@@ -216,26 +238,37 @@ def _waits(name: str) -> None:
 def _count_wait(func: Any, args: Any, kwargs: Any, of_device: list[OnDevice]) -> None:
     """Count an operation for which the host would wait until the device is done."""
     if func is aten.copy_.default:
-        across, free = isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice), args[2:3] == (True,)
+        across, free = (
+            isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice),
+            args[2:3] == (True,),
+        )
         if across and not (free or kwargs.get("non_blocking")) and args[1].dim() > 0:
             _waits("copy")
     elif func is aten._to_copy.default:
         to = kwargs.get("device")
-        across = to is not None and (torch.device(to).type == "cuda") != isinstance(args[0], OnDevice)
+        across = to is not None and (torch.device(to).type == "cuda") != isinstance(
+            args[0], OnDevice
+        )
         if across and not kwargs.get("non_blocking"):
             _waits("copy")
     elif func in ASKING and of_device:
         _waits(func.__name__.split(".")[0])
     elif func is aten.repeat_interleave.Tensor and of_device and kwargs.get("output_size") is None:
         _waits("repeat_interleave")
-    elif func in INDEXED and of_device and any(x is not None and x.dtype == torch.bool for x in args[1]):
+    elif (
+        func in INDEXED
+        and of_device
+        and any(x is not None and x.dtype == torch.bool for x in args[1])
+    ):
         _waits("index by bool")
 
 
 ADDED: Counter[str] = Counter()  # products in half precision that joined a float32 sum
 
 
-def _wide_mm(func: Any, *given: Tensor, out_dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:
+def _wide_mm(
+    func: Any, *given: Tensor, out_dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
     """Products of half precision whose sums are kept in float32, which a CPU does not have."""
     *total, left, right = given
     assert left.dtype == right.dtype and out_dtype == torch.float32, func
@@ -273,7 +306,10 @@ def uncounted() -> Iterator[None]:
 
 
 def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among arguments. Every operation asks, so this is simpler and faster than `torch.utils._pytree`."""
+    """Tensors among arguments.
+
+    Every operation asks, so this is simpler and faster than `torch.utils._pytree`.
+    """
     for x in given:
         if isinstance(x, Tensor):
             yield x
@@ -303,7 +339,11 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     if of_device and func is not aten._to_copy.default:
         _refuse_mixed(func, args, given)
-        if func in UNREPEATABLE and args[0].is_floating_point() and torch.are_deterministic_algorithms_enabled():
+        if (
+            func in UNREPEATABLE
+            and args[0].is_floating_point()
+            and torch.are_deterministic_algorithms_enabled()
+        ):
             raise RuntimeError(f"{func} does not have a deterministic implementation on CUDA")
     named = _mapped(values, kwargs)
     if asked is not None:
@@ -318,7 +358,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     index = torch.device(asked).index if asked is not None else of_device[0].device.index
     if index is None:
         index = current_device()
-    known = {id(x.inner): x for x in of_device}  # an operation in place gives back what it was given
+    # an operation in place gives back what it was given
+    known = {id(x.inner): x for x in of_device}
 
     def brought(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, OnDevice):
@@ -329,11 +370,20 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_mixed(func: Any, args: Any, given: list[Tensor]) -> None:
-    """A number of the host may go with tensors of the device, and so may whole numbers that index one."""
-    if len(places := {x.device.index for x in given if isinstance(x, OnDevice) and x.dim() > 0}) > 1:
+    """A number of the host may go with tensors of the device, and so may whole numbers that index
+    one.
+    """
+    if (
+        len(places := {x.device.index for x in given if isinstance(x, OnDevice) and x.dim() > 0})
+        > 1
+    ):
         raise RuntimeError(f"{func}: tensors are on devices {places}")
-    indices = {id(x) for x in args[1]} if func in INDEXED and isinstance(args[0], OnDevice) else set()
-    others = [x for x in given if not isinstance(x, OnDevice) and x.dim() > 0 and id(x) not in indices]
+    indices = (
+        {id(x) for x in args[1]} if func in INDEXED and isinstance(args[0], OnDevice) else set()
+    )
+    others = [
+        x for x in given if not isinstance(x, OnDevice) and x.dim() > 0 and id(x) not in indices
+    ]
     if from_host := [tuple(x.shape) for x in others]:
         raise RuntimeError(f"{func}: tensors are on cuda:0 and cpu, of the host {from_host}")
 
@@ -360,7 +410,9 @@ class using:
         library.stand_in_set(self.before)
 
 
-PROPERTIES = SimpleNamespace(name="stand-in", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34)
+PROPERTIES = SimpleNamespace(
+    name="stand-in", major=9, minor=0, multi_processor_count=1, total_memory=1 << 34
+)
 SAID: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,

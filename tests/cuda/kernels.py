@@ -1,4 +1,7 @@
-"""What the kernels of a GPU compute, as they are documented, on the stand-in device. Each counts its calls in `CALLS`."""
+"""What the kernels of a GPU compute, as they are documented, on the stand-in device.
+
+Each counts its calls in `CALLS`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ CALLS: Counter[str] = Counter()
 
 
 def install(*, reads_pages: bool) -> None:
-    """Have weft use them; with `reads_pages` flash attention as torch 2.12 and later have it, else as 2.11 has it."""
+    """Have weft use them; with `reads_pages` flash attention as torch 2.12 and later have it, else
+    as 2.11 has it.
+    """
     flash.kernel = lambda: _flash  # type: ignore[assignment]
     flash.abilities = lambda: flash.Abilities(reads_pages, reads_pages)  # type: ignore[assignment]
     flex._compiles = lambda: True  # type: ignore[assignment]
@@ -47,13 +52,21 @@ def _flash(query: Tensor, *rest: Any, **named: Any) -> Tensor:
 def _computes_on(given: Tensor) -> None:
     """A kernel runs on the thread's device, wherever the tensors lie that it is given."""
     here = torch.cuda.current_device()
-    assert given.device.index == here, f"a kernel on device {here} is given tensors of {given.device}"
+    assert given.device.index == here, (
+        f"a kernel on device {here} is given tensors of {given.device}"
+    )
 
 
 def _flex(
-    q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float, enable_gqa: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
     score_mod: Callable[..., Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Keys count that the mask's function admits in a block that the mask lists."""
     CALLS["flex"] += 1
     _computes_on(q)
@@ -62,16 +75,25 @@ def _flex(
 
 
 def _attended(
-    q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, scale: float, enable_gqa: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    enable_gqa: bool,
     score_mod: Callable[..., Tensor] | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     (batch, heads, length, _), device = q.shape, q.device
     assert enable_gqa or heads == k.shape[1]
-    # Most pages of a pool are listed by no row: their keys are left out, for they would take most of the time.
+    # Most pages of a pool are listed by no row: their keys are left out, for they would take most
+    # of the time.
     listed = _listed(block_mask, length, k.shape[2])
     kept = listed.flatten(0, 2).any(0).nonzero()[:, 0]
     listed, kept = listed[..., kept].to(device), kept.to(device)
-    k, v = (x[:, :, kept].repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float() for x in (k, v))
+    k, v = (
+        x[:, :, kept].repeat_interleave(heads // k.shape[1], 1).expand(batch, -1, -1, -1).float()
+        for x in (k, v)
+    )
     batches, head, query = (
         torch.arange(n, device=device).view([-1 if i == at else 1 for i in range(4)])
         for at, n in enumerate((batch, heads, length))
@@ -88,17 +110,26 @@ def _attended(
 def _listed(mask: BlockMask, length: int, keys: int) -> Tensor:
     """bool [B, 1, length, keys], on the host."""
     by_query, by_key = mask.BLOCK_SIZE
-    blocks = torch.zeros(len(mask.kv_num_blocks), -(-length // by_query), -(-keys // by_key), dtype=torch.bool)
-    for counts, order in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
+    blocks = torch.zeros(
+        len(mask.kv_num_blocks), -(-length // by_query), -(-keys // by_key), dtype=torch.bool
+    )
+    for counts, order in (
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
         if counts is None or order is None:
             continue
         for batch, rows in enumerate(counts[:, 0].tolist()):
             for row, count in enumerate(rows):
                 blocks[batch, row, order[batch, 0, row, :count].tolist()] = True
-    return blocks.repeat_interleave(by_query, 1)[:, None, :length].repeat_interleave(by_key, 3)[..., :keys]
+    return blocks.repeat_interleave(by_query, 1)[:, None, :length].repeat_interleave(by_key, 3)[
+        ..., :keys
+    ]
 
 
-def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+def _capture(
+    run: Callable[[Tensor], Tensor], inputs: Tensor
+) -> tuple[Callable[[], object], Tensor]:
     """A replay reads the memory that the capture read, so all of it must be there still."""
     CALLS["captures"] += 1
     _computes_on(inputs)
@@ -106,7 +137,9 @@ def _capture(run: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[
 
     def replay() -> None:
         _computes_on(inputs)
-        assert _addresses(run) == known, "weights or pages lie elsewhere than when the graph was captured"
+        assert _addresses(run) == known, (
+            "weights or pages lie elsewhere than when the graph was captured"
+        )
         output.copy_(run(inputs))
 
     return replay, output
@@ -121,9 +154,15 @@ def _addresses(run: Any) -> list[int]:
 
 
 def _rectangles(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """torch's scaled_dot_product_attention, which asks the device which of its kernels fits."""
     group = query.shape[1] // key.shape[1]
     assert (enable_gqa or group == 1) and dropout_p == 0.0
@@ -132,5 +171,9 @@ def _rectangles(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, -torch.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
     return scores.softmax(-1).to(value.dtype) @ value

@@ -1,6 +1,9 @@
-"""Programs on the stand-in device. `python -m tests.cuda.program` reads lines `[PROGRAM, FOLDER, FLASH]` and answers each with
-an exit code. It imports torch once and forks a process for each program, which leaves `calls.json` and `output.txt` in its
-folder."""
+"""Programs on the stand-in device.
+
+`python -m tests.cuda.program` reads lines `[PROGRAM, FOLDER, FLASH]` and answers each with an exit
+code. It imports torch once and forks a process for each program, which leaves `calls.json` and
+`output.txt` in its folder.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ from benchmarks import gpu_backends
 from tests.cuda import kernels
 from tests.engine.common import Nll, batch_of, engine_of
 from tests.launch import cases
-from tests.tiny import make_llama, make_tokenizer, pair_rows, prompt_answer_rows, prompt_rows, write_jsonl
+from tests.tiny import (
+    make_llama,
+    make_tokenizer,
+    pair_rows,
+    prompt_answer_rows,
+    prompt_rows,
+    write_jsonl,
+)
 from weft.engine import device
 from weft.launch import run
 
@@ -58,14 +68,20 @@ def mixed(_: Path) -> None:
 
 
 def gpu(folder: Path) -> None:
-    """The sections of `benchmarks/gpu.py` on tiny sizes, one after the other in this process, with prompts that are long enough
-    to be shared. Nothing is compiled for a device that is not there."""
+    """The sections of `benchmarks/gpu.py` on tiny sizes, one after the other in this process, with
+    prompts that are long enough to be shared. Nothing is compiled for a device that is not there.
+    """
     gpu_backends.trainers = lambda where: [("sdpa", False)]
     gpu_backends.caches = lambda where: ["dynamic"]
     gpu_benchmark.SMALL = replace(gpu_benchmark.SMALL, decode=(1, 3, 300), grpo=(2, 300, 2, 6))
     record, rows = folder / "record.json", {}
     for name in ("limits", "agreement", "sft", "decode", "ragged", "grpo"):
-        assert gpu_benchmark.main(["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]) == 0
+        assert (
+            gpu_benchmark.main(
+                ["--device", "cuda", "--tiny", "--section", name, "--record", str(record)]
+            )
+            == 0
+        )
         found = json.loads(record.read_text())
         assert not found["wrong"], found["wrong"]
         rows |= {row["what"]: row["value"] for row in found["rows"]}
@@ -75,7 +91,9 @@ def gpu(folder: Path) -> None:
 
 
 def algorithms(folder: Path) -> None:
-    """Runs from configurations, two steps or so each: masters in float32, the network in bfloat16; GRPO repeats bit for bit."""
+    """Runs from configurations, two steps or so each: masters in float32, the network in bfloat16;
+    GRPO repeats bit for bit.
+    """
     prepare_cases(folder)
     for name in cases.CASES:
         config = case_of(name, folder)
@@ -96,12 +114,17 @@ def case_of(name: str, folder: Path) -> Any:
     config.total_train_epochs = 1
     for role in ("model", "actor", "critic", "rew"):
         if hasattr(config, role):
-            getattr(config, role).path, getattr(config, role).dtype = str(folder / "wide"), "bfloat16"
+            getattr(config, role).path, getattr(config, role).dtype = (
+                str(folder / "wide"),
+                "bfloat16",
+            )
     return config
 
 
 def offload(folder: Path) -> None:
-    """Weights, masters and optimizer state that leave after every call change no bit, and nothing of them stays."""
+    """Weights, masters and optimizer state that leave after every call change no bit, and nothing
+    of them stays.
+    """
     from tests.engine.torch.lanes import held
     from weft.engine.spec import OptimizerSpec
 
@@ -110,22 +133,38 @@ def offload(folder: Path) -> None:
 
     def run(*, leaves: bool, home: bool) -> list[float]:
         optimizer = OptimizerSpec(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, offload=home)
-        engine = engine_of(path, dtype="bfloat16", device="cuda", offload=leaves, optimizer=optimizer)
+        engine = engine_of(
+            path, dtype="bfloat16", device="cuda", offload=leaves, optimizer=optimizer
+        )
         found = []
         for batch in batches:
             found += engine.forward(batch, frozenset({"logprobs"})).data["logprobs"].tolist()
             found += [
-                x for [stats] in [engine.train([batch], Nll())] for x in (stats.metrics["loss"], stats.metrics["nll"])
+                x
+                for [stats] in [engine.train([batch], Nll())]
+                for x in (stats.metrics["loss"], stats.metrics["nll"])
             ]
             if leaves:
                 engine.offload("weights")
                 engine.offload("optimizer")
                 kept = engine._optimizer
                 assert kept is not None
-                state = [x for slots in kept._optimizer.state.values() for x in slots.values() if x.dim() and x.is_cuda]
+                state = [
+                    x
+                    for slots in kept._optimizer.state.values()
+                    for x in slots.values()
+                    if x.dim() and x.is_cuda
+                ]
                 assert held([*engine._network.parameters(), *state]) == 0
                 assert home or held([*engine._masters._masters.values(), *kept.parameters]) == 0
-        return [*found, *(float(x) for _, _, value in engine.read(engine.slices()) for x in value.flatten()[:5])]
+        return [
+            *found,
+            *(
+                float(x)
+                for _, _, value in engine.read(engine.slices())
+                for x in value.flatten()[:5]
+            ),
+        ]
 
     for home in (False, True):
         assert run(leaves=True, home=home) == run(leaves=False, home=home)
@@ -140,17 +179,24 @@ def second(folder: Path) -> None:
 
 
 def decode_waits(folder: Path) -> None:
-    """A decode step waits for the device once, for its tokens; where ids are left out, once more at most for each such kind of
-    settings."""
+    """A decode step waits for the device once, for its tokens; where ids are left out, once more at
+    most for each such kind of settings.
+    """
     from weft.engine.base import Request
     from weft.engine.spec import GenerationSpec, ModelSpec
     from weft.registry import backends
     from weft.topology import Layout
 
     path = make_llama(folder / "wide", hidden_size=64)
-    engine = backends.get("torch")(ModelSpec(path=str(path), dtype="bfloat16", device="cuda:0"), Layout())
+    engine = backends.get("torch")(
+        ModelSpec(path=str(path), dtype="bfloat16", device="cuda:0"), Layout()
+    )
     most = {"temperature": 1, "greedy": 1, "top_k": 1}
-    settings = {"temperature": {"temperature": 0.7}, "greedy": {"greedy": True}, "top_k": {"top_k": 5}}
+    settings = {
+        "temperature": {"temperature": 0.7},
+        "greedy": {"greedy": True},
+        "top_k": {"top_k": 5},
+    }
     for name, own in settings.items():
         with engine.generating(GenerationSpec(max_new_tokens=8, **own)) as generator:  # type: ignore[arg-type]
             generator.submit([Request(id=str(i), k=0, prompt=[3, 4, 5 + i]) for i in range(3)])
@@ -175,14 +221,19 @@ def marked(folder: Path) -> None:
 
 
 def waits(folder: Path) -> None:
-    """How often the host waits for the device in a training step: of SFT, and of GRPO with supports, in several micro-batches;
-    of a mixture of experts. After a first one, in which a loss is checked and a rate measured."""
+    """How often the host waits for the device in a training step: of SFT, and of GRPO with
+    supports, in several micro-batches; of a mixture of experts. After a first one, in which a loss
+    is checked and a rate measured.
+    """
     from weft.algorithms.grpo import GRPOLoss
     from weft.algorithms.sft import SFTLoss
 
     groups = [(4, [5, 3]), (2, [7]), (6, [9, 2])]
     rows = sum(sum(lengths) for _, lengths in groups)
-    extra = {name: [0.1 * (i % 7) for i in range(rows)] for name in ("advantages", "ref_logprobs", "logprobs")}
+    extra = {
+        name: [0.1 * (i % 7) for i in range(rows)]
+        for name in ("advantages", "ref_logprobs", "logprobs")
+    }
     mask = [float(i % 3 > 0) for i in range(rows)]
     make_llama(folder / "dense", hidden_size=64)
     save_experts(folder / "experts")
@@ -206,9 +257,19 @@ def save_experts(path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make_tokenizer(path)
-    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = AutoConfig.for_model(
-        "mixtral", **sizes, num_key_value_heads=2, vocab_size=320, num_local_experts=4, max_position_embeddings=64
+        "mixtral",
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=320,
+        num_local_experts=4,
+        max_position_embeddings=64,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -258,15 +319,16 @@ def fork(name: str, folder: Path, flash: str) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # The thread of a backward pass may still hold the stand-in, a Python object, when it is done: to let go of it while the
-        # interpreter ends would end the process by a signal.
+        # The thread of a backward pass may still hold the stand-in, a Python object, when it is
+        # done: to let go of it while the interpreter ends would end the process by a signal.
         os._exit(code)
 
 
 if __name__ == "__main__":
     for module in PRELOADED:
         importlib.import_module(module)
-    gc.freeze()  # programs look for what is not needed any more among what they made, not among all modules
+    # programs look for what is not needed any more among what they made, not among all modules
+    gc.freeze()
     for line in sys.stdin:
         program, folder, flash = json.loads(line)
         print(fork(program, Path(folder), flash), flush=True)

@@ -1,5 +1,7 @@
-"""What weft does on a GPU, on a device that a CPU stands in for: no tensor is left on the other side, and every kernel is asked
-for what it takes. Speed, rounding and the kernels themselves are for a GPU to show (`benchmarks/gpu.py`)."""
+"""What weft does on a GPU, on a device that a CPU stands in for: no tensor is left on the other
+side, and every kernel is asked for what it takes. Speed, rounding and the kernels themselves are
+for a GPU to show (`benchmarks/gpu.py`).
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,25 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     folder = tmp_path_factory.mktemp("stand-in")
     built = folder / "device.so"
     subprocess.run(
-        ["g++", "-std=c++20", "-shared", "-fPIC", "-O1", f"-I{home / 'include'}", "-o", built,
-         Path(__file__).with_name("device.cpp"), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"],
+        [
+            "g++",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            "-O1",
+            f"-I{home / 'include'}",
+            "-o",
+            built,
+            Path(__file__).with_name("device.cpp"),
+            f"-L{home / 'lib'}",
+            "-ltorch_cpu",
+            "-lc10",
+        ],
         check=True,
-    )  # fmt: skip
+    )
 
-    # The host keeps the memory that is freed, so that its pages are not cleared for every operation.
+    # The host keeps the memory that is freed, so that its pages are not cleared for every
+    # operation.
     keeps = {f"MALLOC_{name}_": str(1 << 30) for name in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
     environment = {**os.environ, **keeps, "WEFT_CUDA_STAND_IN": str(built), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "tests.cuda.program"]
@@ -62,7 +77,9 @@ def test_tensors_of_two_devices_do_not_go_together(program: Program) -> None:
 
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_the_benchmark_of_a_gpu_runs(program: Program, flash: str) -> None:
-    """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes shared prompts in both."""
+    """With flash attention as torch 2.11 has it, and as later ones do; FlexAttention computes
+    shared prompts in both.
+    """
     calls = program("gpu", flash)
     assert min(calls[kernel] for kernel in ("flash", "flex", "captures")) > 0
 
@@ -86,19 +103,27 @@ def test_algorithms_run(program: Program, flash: str) -> None:
 
 
 def test_a_training_step_waits_for_the_device_twice(program: Program) -> None:
-    """For its numbers, which come by one copy, and for the clock; however many micro-batches, statistics or experts."""
+    """For its numbers, which come by one copy, and for the clock; however many micro-batches,
+    statistics or experts.
+    """
     calls = program("waits")
     waits = {line: count for line, count in calls.items() if ": " in line}
     steps = ("sft", "sft in parts", "grpo", "experts")
     assert waits == {
-        f"{step}: {line}": 1 for step in steps for line in ("tolist in step.now", "synchronize in device.synchronise")
+        f"{step}: {line}": 1
+        for step in steps
+        for line in ("tolist in step.now", "synchronize in device.synchronise")
     }
-    assert calls["added in sft"] == 0 and calls["added in sft in parts"] > 0, "each later part adds to float32 masters"
+    assert calls["added in sft"] == 0 and calls["added in sft in parts"] > 0, (
+        "each later part adds to float32 masters"
+    )
 
 
 @pytest.mark.parametrize("flash", ["plain", "pages"])
 def test_the_second_device_computes_what_lies_there(program: Program, flash: str) -> None:
-    """The current device is a thread's own; a kernel or a capture on another one than its tensors' gives garbage."""
+    """The current device is a thread's own; a kernel or a capture on another one than its tensors'
+    gives garbage.
+    """
     assert program("second", flash)["flash"] > 0
 
 

@@ -1,4 +1,6 @@
-"""Rows of Parquet and Arrow files are those of the JSON that they were made from, whatever keys other rows have."""
+"""Rows of Parquet and Arrow files are those of the JSON that they were made from, whatever keys
+other rows have.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ ROWS: list[dict[str, Any]] = [
     {
         "messages": [
             {"role": "user", "content": "Time?"},
-            {"role": "assistant", "content": "", "tool_calls": [call("time", at={"hour": 3}, zone="CET")]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [call("time", at={"hour": 3}, zone="CET")],
+            },
             {"role": "tool", "content": "4", "name": "time"},
             {"role": "assistant", "content": "Four."},
         ],
@@ -81,21 +87,28 @@ def test_no_key_of_another_row_is_added(tmp_path: Path, write: Write) -> None:
     write(ROWS, tmp_path)
     first, second = read(tmp_path)
     assert first == ROWS[0]
-    assert second == {**ROWS[1], "facts": {}}  # a null inside a struct cannot be told from one that was filled in
+    # a null inside a struct cannot be told from one that was filled in
+    assert second == {**ROWS[1], "facts": {}}
 
 
 @pytest.mark.parametrize("others", [[{"a": 1, "b": 2}], [{"a": 1, "b": None}], []])
 def test_a_null_and_a_missing_key_make_the_same_file(others: list[dict[str, Any]]) -> None:
     """Why both are left out: nothing in the file says which of them it was."""
-    held, lacks = ([{"s": row} for row in (*others, row)] for row in ({"a": 1, "b": None}, {"a": 1}))
+    held, lacks = (
+        [{"s": row} for row in (*others, row)] for row in ({"a": 1, "b": None}, {"a": 1})
+    )
     kinds = pyarrow.Table.from_pylist(held).schema
-    assert pyarrow.Table.from_pylist(held, kinds).equals(pyarrow.Table.from_pylist(lacks, kinds), check_metadata=True)
+    assert pyarrow.Table.from_pylist(held, kinds).equals(
+        pyarrow.Table.from_pylist(lacks, kinds), check_metadata=True
+    )
 
 
 def test_a_null_inside_arguments_that_are_json_text_stays(
     tmp_path: Path, with_template: Callable[..., Tokenizer]
 ) -> None:
-    calls = ({"function": {"name": "f", "arguments": text}} for text in ('{"zone": null}', '{"at": 3}'))
+    calls = (
+        {"function": {"name": "f", "arguments": text}} for text in ('{"zone": null}', '{"at": 3}')
+    )
     replies = ({"role": "assistant", "content": "", "tool_calls": [call]} for call in calls)
     rows = [{"messages": [{"role": "user", "content": "Time?"}, reply]} for reply in replies]
     parquet(rows, tmp_path)
@@ -106,14 +119,21 @@ def test_a_null_inside_arguments_that_are_json_text_stays(
 def test_nulls_that_nothing_filled_in_stay(tmp_path: Path) -> None:
     row = {"answer": None, "steps": [1, None], "options": [("a", None), ("b", 2)]}
     options = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    kinds = pyarrow.schema([("answer", "string"), ("steps", pyarrow.list_(pyarrow.int64())), ("options", options)])
+    kinds = pyarrow.schema(
+        [("answer", "string"), ("steps", pyarrow.list_(pyarrow.int64())), ("options", options)]
+    )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row], kinds), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet") == [{"answer": None, "steps": [1, None], "options": {"a": None, "b": 2}}]
+    assert read(tmp_path / "a.parquet") == [
+        {"answer": None, "steps": [1, None], "options": {"a": None, "b": 2}}
+    ]
 
 
 def test_nulls_of_a_json_file_stay(tmp_path: Path, with_template: Callable[..., Tokenizer]) -> None:
     row = {**ROWS[0], "tools": [schema("weather", city={"default": None})]}
-    row["messages"] = [ROWS[0]["messages"][0], {"role": "assistant", "tool_calls": [call("weather", zone=None)]}]
+    row["messages"] = [
+        ROWS[0]["messages"][0],
+        {"role": "assistant", "tool_calls": [call("weather", zone=None)]},
+    ]
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     text = trained_text(tmp_path / "a.jsonl", with_template(TOOLS), tmp_path)
     assert '"arguments": {"zone": null}' in text and '"default": null' in text
@@ -121,7 +141,8 @@ def test_nulls_of_a_json_file_stay(tmp_path: Path, with_template: Callable[..., 
 
 TOOLS = (
     "{{ tools | tojson }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -131,26 +152,39 @@ def trained_text(file: Path, tokenizer: Tokenizer, cache: Path) -> str:
     dataset = datasets.get("chat")(util=util, path=str(file))
     samples = [dataset[index] for index in range(len(dataset))]
     return "".join(
-        tokenizer.decode([*sample.data["prompt"].tolist(), *sample.data["completion"].tolist()]) for sample in samples
+        tokenizer.decode([*sample.data["prompt"].tolist(), *sample.data["completion"].tolist()])
+        for sample in samples
     )
 
 
-def test_a_parquet_file_trains_what_the_json_does(tmp_path: Path, with_template: Callable[..., Tokenizer]) -> None:
+def test_a_parquet_file_trains_what_the_json_does(
+    tmp_path: Path, with_template: Callable[..., Tokenizer]
+) -> None:
     parquet(ROWS, tmp_path)
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    texts = [trained_text(tmp_path / f"rows.{form}", with_template(TOOLS), tmp_path) for form in ("parquet", "jsonl")]
+    texts = [
+        trained_text(tmp_path / f"rows.{form}", with_template(TOOLS), tmp_path)
+        for form in ("parquet", "jsonl")
+    ]
     assert texts[0] == texts[1]
     assert '{"name": "weather", "arguments": {"city": "Paris"}}' in texts[0]
     assert '{"name": "time", "arguments": {"at": {"hour": 3}, "zone": "CET"}}' in texts[0]
     assert "null" not in texts[0]
 
 
-def test_a_verifier_gets_the_columns_as_they_were(tmp_path: Path, with_template: Callable[..., Tokenizer]) -> None:
-    rows = [{"prompt": "a", "truth": {"x": 1}}, {"prompt": "b", "truth": {"y": [{"k": "v"}, {"n": 2}]}}]
+def test_a_verifier_gets_the_columns_as_they_were(
+    tmp_path: Path, with_template: Callable[..., Tokenizer]
+) -> None:
+    rows = [
+        {"prompt": "a", "truth": {"x": 1}},
+        {"prompt": "b", "truth": {"y": [{"k": "v"}, {"n": 2}]}},
+    ]
     parquet(rows, tmp_path)
     util = DatasetUtility(with_template(None), cache_dir=str(tmp_path / "cache"))
     dataset = datasets.get("prompt")(util=util, path=str(tmp_path / "rows.parquet"))
-    assert [dataset[index].metadata["truth"][0] for index in range(2)] == [row["truth"] for row in rows]
+    assert [dataset[index].metadata["truth"][0] for index in range(2)] == [
+        row["truth"] for row in rows
+    ]
 
 
 @pytest.mark.parametrize(("name", "form"), [("a.arrow", "Arrow"), ("a.parquet", "Parquet")])

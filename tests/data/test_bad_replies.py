@@ -19,15 +19,30 @@ DIALOGUE = "\n\nHuman: Hi\n\nAssistant:"
 TREE = {
     "message_tree_id": "t",
     "prompt": {
-        "message_id": "t", "role": "prompter", "text": "Hi",
+        "message_id": "t",
+        "role": "prompter",
+        "text": "Hi",
         "replies": [
             {"message_id": "b", "role": "assistant", "text": "Go", "rank": 1, "replies": []},
-            {"message_id": "a", "role": "assistant", "text": "Hello", "rank": 0, "replies": [
-                {"message_id": "c", "role": "prompter", "text": "And?", "replies": [
-                    {"message_id": "d", "role": "assistant", "text": "Well.", "replies": []}]}]},
+            {
+                "message_id": "a",
+                "role": "assistant",
+                "text": "Hello",
+                "rank": 0,
+                "replies": [
+                    {
+                        "message_id": "c",
+                        "role": "prompter",
+                        "text": "And?",
+                        "replies": [
+                            {"message_id": "d", "role": "assistant", "text": "Well.", "replies": []}
+                        ],
+                    }
+                ],
+            },
         ],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -36,18 +51,38 @@ TREE = {
         ({"prompt": "Q", "replies": ["a", "b", "c"]}, {"prompt": "Q"}, ["a", "b", "c"]),
         ({"messages": [USER], "replies": ["a", "b"]}, {"messages": [USER]}, ["a", "b"]),
         ({"prompt": None, "replies": ["a text", "b"]}, {"prompt": None}, ["a text", "b"]),
-        ({"prompt": "Q", "pos_answers": ["a", "c"], "neg_answers": ["b", "d"]}, {"prompt": "Q"}, ["a", "b"]),
+        (
+            {"prompt": "Q", "pos_answers": ["a", "c"], "neg_answers": ["b", "d"]},
+            {"prompt": "Q"},
+            ["a", "b"],
+        ),
         ({"prompt": "Q", "answer": " a"}, {"prompt": "Q"}, [" a"]),
         ({"instruction": "Do", "input": "this", "output": "a"}, {"prompt": "Do\nthis\n"}, ["a"]),
         ({"prompt": "Q", "chosen": "a", "rejected": "b"}, {"prompt": "Q"}, ["a", "b"]),
-        ({"chosen": f"{DIALOGUE} Hello", "rejected": f"{DIALOGUE} Go"}, {"messages": [USER]}, ["Hello", "Go"]),
+        (
+            {"chosen": f"{DIALOGUE} Hello", "rejected": f"{DIALOGUE} Go"},
+            {"messages": [USER]},
+            ["Hello", "Go"],
+        ),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {"messages": [USER]}, ["Hello", "Go"]),
-        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {"messages": [USER]}, ["Hello", "Go"]),
+        (
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+            {"messages": [USER]},
+            ["Hello", "Go"],
+        ),
         ({"messages": [USER, BAD, USER, GOOD]}, {"messages": [USER, BAD, USER]}, ["Hello"]),
-        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, {"messages": [USER]},
-         ["Hello"]),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ]
+            },
+            {"messages": [USER]},
+            ["Hello"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_rows(row: dict[str, Any], asked: dict[str, Any], replies: list[str]) -> None:
     (found,) = replied_rows(row, 7)
     assert found.id == "7" and found.asked == asked and list(found.replies) == replies
@@ -64,16 +99,24 @@ def test_a_tree_has_a_row_for_each_message_that_was_answered() -> None:
     [
         ({"prompt": "Q"}, "it has no reply"),
         ({"messages": [USER]}, "does not end with a reply"),
-        ({"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Ho"}, BAD]}, "differ in more than their last"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Ho"}, BAD]},
+            "differ in more than their last",
+        ),
         ({"prompt": "Q", "replies": ["a", ""]}, "entry 2, is empty"),
     ],
-)  # fmt: skip
+)
 def test_rows_without_a_reply(row: dict[str, Any], wrong: str) -> None:
     with pytest.raises((BadRow, DataError), match=wrong):
         list(replied_rows(row, 0))
 
 
-LONG = Replied("r", "Q", (USER,), (" One is not two. Two is three less one, and so on, and so on.", "Other words."))
+LONG = Replied(
+    "r",
+    "Q",
+    (USER,),
+    (" One is not two. Two is three less one, and so on, and so on.", "Other words."),
+)
 REST = [Replied(str(n), "Q", (USER,), (f"reply {n}",)) for n in range(3)]
 
 

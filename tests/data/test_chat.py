@@ -54,13 +54,18 @@ def check(tokenizer: Tokenizer, messages: Any, wanted: list[str], tools: Any = N
         ("HEADERS", ["Hello there!<|eot_id|>", "🤗 ok <b>\n\nbye<|eot_id|>"]),
         ("INST", [" Hello there! </s>", " 🤗 ok <b>\n\nbye </s>"]),
         ("WORDS", ["Hello there!</s>", "🤗 ok <b>\n\nbye</s>"]),
-        ("THINKING", ["Hello there!<|im_end|>", "<think>\n\n</think>\n\n🤗 ok <b>\n\nbye<|im_end|>"]),
+        (
+            "THINKING",
+            ["Hello there!<|im_end|>", "<think>\n\n</think>\n\n🤗 ok <b>\n\nbye<|im_end|>"],
+        ),
         ("OPENS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
         ("LATE_TOOLS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]),
         ("LAST_ENDS", ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|eot_id|>"]),
     ],
 )
-def test_the_mask_is_what_the_assistant_wrote(with_template: Make, template: str, wanted: list[str]) -> None:
+def test_the_mask_is_what_the_assistant_wrote(
+    with_template: Make, template: str, wanted: list[str]
+) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}] if template == "LATE_TOOLS" else None
     check(with_template(getattr(templates, template)), TALK, wanted, tools)
 
@@ -96,19 +101,27 @@ def test_a_turn_can_be_left_out(with_template: Make) -> None:
     check(with_template(templates.CHATML), talk, ["🤗 ok <b>\n\nbye<|im_end|>"])
 
 
-texts = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\r"), min_size=1, max_size=20).filter(
-    lambda text: text.strip() == text and "<" not in text
+texts = st.text(
+    st.characters(exclude_categories=("Cs",), exclude_characters="\r"), min_size=1, max_size=20
+).filter(lambda text: text.strip() == text and "<" not in text)
+
+
+@settings(
+    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
-
-
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     st.lists(st.tuples(texts, texts), min_size=1, max_size=3),
     st.sampled_from(["CHATML", "MARKED", "HEADERS", "THINKING"]),
 )
-def test_any_text_comes_back(with_template: Make, turns: list[tuple[str, str]], template: str) -> None:
+def test_any_text_comes_back(
+    with_template: Make, turns: list[tuple[str, str]], template: str
+) -> None:
     tokenizer = with_template(getattr(templates, template))
-    talk = [m for ask, say in turns for m in ({"role": "user", "content": ask}, {"role": "assistant", "content": say})]
+    talk = [
+        m
+        for ask, say in turns
+        for m in ({"role": "user", "content": ask}, {"role": "assistant", "content": say})
+    ]
     end = tokenizer.turn_end
     wanted = [f"{say}{end}" for _, say in turns]
     if template == "THINKING":
@@ -118,7 +131,11 @@ def test_any_text_comes_back(with_template: Make, turns: list[tuple[str, str]], 
 
 def load(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
-    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    return (
+        json.loads(text)
+        if path.suffix == ".json"
+        else [json.loads(line) for line in text.splitlines()]
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +159,10 @@ def test_real_conversations_with_qwens_template(
         assert len(found) == len(turns)
         for text, turn in zip(found, turns, strict=True):
             assert text.endswith("<|im_end|>")
-            names = [f"<tool_call>\n<function={call['function']['name']}>" for call in turn.get("tool_calls", ())]
+            names = [
+                f"<tool_call>\n<function={call['function']['name']}>"
+                for call in turn.get("tool_calls", ())
+            ]
             assert all(name in text for name in names)
             assert names or text == turn["content"] + "<|im_end|>"
         if any("tool_calls" in turn for turn in turns):
@@ -154,7 +174,9 @@ def test_real_conversations_with_qwens_template(
 
 def test_real_conversations_with_llama2(data_dir: Path, llama2: Tokenizer) -> None:
     llama2 = Tokenizer.load(
-        TokenizerSpec(path=str(data_dir / "tokenizers/llama2/tokenizer.model"), chat_template=templates.INST)
+        TokenizerSpec(
+            path=str(data_dir / "tokenizers/llama2/tokenizer.model"), chat_template=templates.INST
+        )
     )
     for row in load(data_dir / "fastchat/dummy_conversation.json"):
         ids, mask = llama2.encode_chat_with_mask(row["conversations"])
@@ -164,7 +186,9 @@ def test_real_conversations_with_llama2(data_dir: Path, llama2: Tokenizer) -> No
 
 
 def test_the_arithmetic_fixtures_template(data_dir: Path, with_template: Make) -> None:
-    config = json.loads((data_dir / "weights/verl_arithmetic_llama_random/tokenizer_config.json").read_text())
+    config = json.loads(
+        (data_dir / "weights/verl_arithmetic_llama_random/tokenizer_config.json").read_text()
+    )
     tokenizer = with_template(config["chat_template"])
     ids, mask = tokenizer.encode_chat_with_mask(
         [{"role": "user", "content": "0,1:"}, {"role": "assistant", "content": "2"}]
@@ -182,16 +206,31 @@ def test_shapes_of_messages() -> None:
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
-    parts = [{"role": "assistant", "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "text": "t"}]}]
+    parts = [
+        {
+            "role": "assistant",
+            "content": [{"type": "reasoning", "value": "r"}, {"type": "text", "text": "t"}],
+        }
+    ]
     nulls = [{"role": None, "from": "gpt", "content": None, "value": "a", "tool_calls": None}]
     assert normalise(nulls) == [{"role": "assistant", "content": "a"}]
     assert normalise(parts) == [{"role": "assistant", "content": "t", "reasoning_content": "r"}]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     sharegpt = [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]
     openai = [
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}],
+        }
     ]
-    older = [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}]
+    older = [
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"x": 1}'},
+        }
+    ]
     both = [{**openai[0], **older[0]}]
     for shape in (sharegpt, openai, older, both):
         assert normalise(shape) == [{"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -214,10 +253,19 @@ def test_shapes_of_messages() -> None:
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url' is no text"),
         ([{"role": "assistant", "tool_calls": [{}]}], "needs a name"),
         ([{"from": "function_call", "value": "{"}], "function_call is not JSON"),
-        ([{"role": "assistant", "function_call": {"arguments": "{}"}}], "message 1: a tool call needs a name"),
+        (
+            [{"role": "assistant", "function_call": {"arguments": "{}"}}],
+            "message 1: a tool call needs a name",
+        ),
         ([{"role": "assistant", "function_call": "auto"}], "message 1: function_call is not JSON"),
         (
-            [{"role": "assistant", "function_call": {"name": "f"}, "tool_calls": [{"function": {"name": "g"}}]}],
+            [
+                {
+                    "role": "assistant",
+                    "function_call": {"name": "f"},
+                    "tool_calls": [{"function": {"name": "g"}}],
+                }
+            ],
             "message 1: tool_calls and function_call hold different calls; keep one of them",
         ),
     ],
@@ -244,7 +292,11 @@ def test_a_tokenizer_without_a_template_says_so(with_template: Make) -> None:
         with_template(None).encode_chat(TALK)
 
 
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "look_up", "arguments": {"q": "x"}}]}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"name": "look_up", "arguments": {"q": "x"}}],
+}
 
 
 @pytest.mark.parametrize("template", ["CHATML", "MARKED", "HEADERS", "WORDS"])
@@ -274,8 +326,12 @@ def test_marked_turns_can_be_left_out_too(with_template: Make) -> None:
 
 
 def test_a_template_that_marks_some_turns_only_is_refused(with_template: Make) -> None:
-    once = templates.MARKED.replace("m.role == 'assistant' %}{% gen", "m.role == 'assistant' and loop.last %}{% gen")
-    with pytest.raises(DataError, match=r"marks 1 parts with \{% generation %\}, and the assistant has 2 turns"):
+    once = templates.MARKED.replace(
+        "m.role == 'assistant' %}{% gen", "m.role == 'assistant' and loop.last %}{% gen"
+    )
+    with pytest.raises(
+        DataError, match=r"marks 1 parts with \{% generation %\}, and the assistant has 2 turns"
+    ):
         with_template(once).encode_chat_with_mask(TALK)
 
 
@@ -284,7 +340,9 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "Fi
 
 
 @pytest.mark.parametrize("template", ["LAST_ENDS", "LAST_ENDS_IN_WORDS"])
-def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(with_template: Make, template: str) -> None:
+def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(
+    with_template: Make, template: str
+) -> None:
     """Replies and questions that are found anywhere, in headers too, and in each other."""
     tokenizer = with_template(getattr(templates, template))
     says, asks = ["user", "a", "a", "assistant"], ["a", "assistant", "<|im_start|>", "a"]
@@ -300,7 +358,8 @@ def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(with
         assert trained(tokenizer, masked.ids, masked.mask) == [*wanted[:-1], "assistant<|im_end|>"]
     else:
         with pytest.raises(
-            DataError, match=r"renders message 2 so that .* part ends; put \{% generation %\} markers into"
+            DataError,
+            match=r"renders message 2 so that .* part ends; put \{% generation %\} markers into",
         ):
             tokenizer.mask_chat(talk)
 
@@ -308,7 +367,9 @@ def test_no_word_of_the_user_is_trained_where_the_last_reply_ends_otherwise(with
 @pytest.mark.parametrize("reply", ["You are", "a", "Hi"])
 def test_a_conversation_that_the_assistant_begins(with_template: Make, reply: str) -> None:
     talk = [{"role": "assistant", "content": reply}, TALK[1], TALK[2]]
-    check(with_template(templates.INTRODUCED), talk, [f"{reply}<|im_end|>", "Hello there!<|im_end|>"])
+    check(
+        with_template(templates.INTRODUCED), talk, [f"{reply}<|im_end|>", "Hello there!<|im_end|>"]
+    )
 
 
 def test_a_turn_without_words_ends_all_the_same(with_template: Make) -> None:
@@ -322,11 +383,14 @@ def test_templates_for_parts_are_refused(with_template: Make) -> None:
     tokenizer = with_template(templates.PARTS)
     for encode in (tokenizer.encode_chat, tokenizer.mask_chat, tokenizer.encode_context):
         with pytest.raises(
-            UserError, match=r"reads the content of a message as a list of parts.*with tokenizer\.chat_template"
+            UserError,
+            match=r"reads the content of a message as a list of parts.*with tokenizer\.chat_template",
         ):
             encode(TALK)
     deaf = with_template(templates.CHATML.replace("m.content", "''"))
-    with pytest.raises(UserError, match="leaves out the words of a plain reply, and weft gives it text"):
+    with pytest.raises(
+        UserError, match="leaves out the words of a plain reply, and weft gives it text"
+    ):
         deaf.mask_chat(TALK)
     refuses = with_template(templates.CHATML.replace("m.content", "m.content[0].text"))
     with pytest.raises(UserError, match="as a list of parts"):
@@ -336,15 +400,26 @@ def test_templates_for_parts_are_refused(with_template: Make) -> None:
 def test_a_reply_that_is_rendered_elsewhere_is_no_turn_to_learn(with_template: Make) -> None:
     """The template keeps what follows the last dash of a reply."""
     cut = with_template(templates.CHATML.replace("m.content", "m.content.split(' - ')[-1]"))
-    with pytest.raises(DataError, match=r"message 2: the chat template of .* does not render the assistant's content"):
+    with pytest.raises(
+        DataError,
+        match=r"message 2: the chat template of .* does not render the assistant's content",
+    ):
         cut.mask_chat([TALK[1], {"role": "assistant", "content": "yes - no"}])
-    thoughts = with_template(templates.CHATML.replace("m.content", "m.content.split('</think>')[-1].strip()"))
-    check(thoughts, [TALK[1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}], ["yes<|im_end|>"])
+    thoughts = with_template(
+        templates.CHATML.replace("m.content", "m.content.split('</think>')[-1].strip()")
+    )
+    check(
+        thoughts,
+        [TALK[1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}],
+        ["yes<|im_end|>"],
+    )
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_a_template_leaves_out_of_a_context(with_template: Make, role: str) -> None:
-    deaf = with_template(templates.CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'"))
+    deaf = with_template(
+        templates.CHATML.replace("for m in messages", f"for m in messages if m.role != '{role}'")
+    )
     talk = [TALK[1], TALK[2], {"role": role, "content": "What?"}]
     wrong = rf"message {1 if role == 'user' else 3}: the chat template of .* does not render the {role}'s content"
     for encode in (deaf.encode_context, lambda talk: deaf.mask_chat([*talk, TALK[2]])):
@@ -357,23 +432,46 @@ def test_calls_and_their_results_in_a_context(with_template: Make) -> None:
     talk = [TALK[1], {**CALL, "content": "Let me see."}, RESULT]
     for tools, unused in ((TOOLS, {"messages[].content"}), (None, {"messages[].content"})):
         ids, told = tokenizer.encode_context(talk, tools)
-        assert ids == tokenizer.encode_chat(talk, tools, add_generation_prompt=True) and told == unused
+        assert (
+            ids == tokenizer.encode_chat(talk, tools, add_generation_prompt=True) and told == unused
+        )
         found = tokenizer.mask_chat([*talk, TALK[2]], tools)
         assert found.unused == frozenset() and [cut.part for cut in found.cut] == ["content"]
         call = '{"name": "look_up", "arguments": {"q": "x"}}'
-        assert trained(tokenizer, found.ids, found.mask) == [f"{call}<|im_end|>", "Hello there!<|im_end|>"]
+        assert trained(tokenizer, found.ids, found.mask) == [
+            f"{call}<|im_end|>",
+            "Hello there!<|im_end|>",
+        ]
     assert tokenizer.encode_context(TALK[:2])[1] == {"messages[] of the system"}
     one = with_template(templates.CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]"))
-    with pytest.raises(DataError, match=r"message 2: .* does not render the assistant's tool_calls"):
-        one.encode_context([TALK[1], {**CALL, "tool_calls": [*CALL["tool_calls"], {"name": "f"}]}, RESULT])
+    with pytest.raises(
+        DataError, match=r"message 2: .* does not render the assistant's tool_calls"
+    ):
+        one.encode_context(
+            [TALK[1], {**CALL, "tool_calls": [*CALL["tool_calls"], {"name": "f"}]}, RESULT]
+        )
 
 
 @pytest.mark.parametrize("words", ["", "Let me see."])
 def test_calls_before_the_tools_are_written(with_template: Make, words: str) -> None:
     """Nothing of the earlier turns is rendered as it was when they were the last ones."""
-    talk = [TALK[1], {**CALL, "content": words}, {**RESULT, "content": "x"}, TALK[2], TALK[3], CALL, RESULT, TALK[4]]
+    talk = [
+        TALK[1],
+        {**CALL, "content": words},
+        {**RESULT, "content": "x"},
+        TALK[2],
+        TALK[3],
+        CALL,
+        RESULT,
+        TALK[4],
+    ]
     call = '<|eot_id|>{"name": "look_up", "arguments": {"q": "x"}}</s>'
-    check(with_template(templates.LATE_CALLS), talk, [call, " Hello there!</s>", call, " 🤗 ok <b>\n\nbye</s>"], TOOLS)
+    check(
+        with_template(templates.LATE_CALLS),
+        talk,
+        [call, " Hello there!</s>", call, " 🤗 ok <b>\n\nbye</s>"],
+        TOOLS,
+    )
 
 
 def test_tools_that_a_template_ignores_are_told(with_template: Make) -> None:
@@ -392,7 +490,10 @@ def test_a_tokenizer_with_a_template_for_tools(with_template: Make) -> None:
     """The one called tool_use renders conversations with tools, and its markers count for these."""
     tokenizer = with_template({"default": templates.CHATML, "tool_use": templates.MARKED})
     found = tokenizer.mask_chat(TALK, TOOLS)
-    assert trained(tokenizer, found.ids, found.mask) == ["Hello there!<|im_end|>", "🤗 ok <b>\n\nbye<|im_end|>"]
+    assert trained(tokenizer, found.ids, found.mask) == [
+        "Hello there!<|im_end|>",
+        "🤗 ok <b>\n\nbye<|im_end|>",
+    ]
     other = with_template({"default": templates.CHATML, "tool_use": templates.CALLS})
     assert tokenizer.fingerprint != other.fingerprint
 
@@ -402,7 +503,9 @@ def test_a_template_that_ends_for_a_greeting_alone_is_stopped(
 ) -> None:
     marks = "{% generation %}{% endgeneration %}"
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    tokenizer = with_template(f"{{% if messages | length > 3 %}}{loop}{{% endif %}}{marks}{templates.CHATML}")
+    tokenizer = with_template(
+        f"{{% if messages | length > 3 %}}{loop}{{% endif %}}{marks}{templates.CHATML}"
+    )
     monkeypatch.setattr(template_check, "CONVERSATION_SECONDS", 0.05)
     talk = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     with pytest.raises(DataError, match=r"refuses these messages: does not end within 0\.05 s"):

@@ -25,37 +25,53 @@ TALK: list[dict[str, Any]] = [
 # name -> (text of the conversation, trained parts in ⟦ ⟧)
 FORMS = {
     "oasst": (
-        "<|system|>Be brief.{eos}<|prompter|>Hi{eos}<|assistant|>⟦Hello there!{eos}⟧<|prompter|>日本 <b>?{eos}<|assistant|>"
+        "<|system|>Be brief.{eos}<|prompter|>Hi{eos}<|assistant|>⟦Hello "
+        "there!{eos}⟧<|prompter|>日本 <b>?{eos}<|assistant|>"
         "⟦🤗 ok\n\nbye{eos}⟧"
     ),
     "oasst_v25": (
-        "<|prefix_begin|>Be brief.<|prefix_end|><|prompter|>Hi{eos}<|assistant|>⟦Hello there!{eos}⟧<|prompter|>日本 <b>?{eos}"
+        "<|prefix_begin|>Be brief.<|prefix_end|><|prompter|>Hi{eos}<|assistant|>⟦Hello "
+        "there!{eos}⟧<|prompter|>日本 <b>?{eos}"
         "<|assistant|>⟦🤗 ok\n\nbye{eos}⟧"
     ),
     "chatml": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-        "⟦Hello there!<|im_end|>⟧\n<|im_start|>user\n日本 <b>?<|im_end|>\n<|im_start|>assistant\n⟦🤗 ok\n\nbye<|im_end|>⟧\n"
+        "<|im_start|>system\nBe "
+        "brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Hello there!<|im_end|>⟧\n<|im_start|>user\n日本 <b>?<|im_end|>\n<|im_start|>assistant\n⟦🤗 "
+        "ok\n\nbye<|im_end|>⟧\n"
     ),
     "llama3": (
-        "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "<|start_header_id|>system<|end_header_id|>\n\nBe "
+        "brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
         "Hi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello there!<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\n"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦Hello "
+        "there!<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\n"
         "日本 <b>?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n⟦🤗 ok\n\nbye<|eot_id|>⟧"
     ),
-    "mistral": "[INST] Be brief.\n\nHi[/INST]⟦ Hello there!{eos}⟧[INST] 日本 <b>?[/INST]⟦ 🤗 ok\n\nbye{eos}⟧",
+    "mistral": (
+        "[INST] Be brief.\n\nHi[/INST]⟦ Hello there!{eos}⟧[INST] 日本 <b>?[/INST]⟦ 🤗 "
+        "ok\n\nbye{eos}⟧"
+    ),
     "gemma": (
-        "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello there!<end_of_turn>⟧\n"
-        "<start_of_turn>user\n日本 <b>?<end_of_turn>\n<start_of_turn>model\n⟦🤗 ok\n\nbye<end_of_turn>⟧\n"
+        "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n⟦Hello "
+        "there!<end_of_turn>⟧\n"
+        "<start_of_turn>user\n日本 <b>?<end_of_turn>\n<start_of_turn>model\n⟦🤗 "
+        "ok\n\nbye<end_of_turn>⟧\n"
     ),
     "zephyr": (
-        "<|system|>\nBe brief.{eos}\n<|user|>\nHi{eos}\n<|assistant|>\n⟦Hello there!{eos}⟧\n<|user|>\n日本 <b>?{eos}\n"
+        "<|system|>\nBe brief.{eos}\n<|user|>\nHi{eos}\n<|assistant|>\n⟦Hello "
+        "there!{eos}⟧\n<|user|>\n日本 <b>?{eos}\n"
         "<|assistant|>\n⟦🤗 ok\n\nbye{eos}⟧\n"
     ),
     "tulu": (
-        "<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n⟦Hello there!{eos}⟧\n<|user|>\n日本 <b>?\n<|assistant|>\n"
+        "<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n⟦Hello there!{eos}⟧\n<|user|>\n日本 "
+        "<b>?\n<|assistant|>\n"
         "⟦🤗 ok\n\nbye{eos}⟧"
     ),
-    "vicuna": "Be brief. USER: Hi ASSISTANT:⟦ Hello there!{eos}⟧USER: 日本 <b>? ASSISTANT:⟦ 🤗 ok\n\nbye{eos}⟧",
+    "vicuna": (
+        "Be brief. USER: Hi ASSISTANT:⟦ Hello there!{eos}⟧USER: 日本 <b>? ASSISTANT:⟦ 🤗 "
+        "ok\n\nbye{eos}⟧"
+    ),
     "alpaca": (
         "Be brief.\n\n### Instruction:\nHi\n\n### Response:\n⟦Hello there!{eos}⟧\n\n"
         "### Instruction:\n日本 <b>?\n\n### Response:\n⟦🤗 ok\n\nbye{eos}⟧"
@@ -106,10 +122,14 @@ def test_the_chat_window_keeps_the_conversation_behind_a_system_prefix(data_dir:
 
 
 def test_tokens_that_a_template_needs(data_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"writes <\|im_start\|>.*tokenizer.add_tokens=\[template\]"):
+    with pytest.raises(
+        ConfigError, match=r"writes <\|im_start\|>.*tokenizer.add_tokens=\[template\]"
+    ):
         load(data_dir, chat_template="chatml")
     with pytest.raises(ConfigError, match=r"tokenizer\.eos_token"):
-        Tokenizer.load(TokenizerSpec(str(data_dir / "tokenizers/gpt2/tokenizer.json"), chat_template="zephyr"))
+        Tokenizer.load(
+            TokenizerSpec(str(data_dir / "tokenizers/gpt2/tokenizer.json"), chat_template="zephyr")
+        )
     with pytest.raises(ConfigError, match="did you mean chatml"):
         load(data_dir, chat_template="chatm")
     with pytest.raises(ConfigError, match="write the tokens themselves"):
@@ -126,13 +146,33 @@ def test_the_error_names_the_option_as_it_is_typed(data_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "option", "words"),
     [
-        ({"chat_template": "chatml"}, "actor.tokenizer", "with 'actor.tokenizer.add_tokens=[template]'"),
+        (
+            {"chat_template": "chatml"},
+            "actor.tokenizer",
+            "with 'actor.tokenizer.add_tokens=[template]'",
+        ),
         ({"chat_template": "chatml"}, COMMAND, "--chat-template=chatml writes <|im_start|>"),
         ({"chat_template": "chatm"}, COMMAND, "--chat-template='chatm': neither"),
-        ({"chat_template": "chatm"}, "rew.tokenizer", "rew.tokenizer.chat_template='chatm': neither"),
-        ({"chat_template": "{% x"}, "rew.tokenizer", "rew.tokenizer.chat_template does not compile"),
-        ({"bos_token": "<nope>"}, "rew.tokenizer", "rew.tokenizer.bos_token='<nope>' is not in the vocabulary"),
-        ({"add_tokens": ["template"]}, "rew.tokenizer", "rew.tokenizer.add_tokens: 'template' stands for"),
+        (
+            {"chat_template": "chatm"},
+            "rew.tokenizer",
+            "rew.tokenizer.chat_template='chatm': neither",
+        ),
+        (
+            {"chat_template": "{% x"},
+            "rew.tokenizer",
+            "rew.tokenizer.chat_template does not compile",
+        ),
+        (
+            {"bos_token": "<nope>"},
+            "rew.tokenizer",
+            "rew.tokenizer.bos_token='<nope>' is not in the vocabulary",
+        ),
+        (
+            {"add_tokens": ["template"]},
+            "rew.tokenizer",
+            "rew.tokenizer.add_tokens: 'template' stands for",
+        ),
     ],
 )
 def test_errors_name_the_option_of_the_role_or_the_command(
@@ -154,12 +194,22 @@ def test_added_tokens(data_dir: Path, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     again = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
     assert again.encode_chat_with_mask(TALK) == tokenizer.encode_chat_with_mask(TALK)
-    assert again.chat_template == text_of("oasst") and again.decode([50262], skip_special=True) == ""
+    assert (
+        again.chat_template == text_of("oasst") and again.decode([50262], skip_special=True) == ""
+    )
 
 
 def test_every_digit_is_a_token(data_dir: Path, tmp_path: Path) -> None:
     tokenizer = load(data_dir, per_digit_tokens=True)
-    assert [tokenizer.decode([id]) for id in tokenizer.encode("in 1984!")] == ["in", " ", "1", "9", "8", "4", "!"]
+    assert [tokenizer.decode([id]) for id in tokenizer.encode("in 1984!")] == [
+        "in",
+        " ",
+        "1",
+        "9",
+        "8",
+        "4",
+        "!",
+    ]
     assert len(load(data_dir).encode("in 1984!")) == 3
     tokenizer.save(tmp_path)
     again = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
@@ -169,8 +219,11 @@ def test_every_digit_is_a_token(data_dir: Path, tmp_path: Path) -> None:
 def test_the_form_of_tags(data_dir: Path) -> None:
     from dataclasses import replace
 
-    tokenizer = replace(load(data_dir, chat_template="oasst_v25", add_tokens=["template"]), dress=Dress(tags=True))
+    tokenizer = replace(
+        load(data_dir, chat_template="oasst_v25", add_tokens=["template"]), dress=Dress(tags=True)
+    )
     talk = [TALK[1], {**TALK[2], "lang": "en", "quality": 0.75, "context": "one\ntwo"}]
     assert marked(tokenizer, talk) == (
-        f"<|prompter|>Hi{EOS}<|system|>lang: en\nquality: 0.8\ncontext: one\ntwo\n{EOS}<|assistant|>⟦Hello there!{EOS}⟧"
+        f"<|prompter|>Hi{EOS}<|system|>lang: en\nquality: 0.8\ncontext: "
+        f"one\ntwo\n{EOS}<|assistant|>⟦Hello there!{EOS}⟧"
     )

@@ -18,7 +18,10 @@ from weft.data.spec import DatasetSpec, TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 
-QA = [{"question": f"{n}+1?", "solution": {"text": f"it is {n + 1}", "steps": ["a", "b"]}, "n": n} for n in range(6)]
+QA = [
+    {"question": f"{n}+1?", "solution": {"text": f"it is {n + 1}", "steps": ["a", "b"]}, "n": n}
+    for n in range(6)
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +40,34 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 
 def load(tmp_path: Path, tokenizer: Tokenizer, kind: str, **options):
-    spec = DatasetSpec(train_bs_n_seqs=2, cache_dir=str(tmp_path / "cache"), shuffle=False, **options)
+    spec = DatasetSpec(
+        train_bs_n_seqs=2, cache_dir=str(tmp_path / "cache"), shuffle=False, **options
+    )
     return load_data(spec, kind, tokenizer, seed=1, progress=False)
 
 
 def texts(data, tokenizer: Tokenizer) -> list[str]:
-    return [tokenizer.decode(part.dataset[i].data["prompt"].tolist()) for part in data.parts for i in range(len(part))]
+    return [
+        tokenizer.decode(part.dataset[i].data["prompt"].tolist())
+        for part in data.parts
+        for i in range(len(part))
+    ]
 
 
 @pytest.mark.parametrize("name", ["qa.jsonl", "qa.parquet"])
 def test_rows_come_under_the_names_of_the_form(name, tmp_path, tokenizer):
-    plain = write(tmp_path / "plain.jsonl", [{"prompt": r["question"], "answer": r["solution"]["text"]} for r in QA])
+    plain = write(
+        tmp_path / "plain.jsonl",
+        [{"prompt": r["question"], "answer": r["solution"]["text"]} for r in QA],
+    )
     file = write(tmp_path / name, QA)
     columns = {"prompt": "question", "answer": "solution.text", "id": "n"}
     mapped = load(tmp_path, tokenizer, "prompt_answer", train_path=str(file), columns=columns)
     expected = load(tmp_path, tokenizer, "prompt_answer", train_path=str(plain))
     for a, b in zip(
-        mapped.parts[0].dataset.table.sample.unpack(), expected.parts[0].dataset.table.sample.unpack(), strict=True
+        mapped.parts[0].dataset.table.sample.unpack(),
+        expected.parts[0].dataset.table.sample.unpack(),
+        strict=True,
     ):
         assert a.data["prompt"].tolist() == b.data["prompt"].tolist()
         assert a.data["completion"].tolist() == b.data["completion"].tolist()
@@ -70,8 +84,12 @@ def test_columns_of_a_verifier_are_mapped_too(tmp_path, tokenizer):
 
 def test_a_change_of_the_mapping_is_not_answered_from_the_cache(tmp_path, tokenizer):
     file = write(tmp_path / "two.jsonl", [{"a": "one", "b": "two two", "c": "yes"}] * 2)
-    first = load(tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "a", "answer": "c"})
-    second = load(tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "b", "answer": "c"})
+    first = load(
+        tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "a", "answer": "c"}
+    )
+    second = load(
+        tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "b", "answer": "c"}
+    )
     assert texts(first, tokenizer) != texts(second, tokenizer)
 
 
@@ -84,7 +102,9 @@ def test_each_source_has_its_own(tmp_path, tokenizer):
         {"path": str(one), "columns": {"answer": "solution.text"}},
         {"path": str(two), "columns": {"prompt": "q", "answer": "a"}},
     ]
-    data = load(tmp_path, tokenizer, "prompt_answer", sources=sources, columns={"prompt": "question"})
+    data = load(
+        tmp_path, tokenizer, "prompt_answer", sources=sources, columns={"prompt": "question"}
+    )
     assert len(texts(data, tokenizer)) == 8
     with pytest.raises(ConfigError, match=r"dataset\.sources\[0\]\.columns=3: must map names"):
         load(tmp_path, tokenizer, "prompt_answer", sources=[{"path": str(one), "columns": 3}])
@@ -93,8 +113,16 @@ def test_each_source_has_its_own(tmp_path, tokenizer):
 def test_a_validation_file_and_rows_drawn_anew_are_read_alike(tmp_path, tokenizer):
     file = write(tmp_path / "qa.jsonl", QA)
     columns = {"prompt": "question", "answer": "solution.text"}
-    data = load(tmp_path, tokenizer, "prompt_answer", path=str(file), valid_path=str(file), columns=columns,
-                max_seqlen=6, random_window=1.0)  # fmt: skip
+    data = load(
+        tmp_path,
+        tokenizer,
+        "prompt_answer",
+        path=str(file),
+        valid_path=str(file),
+        columns=columns,
+        max_seqlen=6,
+        random_window=1.0,
+    )
     assert len(data.valid["qa"]) == 6
     assert data.parts[0].dataset.redrawn.at([0, 1], 1, "qa").ids
 
@@ -112,7 +140,9 @@ def test_a_column_that_is_nowhere_is_named_with_those_there_are(tmp_path, tokeni
     message = str(caught.value)
     assert "prompt: no row of" in message and "'questoin'; did you mean question?" in message
     assert "? The columns are question, solution.text, solution.steps, n" in message
-    with pytest.raises(ConfigError, match=r"no row of .* has the column 'solution.txt'; did you mean solution.text"):
+    with pytest.raises(
+        ConfigError, match=r"no row of .* has the column 'solution.txt'; did you mean solution.text"
+    ):
         load(
             tmp_path,
             tokenizer,
@@ -121,7 +151,13 @@ def test_a_column_that_is_nowhere_is_named_with_those_there_are(tmp_path, tokeni
             columns={"prompt": "question", "answer": "solution.txt"},
         )
     with pytest.raises(ConfigError, match=r"has the column 'zzzz'; the columns are question, "):
-        load(tmp_path, tokenizer, "prompt_answer", path=str(file), columns={"prompt": "question", "answer": "zzzz"})
+        load(
+            tmp_path,
+            tokenizer,
+            "prompt_answer",
+            path=str(file),
+            columns={"prompt": "question", "answer": "zzzz"},
+        )
 
 
 def test_a_row_without_its_column_is_reported_by_its_line(tmp_path, tokenizer):

@@ -38,7 +38,9 @@ def opened(tmp_path: Path, tokenizer: Tokenizer) -> Open:
         path = rows
         if not isinstance(rows, Path):
             path = tmp_path / "rows.jsonl"
-            path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+            path.write_text(
+                "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+            )
         util = DatasetUtility(use, cache_dir=str(tmp_path / "cache"), progress=silent)
         made = datasets.get(form)(util=util, path=str(path), **options)
         assert isinstance(made, MapDataset)
@@ -87,16 +89,28 @@ def test_prompt_answer_as_chat_and_with_named_columns(opened: Open, tokenizer: T
     rows = [{"q": "Hi", "a": "Ho", "key": "x"}]
     options = {"prompt_key": "q", "answer_key": "a", "id_key": "key", "as_chat": True}
     sample = opened("prompt_answer", rows, **options)[0]
-    assert texts(tokenizer, sample) == ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ["Ho<|im_end|>"])
+    assert texts(tokenizer, sample) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        ["Ho<|im_end|>"],
+    )
     assert sample.ids == ("x",)
 
 
 def test_an_answer_that_ends_with_eos_gets_no_second(opened: Open, tokenizer: Tokenizer) -> None:
-    assert texts(tokenizer, opened("prompt_answer", [{"prompt": "a", "answer": " b</s>"}])[0])[1] == [" b</s>"]
+    assert texts(tokenizer, opened("prompt_answer", [{"prompt": "a", "answer": " b</s>"}])[0])[
+        1
+    ] == [" b</s>"]
 
 
 def test_paired_comparison(opened: Open, tokenizer: Tokenizer) -> None:
-    rows = [{"prompt": "Q: ", "pos_answers": ["yes", "yes!"], "neg_answers": ["no", "yes"], "margin": [0.5, 2]}]
+    rows = [
+        {
+            "prompt": "Q: ",
+            "pos_answers": ["yes", "yes!"],
+            "neg_answers": ["no", "yes"],
+            "margin": [0.5, 2],
+        }
+    ]
     sample = opened("paired_comparison", rows)[0]
     assert texts(tokenizer, sample) == ("Q:", [" yes</s>", " no</s>", " yes!</s>", " yes</s>"])
     assert values(sample, "rank", "comparison", "margin", "label") == {
@@ -106,11 +120,17 @@ def test_paired_comparison(opened: Open, tokenizer: Tokenizer) -> None:
         "label": [1, 0, 1, 0],
     }
     assert sample.data["rank"].dtype == torch.int64 and sample.data["margin"].dtype == torch.float32
-    assert len(opened("paired_comparison", rows, max_pairs_per_prompt=1)[0].sequences("completion")) == 2
+    assert (
+        len(opened("paired_comparison", rows, max_pairs_per_prompt=1)[0].sequences("completion"))
+        == 2
+    )
 
 
 def test_answers_that_begin_alike_keep_what_they_share(opened: Open, tokenizer: Tokenizer) -> None:
-    sample = opened("paired_comparison", [{"prompt": "Q:", "pos_answers": [" a b c"], "neg_answers": [" a b d"]}])[0]
+    sample = opened(
+        "paired_comparison",
+        [{"prompt": "Q:", "pos_answers": [" a b c"], "neg_answers": [" a b d"]}],
+    )[0]
     assert texts(tokenizer, sample) == ("Q:", [" a b c</s>", " a b d</s>"])
 
 
@@ -126,12 +146,20 @@ def test_prompt(opened: Open, tokenizer: Tokenizer) -> None:
     prompts = [tokenizer.decode(found[i].data["prompt"].tolist()) for i in range(4)]
     assert prompts == ["2+2=", chat, chat, "\n\nHuman: a\n\nAssistant:"]
     assert dict(found[0].metadata) == {
-        "answer": ("4",), "kwargs": ([{"n": 1}],), "ground_truth": (None,), "prompt_messages": (None,),
-    }  # fmt: skip
+        "answer": ("4",),
+        "kwargs": ([{"n": 1}],),
+        "ground_truth": (None,),
+        "prompt_messages": (None,),
+    }
     assert found[2].metadata["prompt_messages"] == ([{"role": "user", "content": "Hi"}],)
     assert found[1].metadata["ground_truth"] == (3,)
     assert found[0].keys == ("prompt",)
-    assert tokenizer.decode(opened("prompt", [{"prompt": "Hi"}], as_chat=True)[0].data["prompt"].tolist()) == chat
+    assert (
+        tokenizer.decode(
+            opened("prompt", [{"prompt": "Hi"}], as_chat=True)[0].data["prompt"].tolist()
+        )
+        == chat
+    )
 
 
 def test_chat(opened: Open, tokenizer: Tokenizer) -> None:
@@ -141,7 +169,8 @@ def test_chat(opened: Open, tokenizer: Tokenizer) -> None:
     sample = opened("chat", rows)[0]
     assert texts(tokenizer, sample) == (start, ["Ho<|im_end|>No<|im_end|>"])
     assert (
-        tokenizer.decode(sample.data["completion"].tolist()[-3:]) == "No<|im_end|>" or sample.data["loss_mask"][-1] == 1
+        tokenizer.decode(sample.data["completion"].tolist()[-3:]) == "No<|im_end|>"
+        or sample.data["loss_mask"][-1] == 1
     )
     last = opened("chat", rows, train_on="last")[0]
     assert texts(tokenizer, last)[1] == ["No<|im_end|>"]
@@ -159,10 +188,16 @@ def test_preference_of_texts(opened: Open, tokenizer: Tokenizer) -> None:
     assert texts(tokenizer, found[0]) == ("Q:", [" yes</s>", " no</s>"])
     assert texts(tokenizer, found[1]) == ("\n\nHuman: a\n\nAssistant:", [" b b</s>", " b c</s>"])
     assert texts(tokenizer, found[2]) == ("the same words", [" here</s>", " there</s>"])
-    assert values(found[0], "rank", "margin", "label") == {"rank": [0, 1], "margin": [1, 1], "label": [1, 0]}
+    assert values(found[0], "rank", "margin", "label") == {
+        "rank": [0, 1],
+        "margin": [1, 1],
+        "label": [1, 0],
+    }
 
 
-def test_dialogues_that_part_earlier_are_masked_by_turns(opened: Open, tokenizer: Tokenizer) -> None:
+def test_dialogues_that_part_earlier_are_masked_by_turns(
+    opened: Open, tokenizer: Tokenizer
+) -> None:
     shared = "\n\nHuman: a\n\nAssistant:"
     chosen = f"{shared} b\n\nHuman: c\n\nAssistant: d"
     rejected = f"{shared} x\n\nHuman: y\n\nAssistant: z"
@@ -191,13 +226,19 @@ def test_preference_of_messages(opened: Open, tokenizer: Tokenizer) -> None:
     found = opened("preference", rows)
     for index in range(4):
         assert texts(tokenizer, found[index]) == (start, ["Ho<|im_end|>", "Hm<|im_end|>"])
-    assert texts(tokenizer, found[4]) == (f"{start}Ho<|im_end|>\n{start}", ["Ho<|im_end|>", "Hm<|im_end|>"])
+    assert texts(tokenizer, found[4]) == (
+        f"{start}Ho<|im_end|>\n{start}",
+        ["Ho<|im_end|>", "Hm<|im_end|>"],
+    )
 
 
 def test_single_labelled_replies(opened: Open, tokenizer: Tokenizer) -> None:
     rows: list[Mapping[str, Any]] = [
         {"prompt": "Q:", "completion": " yes", "label": True},
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "label": False},
+        {
+            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}],
+            "label": False,
+        },
     ]
     found = opened("preference", rows)
     assert texts(tokenizer, found[0]) == ("Q:", [" yes</s>"])
@@ -216,7 +257,11 @@ def test_ranking(opened: Open, tokenizer: Tokenizer) -> None:
     found = opened("ranking", rows, max_replies=2)
     assert texts(tokenizer, found[0]) == ("Q:", [" a</s>", " b</s>"])
     assert texts(tokenizer, found[1])[1] == ["x<|im_end|>", "y<|im_end|>"]
-    assert values(found[0], "rank", "comparison", "margin") == {"rank": [0, 1], "comparison": [0, 0], "margin": [0, 0]}
+    assert values(found[0], "rank", "comparison", "margin") == {
+        "rank": [0, 1],
+        "comparison": [0, 0],
+        "margin": [0, 0],
+    }
     with pytest.raises(ConfigError, match="max_replies=1"):
         opened("ranking", rows, max_replies=1)
 
@@ -247,17 +292,30 @@ def test_open_assistant_trees(data_dir: Path, opened: Open, qwen: Tokenizer) -> 
         people = [reply for reply in node["replies"] if not reply["synthetic"]]
         return [{**node, "replies": people}, *(n for reply in people for n in nodes(reply))]
 
-    every = [node for tree in trees if not tree["prompt"]["synthetic"] for node in nodes(tree["prompt"])]
-    groups = [[r for r in n["replies"] if r.get("rank") is not None] for n in every if n["role"] == "prompter"]
+    every = [
+        node for tree in trees if not tree["prompt"]["synthetic"] for node in nodes(tree["prompt"])
+    ]
+    groups = [
+        [r for r in n["replies"] if r.get("rank") is not None]
+        for n in every
+        if n["role"] == "prompter"
+    ]
     assert len(ranked) == sum(len(group) > 1 for group in groups) == 207
     leaves = {
-        n["message_id"] for n in every if n["role"] == "assistant" and all(not r["replies"] for r in n["replies"])
+        n["message_id"]
+        for n in every
+        if n["role"] == "assistant" and all(not r["replies"] for r in n["replies"])
     }
     assert {talks[i].ids[0].split("/")[1] for i in range(len(talks))} >= {n for n in leaves if n}
     first = ranked[0]
     best = texts(qwen, first)[1][0].removesuffix("<|im_end|>")
     node = next(n for n in every if n["message_id"] == first.ids[0].split("/")[1])
-    assert best == min((r for r in node["replies"] if r.get("rank") is not None), key=lambda r: r["rank"])["text"]
+    assert (
+        best
+        == min((r for r in node["replies"] if r.get("rank") is not None), key=lambda r: r["rank"])[
+            "text"
+        ]
+    )
 
 
 def test_other_real_files(data_dir: Path, opened: Open, qwen: Tokenizer) -> None:
@@ -280,12 +338,20 @@ BAD: list[tuple[str, Any, str]] = [
     ("prompt_answer", '{"prompt": "a", "answer"', "rows.jsonl:1: not JSON"),
     ("prompt_answer", [1], "a row must be a JSON object, not int"),
     ("prompt_answer", {"prompt": "a"}, "lacks the key 'answer'"),
-    ("prompt_answer", {"promt": "a", "answer": "b"}, r"lacks the key 'prompt' \(did you mean 'promt'\?\)"),
+    (
+        "prompt_answer",
+        {"promt": "a", "answer": "b"},
+        r"lacks the key 'prompt' \(did you mean 'promt'\?\)",
+    ),
     ("prompt_answer", {"prompt": "a", "answer": 4}, "'answer' must be text, not a number"),
     ("prompt_answer", {"prompt": None, "answer": "4"}, "'prompt' is null"),
     ("prompt_answer", {"prompt": "a", "answer": " \n"}, "'answer' is empty"),
     ("prompt_answer", {"chosen": "a", "rejected": "b"}, "such rows are of dataset.type=preference"),
-    ("prompt_answer", {"prompt": "a", "answer": "b", "id": [1]}, "'id' must be text or a whole number"),
+    (
+        "prompt_answer",
+        {"prompt": "a", "answer": "b", "id": [1]},
+        "'id' must be text or a whole number",
+    ),
     (
         "paired_comparison",
         {"prompt": "a", "pos_answers": ["b"], "neg_answers": []},
@@ -313,7 +379,11 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     ("prompt", {"prompt": ""}, "'prompt' is empty"),
     ("prompt", {"text": "a"}, "lacks the key 'prompt'"),
-    ("prompt", {"prompt": [{"role": "assistant", "content": "x"}]}, "no turn that a reply could follow"),
+    (
+        "prompt",
+        {"prompt": [{"role": "assistant", "content": "x"}]},
+        "no turn that a reply could follow",
+    ),
     ("chat", {"messages": []}, "the list of messages is empty"),
     ("chat", {"messages": [{"role": "user", "content": "x"}]}, "no turn of the assistant"),
     (
@@ -336,19 +406,41 @@ BAD: list[tuple[str, Any, str]] = [
     ),
     (
         "prompt_answer",
-        {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]},
+        {
+            "prompt": [{"role": "user", "content": "x"}],
+            "completion": [{"role": "assistant", "content": "y"}],
+        },
         "'completion' holds messages and no text; such rows are of dataset.type=chat",
     ),
     (
         "paired_comparison",
-        {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]},
+        {
+            "prompt": [{"role": "user", "content": "x"}],
+            "completion": [{"role": "assistant", "content": "y"}],
+        },
         "such rows are of dataset.type=chat",
     ),
     ("chat", {"prompt": "x", "completion": "y"}, "such rows are of dataset.type=prompt_answer"),
-    ("prompt_answer", {"instruction": "a", "label": None, "kto_tag": True}, "such rows are of dataset.type=preference"),
-    ("preference", {"prompt": "a", "completion": "b", "label": None}, "'label' must be true or false .*, not null"),
-    ("preference", {"prompt": "a", "completion": "b", "kto_tag": "no"}, "'kto_tag' must be true or false .*, not 'no'"),
-    ("preference", {"prompt": "a", "chosen": None, "rejected": "b", "label": True}, "'chosen' is null"),
+    (
+        "prompt_answer",
+        {"instruction": "a", "label": None, "kto_tag": True},
+        "such rows are of dataset.type=preference",
+    ),
+    (
+        "preference",
+        {"prompt": "a", "completion": "b", "label": None},
+        "'label' must be true or false .*, not null",
+    ),
+    (
+        "preference",
+        {"prompt": "a", "completion": "b", "kto_tag": "no"},
+        "'kto_tag' must be true or false .*, not 'no'",
+    ),
+    (
+        "preference",
+        {"prompt": "a", "chosen": None, "rejected": "b", "label": True},
+        "'chosen' is null",
+    ),
     ("ranking", {"prompt": "a", "replies": ["b"]}, "'replies' has 1 entries; it needs at least 2"),
     ("ranking", {"replies": ["b", "c"]}, "lacks the key 'prompt'"),
 ]
@@ -367,7 +459,11 @@ def test_all_bad_rows_are_reported_up_to_twenty(opened: Open) -> None:
         opened("prompt_answer", rows)
     assert len(caught.value.reports) == 600
     shown = str(caught.value).splitlines()
-    assert len(shown) == 21 and shown[-1] == "... and 580 more" and "rows.jsonl:39: 'answer' is empty" in shown[19]
+    assert (
+        len(shown) == 21
+        and shown[-1] == "... and 580 more"
+        and "rows.jsonl:39: 'answer' is empty" in shown[19]
+    )
 
 
 def test_rows_of_another_form_are_one_report(opened: Open) -> None:
@@ -375,7 +471,10 @@ def test_rows_of_another_form_are_one_report(opened: Open) -> None:
     with pytest.raises(DataError) as caught:
         opened("paired_comparison", rows)
     (told,) = str(caught.value).splitlines()
-    assert "rows.jsonl:1, " in told and "rows.jsonl:3, ...: each of the 30 rows lacks the key 'pos_answers'" in told
+    assert (
+        "rows.jsonl:1, " in told
+        and "rows.jsonl:3, ...: each of the 30 rows lacks the key 'pos_answers'" in told
+    )
     assert told.endswith("such rows are of dataset.type=preference)")
     with pytest.raises(DataError, match=r"rows.jsonl:2: lacks the key 'answer'") as caught:
         opened("prompt_answer", [{"prompt": "a", "answer": "b"}, {"prompt": "a"}])
@@ -419,7 +518,11 @@ def test_tokenizers_that_lack_something(opened: Open, with_template: Make) -> No
 
 def test_overlong_rows(opened: Open, tokenizer: Tokenizer) -> None:
     words = " ".join(["a"] * 20)
-    rows = [{"prompt": words, "answer": " b"}, {"prompt": "a", "answer": f" {words}"}, {"prompt": "a", "answer": " b"}]
+    rows = [
+        {"prompt": words, "answer": " b"},
+        {"prompt": "a", "answer": f" {words}"},
+        {"prompt": "a", "answer": " b"},
+    ]
     cut = opened("prompt_answer", rows, max_seqlen=10)
     assert [texts(tokenizer, cut[i]) for i in range(3)] == [
         (" a" * 8, [" b</s>"]),
@@ -437,10 +540,13 @@ def test_overlong_rows(opened: Open, tokenizer: Tokenizer) -> None:
         opened("prompt_answer", rows, max_seqlen=10, overlong="error")
     (told,) = caught.value.reports
     assert (
-        "rows.jsonl:1, " in told and "rows.jsonl:2: 2 of 3 rows are too long (the row has 22 tokens, more than " in told
+        "rows.jsonl:1, " in told
+        and "rows.jsonl:2: 2 of 3 rows are too long (the row has 22 tokens, more than " in told
     )
     assert "raise dataset.max_seqlen" in told and "dataset.overlong=drop" in told
-    with pytest.raises(DataError, match=r"the prompt has 20 tokens, more than dataset.max_prompt_len=4"):
+    with pytest.raises(
+        DataError, match=r"the prompt has 20 tokens, more than dataset.max_prompt_len=4"
+    ):
         opened("prompt_answer", rows, max_prompt_len=4, overlong="error")
     with pytest.raises(DataError, match="no row is left"):
         opened("prompt_answer", rows[:2], max_seqlen=5, overlong="drop")
@@ -450,7 +556,8 @@ def test_answers_give_way_before_prompts(opened: Open, tokenizer: Tokenizer) -> 
     rows = [{"prompt": " a" * 9, "answer": " b" * 9}, {"prompt": " a" * 10, "answer": " b" * 9}]
     found = opened("prompt_answer", rows, max_seqlen=10)
     assert texts(tokenizer, found[0]) == (" a" * 9, [" b"])
-    assert texts(tokenizer, found[1]) == (" a" * 5, [" b" * 5])  # no room for an answer beside all of the prompt
+    # no room for an answer beside all of the prompt
+    assert texts(tokenizer, found[1]) == (" a" * 5, [" b" * 5])
 
 
 def test_a_row_that_is_cut_at_both_ends_counts_for_both(opened: Open) -> None:
@@ -460,9 +567,20 @@ def test_a_row_that_is_cut_at_both_ends_counts_for_both(opened: Open) -> None:
         {"prompt": "a", "answer": "b"},
     ]
     report = opened("prompt_answer", rows, max_seqlen=10).table.report  # type: ignore[attr-defined]
-    assert (report.prompts_cut, report.answers_cut, report.both_cut, report.dropped, report.too_long) == (2, 1, 1, 0, 2)
+    assert (
+        report.prompts_cut,
+        report.answers_cut,
+        report.both_cut,
+        report.dropped,
+        report.too_long,
+    ) == (2, 1, 1, 0, 2)
     report = opened("prompt_answer", rows, max_seqlen=12, max_prompt_len=4).table.report  # type: ignore[attr-defined]
-    assert (report.prompts_cut, report.answers_cut, report.both_cut, report.too_long) == (2, 1, 1, 2)
+    assert (report.prompts_cut, report.answers_cut, report.both_cut, report.too_long) == (
+        2,
+        1,
+        1,
+        2,
+    )
 
 
 def test_a_cut_prompt_keeps_its_bos(opened: Open, with_template: Make) -> None:
@@ -476,11 +594,15 @@ def test_prompts_that_are_too_long_are_an_error_unless_asked_otherwise(opened: O
     rows = [{"prompt": "a " * 400, "answer": "b"}, {"prompt": "a"}]
     assert opened("prompt", rows)[0].num_tokens("prompt") == 401
     with pytest.raises(
-        DataError, match=r"1 of 2 rows are too long \(the prompt has 401 tokens.*max_prompt_len=300\); raise"
+        DataError,
+        match=r"1 of 2 rows are too long \(the prompt has 401 tokens.*max_prompt_len=300\); raise",
     ):
         opened("prompt", rows, max_prompt_len=300)
     assert opened("prompt", rows, max_prompt_len=300, overlong="drop")[0].ids == ("1",)
-    assert opened("prompt", rows, max_prompt_len=300, overlong="truncate")[0].num_tokens("prompt") == 300
+    assert (
+        opened("prompt", rows, max_prompt_len=300, overlong="truncate")[0].num_tokens("prompt")
+        == 300
+    )
     assert opened("prompt_answer", rows[:1], max_prompt_len=300)[0].num_tokens("prompt") == 300
 
 
@@ -491,7 +613,9 @@ def test_pairs_lose_both_ends_alike(opened: Open) -> None:
 
 
 def test_unknown_arguments_are_named(opened: Open) -> None:
-    with pytest.raises(ConfigError, match=r"dataset.args.answer_kye='x': no such argument; did you mean answer_key"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.args.answer_kye='x': no such argument; did you mean answer_key"
+    ):
         opened("prompt_answer", [{"prompt": "a", "answer": "b"}], answer_kye="x")
     with pytest.raises(ConfigError, match="overlong='cut'"):
         opened("prompt_answer", [{"prompt": "a", "answer": "b"}], overlong="cut")
@@ -501,14 +625,27 @@ def test_unknown_arguments_are_named(opened: Open) -> None:
     ("usual", "type", "count"),
     [("prompt_answer", "chat", 2), ("paired_comparison", "ranking", 1), ("prompt", "prompt", 2)],
 )
-def test_trees_are_recognized(tmp_path: Path, with_template: Make, usual: str, type: str, count: int) -> None:
+def test_trees_are_recognized(
+    tmp_path: Path, with_template: Make, usual: str, type: str, count: int
+) -> None:
     def node(id: str, role: str, *replies: Any, **more: Any) -> dict[str, Any]:
-        return {"message_id": id, "role": role, "text": f"text of {id}", "replies": list(replies), **more}
+        return {
+            "message_id": id,
+            "role": role,
+            "text": f"text of {id}",
+            "replies": list(replies),
+            **more,
+        }
 
     best = node("b", "assistant", node("d", "prompter", node("e", "assistant")), rank=0)
-    tree = {"message_tree_id": "a", "prompt": node("a", "prompter", best, node("c", "assistant", rank=1))}
+    tree = {
+        "message_tree_id": "a",
+        "prompt": node("a", "prompter", best, node("c", "assistant", rank=1)),
+    }
     (tmp_path / "trees.jsonl").write_text(json.dumps(tree))
-    spec = DatasetSpec(path=str(tmp_path / "trees.jsonl"), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
+    spec = DatasetSpec(
+        path=str(tmp_path / "trees.jsonl"), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache")
+    )
     tokenizer = with_template(templates.CHATML)
     data = load_data(spec, usual, tokenizer, seed=1, progress=False)
     (counts,) = data.counts
@@ -516,11 +653,16 @@ def test_trees_are_recognized(tmp_path: Path, with_template: Make, usual: str, t
     if type == "prompt":
         table = data.parts[0].dataset.table  # type: ignore[attr-defined]
         assert sorted(table.sample.ids) == ["0/a", "0/d"]
-        said = [[m["content"][-1] for m in talk] for talk in table.sample.metadata["prompt_messages"]]
+        said = [
+            [m["content"][-1] for m in talk] for talk in table.sample.metadata["prompt_messages"]
+        ]
         assert sorted(said) == [["a"], ["a", "b", "d"]]
     loose = tmp_path / "messages.jsonl"
-    loose.write_text(json.dumps({"message_id": "a", "parent_id": None, "role": "prompter", "text": "hi"}))
+    loose.write_text(
+        json.dumps({"message_id": "a", "parent_id": None, "role": "prompter", "text": "hi"})
+    )
     with pytest.raises(
-        DataError, match=r"messages\.jsonl:1: is one message of an Open-Assistant export; dataset\.named="
+        DataError,
+        match=r"messages\.jsonl:1: is one message of an Open-Assistant export; dataset\.named=",
     ):
         load_data(replace(spec, path=str(loose)), usual, tokenizer, seed=1, progress=False)

@@ -42,11 +42,20 @@ def test_tags_are_drawn() -> None:
     texts = [tag_text(said, draw(seed), 0.5, length=False) for seed in range(2000)]
     assert texts == [tag_text(said, draw(seed), 0.5, length=False) for seed in range(2000)]
     kept = Counter(line.split(":")[0] for text in texts for line in text.split("\n") if ":" in line)
-    assert all(abs(kept[name] / 2000 - 0.5) < 0.04 for name in ("lang", "quality", "humor", "creativity", "context"))
-    assert all("context" not in text or text.endswith("context: a\nb") for text in texts), "the context comes last"
-    firsts = Counter(text.split(":")[0] for text in texts if text and not text.startswith("context"))
+    assert all(
+        abs(kept[name] / 2000 - 0.5) < 0.04
+        for name in ("lang", "quality", "humor", "creativity", "context")
+    )
+    assert all("context" not in text or text.endswith("context: a\nb") for text in texts), (
+        "the context comes last"
+    )
+    firsts = Counter(
+        text.split(":")[0] for text in texts if text and not text.startswith("context")
+    )
     assert max(firsts.values()) < 1.3 * min(firsts.values()), "the others in any order"
-    assert all(len(tag_text(said, draw(seed), 0.0, length=False).split("\n")) == 6 for seed in range(20))
+    assert all(
+        len(tag_text(said, draw(seed), 0.0, length=False).split("\n")) == 6 for seed in range(20)
+    )
 
 
 def test_a_label_that_is_none() -> None:
@@ -77,7 +86,13 @@ def test_the_system_text_is_not_trained_whatever_it_says(with_template: Any) -> 
     )
 
 
-def test_without_label_masking_everything_is_trained_but_the_first_token(with_template: Any) -> None:
-    tokenizer: Tokenizer = replace(with_template(templates.CHATML), dress=Dress(label_masking=False))
-    found = tokenizer.mask_chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}])
+def test_without_label_masking_everything_is_trained_but_the_first_token(
+    with_template: Any,
+) -> None:
+    tokenizer: Tokenizer = replace(
+        with_template(templates.CHATML), dress=Dress(label_masking=False)
+    )
+    found = tokenizer.mask_chat(
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    )
     assert found.mask == [False] + [True] * (len(found.ids) - 1)

@@ -17,7 +17,10 @@ from weft.errors import DataError
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one\n\n two words \n")
-    assert list(prompt_rows(str(file))) == [(f"{file}:1", {"prompt": "one"}), (f"{file}:3", {"prompt": " two words "})]
+    assert list(prompt_rows(str(file))) == [
+        (f"{file}:1", {"prompt": "one"}),
+        (f"{file}:3", {"prompt": " two words "}),
+    ]
 
 
 def test_rows_have_the_tokens_that_the_runs_own_prompts_have(tmp_path: Path) -> None:
@@ -30,10 +33,15 @@ def test_rows_have_the_tokens_that_the_runs_own_prompts_have(tmp_path: Path) -> 
         {"role": "user", "content": "Go"},
     ]
     file.write_text(json.dumps({"prompt": "Hi"}) + "\n" + json.dumps({"messages": said}) + "\n")
-    rendered = [tokenizer.encode_context(messages)[0] for messages in ([{"role": "user", "content": "Hi"}], said)]
+    rendered = [
+        tokenizer.encode_context(messages)[0]
+        for messages in ([{"role": "user", "content": "Hi"}], said)
+    ]
     for as_chat, first in ((False, tokenizer.encode("Hi")), (True, rendered[0])):
         found = read_fixed_prompts(str(file), tokenizer, as_chat=as_chat, most=None)
         assert found.ids == ("0", "1")
         assert [each.tolist() for each in found.sequences("prompt")] == [first, rendered[1]]
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the prompt has \d+ tokens, and the model's context leaves 3"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: the prompt has \d+ tokens, and the model's context leaves 3"
+    ):
         read_fixed_prompts(str(file), tokenizer, as_chat=False, most=3)

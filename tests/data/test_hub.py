@@ -13,7 +13,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 
 from weft.data import hub
 from weft.errors import CheckpointError, DataError
@@ -52,11 +57,16 @@ def refused(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
         (refused(RepositoryNotFoundError, 404), "the hub has no model of this name"),
         (refused(GatedRepoError, 403), "only to those who have asked for it"),
         (refused(HfHubHTTPError, 500), "the hub refuses it"),
-        (ConnectionError("Name or service not known"), "cannot be reached (Name or service not known)"),
+        (
+            ConnectionError("Name or service not known"),
+            "cannot be reached (Name or service not known)",
+        ),
         (httpx.ConnectError("no route"), "cannot be reached (no route)"),
     ],
 )
-def test_one_question_and_one_message(answer: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_question_and_one_message(
+    answer: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     api = Api(answer)
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api)
@@ -67,12 +77,16 @@ def test_one_question_and_one_message(answer: Exception, words: str, monkeypatch
     assert api.asked == ["a/b"]
     with pytest.raises(DataError, match=r"^a/b: there is no such file or directory"):
         hub.check_dataset("", "a/b")
-    with pytest.raises(DataError, match=r"^dataset\.path='a/b:main': there is no such file or directory, and "):
+    with pytest.raises(
+        DataError, match=r"^dataset\.path='a/b:main': there is no such file or directory, and "
+    ):
         hub.check_dataset("dataset.path", "a/b:main")
     assert api.asked == ["a/b"] * 3
 
 
-def test_a_hub_that_does_not_answer_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_in_time_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hub, "SECONDS", 0.05)
     monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: Api(1.0))
     with pytest.raises(CheckpointError, match=r"no answer in 0\.05 seconds"):
@@ -119,7 +133,10 @@ def dead_hub() -> Iterator[tuple[str, list[int]]]:
             "quickstart sft model.path=MODEL model.tokenizer.path=e/m dataset.path=rows.jsonl",
             "model.tokenizer.path='e/m'",
         ),
-        ("quickstart sft model.path=MODEL dataset.train_path=e/rows", "dataset.train_path='e/rows'"),
+        (
+            "quickstart sft model.path=MODEL dataset.train_path=e/rows",
+            "dataset.train_path='e/rows'",
+        ),
     ],
 )
 def test_a_process_without_a_hub_asks_it_once(words: str, option: str, tmp_path: Path) -> None:
@@ -132,11 +149,22 @@ def test_a_process_without_a_hub_asks_it_once(words: str, option: str, tmp_path:
     with dead_hub() as (address, calls):
         import os
 
-        run = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+        run = {
+            **os.environ,
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": "0",
+        }
         names = ["experiment_name=x", "trial_name=y"] if words.startswith("quickstart") else []
         command = [sys.executable, "-m", "weft.cli.main", *words.split(), *names]
-        done = subprocess.run(command, cwd=tmp_path, env=run, capture_output=True, text=True, timeout=120, input="")
+        done = subprocess.run(
+            command, cwd=tmp_path, env=run, capture_output=True, text=True, timeout=120, input=""
+        )
     assert done.returncode == 2, done.stderr
-    assert option in done.stderr and "the hub cannot be reached" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        option in done.stderr
+        and "the hub cannot be reached" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert done.stderr.count("error: ") == 1 and "Retrying" not in done.stderr
     assert len(calls) <= 2, "one question, for which its library may open two connections"

@@ -1,4 +1,6 @@
-"""Mixtures with datasets known by name: shares, fresh subsets, validation sets, names that stay apart."""
+"""Mixtures with datasets known by name: shares, fresh subsets, validation sets, names that stay
+apart.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def copy(tmp_path: Path) -> str:
 
 
 def load(tmp_path: Path, *named: Any, type: str = "chat", **options: Any) -> LoadedData:
-    spec = DatasetSpec(named=list(named), train_bs_n_seqs=4, cache_dir=str(tmp_path / "cache"), **options)
+    spec = DatasetSpec(
+        named=list(named), train_bs_n_seqs=4, cache_dir=str(tmp_path / "cache"), **options
+    )
     validate(spec)
     return load_data(spec, type, small_tokenizer(), seed=1, progress=False)
 
@@ -40,22 +44,32 @@ def epoch(data: LoadedData) -> set[str]:
 def test_the_short_form_is_a_list_of_sources() -> None:
     assert parse_named("webgpt") == [SourceSpec(named="webgpt")]
     assert parse_named(
-        ["webgpt", {"oasst_export": {"fraction": 0.5, "lang": "en", "valid_split": 0.1, "max_valid": 9}}]
+        [
+            "webgpt",
+            {"oasst_export": {"fraction": 0.5, "lang": "en", "valid_split": 0.1, "max_valid": 9}},
+        ]
     ) == [
         SourceSpec(named="webgpt"),
-        SourceSpec(named="oasst_export", fraction=0.5, valid_split=0.1, max_valid=9, args={"lang": "en"}),
+        SourceSpec(
+            named="oasst_export", fraction=0.5, valid_split=0.1, max_valid=9, args={"lang": "en"}
+        ),
     ]
     assert parse_named([{"alpaca": None}]) == [SourceSpec(named="alpaca")]
     for value, wrong in (
         ([], "must be a list such as"),
-        ([{"webgpt": None, "fraction": 0.5}], "one entry is one dataset, and this one has the keys webgpt, fraction"),
+        (
+            [{"webgpt": None, "fraction": 0.5}],
+            "one entry is one dataset, and this one has the keys webgpt, fraction",
+        ),
         ([{"webgpt": 3}], "webgpt=3: must be a mapping"),
         ([{"webgpt": {"fraction": 2}}], r"dataset.named\[0\].fraction=2: must lie above 0"),
         ([{"webgpt": {"max_valid": 0}}], "max_valid=0: must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=wrong):
             parse_named(value)
-    with pytest.raises(ConfigError, match=r"says what its rows are; leave out type, split and columns"):
+    with pytest.raises(
+        ConfigError, match=r"says what its rows are; leave out type, split and columns"
+    ):
         SourceSpec.parse({"named": "webgpt", "type": "chat"}, "x")
     with pytest.raises(ConfigError, match=r"path is missing; .*`named`"):
         SourceSpec.parse({"fraction": 0.5}, "x")
@@ -70,7 +84,10 @@ def test_shares_draw_another_part_every_epoch(copy: str, tmp_path: Path) -> None
 
 def test_validation_is_the_sources_own_capped_or_left_out(copy: str, tmp_path: Path) -> None:
     def valid(**options: Any) -> dict[str, int]:
-        return {name: len(part) for name, part in load(tmp_path, {"gsm8k": {"path": copy, **options}}).valid.items()}
+        return {
+            name: len(part)
+            for name, part in load(tmp_path, {"gsm8k": {"path": copy, **options}}).valid.items()
+        }
 
     assert valid() == valid(valid_split=0.5) == {"gsm8k": 6}
     assert valid(max_valid=4) == {"gsm8k": 4} and valid(max_valid=40) == {"gsm8k": 6}
@@ -78,16 +95,25 @@ def test_validation_is_the_sources_own_capped_or_left_out(copy: str, tmp_path: P
     one_file = {"gsm8k": {"path": f"{copy}/train.jsonl"}}
     assert load(tmp_path, one_file).valid == {}
     split = load(tmp_path, one_file, valid_split=0.2)
-    assert {name: len(part) for name, part in split.valid.items()} == {"gsm8k": 4} and len(epoch(split)) == 16
+    assert {name: len(part) for name, part in split.valid.items()} == {"gsm8k": 4} and len(
+        epoch(split)
+    ) == 16
     elsewhere = load(
-        tmp_path, one_file, valid_split=0.2, valid_path=split.valid["gsm8k"].dataset.table and _chat(tmp_path)
+        tmp_path,
+        one_file,
+        valid_split=0.2,
+        valid_path=split.valid["gsm8k"].dataset.table and _chat(tmp_path),
     )
     assert list(elsewhere.valid) == ["other"] and len(epoch(elsewhere)) == 20
 
 
 def _chat(tmp_path: Path) -> str:
     file = tmp_path / "other.jsonl"
-    file.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    file.write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        )
+    )
     return str(file)
 
 
@@ -102,10 +128,14 @@ def test_max_valid_holds_for_files_too(tmp_path: Path) -> None:
         seed=1,
         progress=False,
     )
-    assert len(data.valid["many"]) == 3 and data.counts[0].evaluation == 3 and data.train.num_ids == 10
+    assert (
+        len(data.valid["many"]) == 3 and data.counts[0].evaluation == 3 and data.train.num_ids == 10
+    )
 
 
-def test_a_name_given_twice_has_ids_and_validation_sets_of_its_own(copy: str, tmp_path: Path) -> None:
+def test_a_name_given_twice_has_ids_and_validation_sets_of_its_own(
+    copy: str, tmp_path: Path
+) -> None:
     entry = {"gsm8k": {"path": copy, "size": 10}}
     data = load(tmp_path, entry, entry, sources=[{"path": _chat(tmp_path)}])
     assert set(data.valid) == {"gsm8k", "gsm8k-2"}
@@ -113,7 +143,9 @@ def test_a_name_given_twice_has_ids_and_validation_sets_of_its_own(copy: str, tm
     assert {id.split("/")[0] for id in ids} == {"gsm8k", "gsm8k-2", "other"} and len(ids) == 21
 
 
-def test_the_mode_follows_from_the_rows_that_the_experiment_reads(copy: str, tmp_path: Path) -> None:
+def test_the_mode_follows_from_the_rows_that_the_experiment_reads(
+    copy: str, tmp_path: Path
+) -> None:
     entry = {"gsm8k": {"path": copy}}
     prompts = load(tmp_path, entry, type="prompt").train.next_batch()
     assert "completion" not in prompts.keys and prompts.metadata["answer"][0].startswith("####")
@@ -121,14 +153,19 @@ def test_the_mode_follows_from_the_rows_that_the_experiment_reads(copy: str, tmp
         load(tmp_path, entry, type="paired_comparison")
     with pytest.raises(ConfigError, match=r"named datasets bring rows of weft's own types"):
         load(tmp_path, entry, type="riddles")
-    with pytest.raises(ConfigError, match=r"dataset.named and dataset.train_path='a.jsonl' exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.named and dataset.train_path='a.jsonl' exclude each other"
+    ):
         load(tmp_path, entry, train_path="a.jsonl")
 
 
 def test_plain_text_is_learned_whole_beside_chats(copy: str, tmp_path: Path) -> None:
     (tmp_path / "pajama.jsonl").write_text(json.dumps({"text": "abc"}))
     data = load(
-        tmp_path, {"red_pajama": {"path": str(tmp_path / "pajama.jsonl")}}, {"gsm8k": {"path": copy}}, shuffle=False
+        tmp_path,
+        {"red_pajama": {"path": str(tmp_path / "pajama.jsonl")}},
+        {"gsm8k": {"path": copy}},
+        shuffle=False,
     )
     sample = data.train.next_batch().unpack()[0]
     assert sample.ids == ("red_pajama/0",)
@@ -138,7 +175,8 @@ def test_plain_text_is_learned_whole_beside_chats(copy: str, tmp_path: Path) -> 
         words.require_eos(),
     ]
     assert (
-        sample.data["loss_mask"].tolist() == [1.0] * len(sample.data["completion"]) and len(sample.data["prompt"]) == 1
+        sample.data["loss_mask"].tolist() == [1.0] * len(sample.data["completion"])
+        and len(sample.data["prompt"]) == 1
     )
 
 

@@ -17,7 +17,13 @@ from weft.data.rows import BadRow
 def node(name: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A message called after who speaks: p.. the prompter, a.. the assistant."""
     role = "prompter" if name.startswith("p") else "assistant"
-    usual = {"message_id": name, "text": f"text of {name}", "role": role, "lang": "en", "review_result": True}
+    usual = {
+        "message_id": name,
+        "text": f"text of {name}",
+        "role": role,
+        "lang": "en",
+        "review_result": True,
+    }
     return {**usual, "deleted": False, "synthetic": False, "replies": list(replies), **more}
 
 
@@ -43,28 +49,37 @@ BRANCHED = tree(
 def test_threads_end_with_the_assistant_and_come_once() -> None:
     # p5 follows a branch that goes on; p7 and p8 both end at a6, which is one thread
     assert named(message_trees.threads(BRANCHED, Wanted())) == [
-        ["p0", "a1", "p2", "a3"], ["p0", "a1", "p2", "a4"], ["p0", "a6"],
-    ]  # fmt: skip
+        ["p0", "a1", "p2", "a3"],
+        ["p0", "a1", "p2", "a4"],
+        ["p0", "a6"],
+    ]
     assert ["p0", "a9"] in named(message_trees.threads(BRANCHED, Wanted(synthetic=True)))
     assert ["p0", "a10"] in named(message_trees.threads(BRANCHED, Wanted(deleted=True)))
 
 
 def test_rankings_are_by_rank_and_prompts_are_all_of_them() -> None:
     found = [
-        (path[-1]["message_id"], named([replies])[0]) for path, replies in message_trees.rankings(BRANCHED, Wanted())
+        (path[-1]["message_id"], named([replies])[0])
+        for path, replies in message_trees.rankings(BRANCHED, Wanted())
     ]
     assert found == [("p0", ["a6", "a1"]), ("p2", ["a3", "a4"])]
     assert named(message_trees.prompts(BRANCHED, Wanted())) == [
-        ["p0"], ["p0", "a1", "p2"], ["p0", "a1", "p5"], ["p0", "a6", "p7"], ["p0", "a6", "p8"],
-    ]  # fmt: skip
+        ["p0"],
+        ["p0", "a1", "p2"],
+        ["p0", "a1", "p5"],
+        ["p0", "a6", "p7"],
+        ["p0", "a6", "p8"],
+    ]
 
 
 def test_top_k_takes_the_best_and_of_several_only_ranked_ones() -> None:
     assert named(message_trees.threads(BRANCHED, Wanted(top_k=1))) == [["p0", "a6"]]
-    assert named(message_trees.threads(tree(node("p0", node("a1"), node("a2", rank=0))), Wanted(top_k=1))) == [
-        ["p0", "a2"]
+    assert named(
+        message_trees.threads(tree(node("p0", node("a1"), node("a2", rank=0))), Wanted(top_k=1))
+    ) == [["p0", "a2"]]
+    assert named(message_trees.threads(tree(node("p0", node("a1"))), Wanted(top_k=1))) == [
+        ["p0", "a1"]
     ]
-    assert named(message_trees.threads(tree(node("p0", node("a1"))), Wanted(top_k=1))) == [["p0", "a1"]]
 
 
 @pytest.mark.parametrize(
@@ -85,35 +100,55 @@ def test_labels_in_both_shapes_bound_messages() -> None:
     export = node("a1", labels={"quality": {"value": 0.75, "count": 3}})
     hub = node("a2", labels={"name": ["spam", "quality"], "value": [0.0, 0.25], "count": [3, 3]})
     bare = node("a3")
-    assert [message_trees.label(each, "quality") for each in (export, hub, bare)] == [0.75, 0.25, None]
-    threads = named(message_trees.threads(tree(node("p0", export, hub, bare)), Wanted(least={"quality": 0.5})))
+    assert [message_trees.label(each, "quality") for each in (export, hub, bare)] == [
+        0.75,
+        0.25,
+        None,
+    ]
+    threads = named(
+        message_trees.threads(tree(node("p0", export, hub, bare)), Wanted(least={"quality": 0.5}))
+    )
     assert threads == [["p0", "a1"], ["p0", "a3"]]
-    assert not Wanted(most={"quality": 0.5}).message(export) and Wanted(most={"quality": 0.5}).message(hub)
+    assert not Wanted(most={"quality": 0.5}).message(export) and Wanted(
+        most={"quality": 0.5}
+    ).message(hub)
     assert message_trees.messages([export])[0] == {
-        "role": "assistant", "content": "text of a1", "lang": "en", "quality": 0.75,
-    }  # fmt: skip
+        "role": "assistant",
+        "content": "text of a1",
+        "lang": "en",
+        "quality": 0.75,
+    }
 
 
 def test_flattened_shuffled_and_built_is_the_same_tree() -> None:
     flat = list(message_trees.flatten(BRANCHED))
-    assert [each["message_id"] for each in flat][:3] == ["p0", "a1", "p2"] and flat[1]["parent_id"] == "p0"
+    assert [each["message_id"] for each in flat][:3] == ["p0", "a1", "p2"] and flat[1][
+        "parent_id"
+    ] == "p0"
     (same,) = message_trees.read_trees(flat)
-    assert named(message_trees.threads(same, Wanted())) == named(message_trees.threads(BRANCHED, Wanted()))
+    assert named(message_trees.threads(same, Wanted())) == named(
+        message_trees.threads(BRANCHED, Wanted())
+    )
     random.Random(1).shuffle(flat)
     (again,) = message_trees.read_trees(flat)
     assert sorted(named(message_trees.prompts(again, Wanted()))) == sorted(
         named(message_trees.prompts(BRANCHED, Wanted()))
     )
     threads = [
-        {"thread_id": str(i), "messages": path} for i, path in enumerate(message_trees._paths(BRANCHED, Wanted()))
+        {"thread_id": str(i), "messages": path}
+        for i, path in enumerate(message_trees._paths(BRANCHED, Wanted()))
     ]
     (of_threads,) = message_trees.read_trees(json.loads(json.dumps(threads)))
-    assert len(list(message_trees.nodes(of_threads["prompt"]))) == len(list(message_trees.nodes(BRANCHED["prompt"])))
+    assert len(list(message_trees.nodes(of_threads["prompt"]))) == len(
+        list(message_trees.nodes(BRANCHED["prompt"]))
+    )
 
 
 def test_a_pruned_tree_has_no_message_that_is_not_wanted() -> None:
     made = message_trees.pruned(BRANCHED, Wanted(top_k=1))
-    assert made is not None and [each["message_id"] for each in message_trees.nodes(made["prompt"])] == [
+    assert made is not None and [
+        each["message_id"] for each in message_trees.nodes(made["prompt"])
+    ] == [
         "p0",
         "a6",
         "p7",
@@ -130,15 +165,22 @@ def test_what_is_no_tree_is_said() -> None:
 
 
 def test_real_trees_and_real_messages_are_the_same(data_dir: Path) -> None:
-    """100 trees, 1,167 messages, 22 of them synthetic; the other file has the same trees under their first messages."""
+    """100 trees, 1,167 messages, 22 of them synthetic; the other file has the same trees under
+    their first messages.
+    """
     files = [data_dir / "oasst" / name for name in ("en_100_tree.jsonl", "en_100_message.jsonl")]
     both = [list(message_trees.read_trees(map(json.loads, file.open()))) for file in files]
     for trees in both:
         every = [each for one in trees for each in message_trees.nodes(one["prompt"])]
-        assert (len(trees), len(every), sum(bool(each["synthetic"]) for each in every)) == (100, 1167, 22)
+        assert (len(trees), len(every), sum(bool(each["synthetic"]) for each in every)) == (
+            100,
+            1167,
+            22,
+        )
     wanted = Wanted(langs=("en",))
     threads = [
-        sorted(path[-1]["message_id"] for t in trees for path in message_trees.threads(t, wanted)) for trees in both
+        sorted(path[-1]["message_id"] for t in trees for path in message_trees.threads(t, wanted))
+        for trees in both
     ]
     assert threads[0] == threads[1] and len(set(threads[0])) == len(threads[0]) == 538
     for one in both[0]:

@@ -11,8 +11,12 @@ from weft.data.mixing import pair_short
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.floats(0, 1), st.integers(0, 99))
 def test_every_sample_comes_once(costs: list[int], probability: float, seed: int) -> None:
-    """Open-Assistant's collator joined a sample that was left over to a copy of the last one (defect 13)."""
-    order, bounds = pair_short(np.asarray(costs, dtype=np.int64), 10, probability, np.random.default_rng(seed))
+    """Open-Assistant's collator joined a sample that was left over to a copy of the last one
+    (defect 13).
+    """
+    order, bounds = pair_short(
+        np.asarray(costs, dtype=np.int64), 10, probability, np.random.default_rng(seed)
+    )
     assert sorted(order.tolist()) == list(range(len(costs)))
     sizes = np.diff(bounds)
     assert bounds[-1] == len(costs) and all(size in (1, 2) for size in sizes)

@@ -1,4 +1,6 @@
-"""Tokenizers whose normalizer or decoder would make a text grow without bound are refused, and known ones are not."""
+"""Tokenizers whose normalizer or decoder would make a text grow without bound are refused, and
+known ones are not.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ BOMBS = {
 HARMLESS = {
     "llama": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
     "t5": normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), "▁")]),
-    "xlnet": normalizers.Sequence([normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents()] * 4),
+    "xlnet": normalizers.Sequence(
+        [normalizers.Replace("``", '"'), normalizers.NFKD(), normalizers.StripAccents()] * 4
+    ),
     "bert": normalizers.BertNormalizer(),
 }
 
@@ -37,13 +41,17 @@ def state(part: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_normalizer_that_makes_texts_explode_is_refused_before_it_is_loaded(tmp_path: Path, name: str) -> None:
+def test_a_normalizer_that_makes_texts_explode_is_refused_before_it_is_loaded(
+    tmp_path: Path, name: str
+) -> None:
     make_tokenizer(tmp_path)
     file = tmp_path / "tokenizer.json"
     values = json.loads(file.read_text()) | {"normalizer": state(BOMBS[name])}
     file.write_text(json.dumps(values))
     for path in (tmp_path, file):
-        with pytest.raises(UserError, match=r"its normalizer makes a text up to \S+ times longer, and at most 100"):
+        with pytest.raises(
+            UserError, match=r"its normalizer makes a text up to \S+ times longer, and at most 100"
+        ):
             tokenizer_files.read(str(path), False)
 
 
@@ -61,7 +69,12 @@ def test_known_normalizers_are_taken(name: str) -> None:
 
 
 def test_a_word_of_the_vocabulary_is_no_normalizer(tmp_path: Path) -> None:
-    text = json.dumps({"normalizer": None, "model": {"vocab": {"normalizer": 1, '"normalizer":{': 2}, "decoder": []}})
+    text = json.dumps(
+        {
+            "normalizer": None,
+            "model": {"vocab": {"normalizer": 1, '"normalizer":{': 2}, "decoder": []},
+        }
+    )
     (tmp_path / "tokenizer.json").write_text(text)
     check_growth(tmp_path / "tokenizer.json", "MODEL")
 

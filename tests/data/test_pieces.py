@@ -1,4 +1,6 @@
-"""The bytes of single tokens: byte-level vocabularies, and sentencepiece ones, whose leading blanks stay."""
+"""The bytes of single tokens: byte-level vocabularies, and sentencepiece ones, whose leading blanks
+stay.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from weft.testing.datasets import small_tokenizer
 TEXT = "Once upon a time, there\n was é€😀 漢  two"
 
 
-@pytest.mark.parametrize("name", ["llama2/tokenizer.json", "llama2/tokenizer.model", "llama2", "gpt2/tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["llama2/tokenizer.json", "llama2/tokenizer.model", "llama2", "gpt2/tokenizer.json"]
+)
 def test_all_bytes_together_are_the_text(name: str, data_dir: Path) -> None:
     tokenizer = Tokenizer.load(TokenizerSpec(path=str(data_dir / "tokenizers" / name)))
     pieces, ids = Pieces(tokenizer), tokenizer.encode(TEXT, bos=False)
@@ -27,4 +31,6 @@ def test_a_part_of_a_character_and_a_special_token() -> None:
     tokenizer = small_tokenizer()
     pieces, ids = Pieces(tokenizer), tokenizer.encode("é", bos=False)
     assert [pieces.of(id) for id in ids] == [b"\xc3", b"\xa9"]
-    assert tokenizer.eos_id is not None and pieces.of(tokenizer.eos_id).decode() == tokenizer.eos_token
+    assert (
+        tokenizer.eos_id is not None and pieces.of(tokenizer.eos_id).decode() == tokenizer.eos_token
+    )

@@ -1,4 +1,6 @@
-"""Preference rows in the shapes that people publish: what is the prompt, what is learned, and what is not used."""
+"""Preference rows in the shapes that people publish: what is the prompt, what is learned, and what
+is not used.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,37 @@ def learned(tokenizer: Tokenizer, sample: SequenceSample) -> list[str]:
 
 CONVERSATIONS: list[tuple[Mapping[str, Any], str]] = [
     ({"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
-    ({"prompt": "Hi", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
+    (
+        {"prompt": "Hi", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        START,
+    ),
     ({"messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, START),
     ({"messages": [USER, GOOD], "chosen": "Ho", "rejected": "Hm"}, START),
     ({"prompt": "Hi", "messages": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, START),
     ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, START),
     ({"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, SYSTEM + START),
-    ({"system": "Be brief.", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, SYSTEM + START),
-    ({"system": "no", "prompt": [{"role": "system", "content": "Be brief."}, USER], "chosen": "Ho", "rejected": "Hm"},
-     SYSTEM + START),
-    ({"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Ho"},
-      "rejected": {"from": "gpt", "value": "Hm"}}, START),
-]  # fmt: skip
+    (
+        {"system": "Be brief.", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        SYSTEM + START,
+    ),
+    (
+        {
+            "system": "no",
+            "prompt": [{"role": "system", "content": "Be brief."}, USER],
+            "chosen": "Ho",
+            "rejected": "Hm",
+        },
+        SYSTEM + START,
+    ),
+    (
+        {
+            "conversations": [{"from": "human", "value": "Hi"}],
+            "chosen": {"from": "gpt", "value": "Ho"},
+            "rejected": {"from": "gpt", "value": "Hm"},
+        },
+        START,
+    ),
+]
 
 
 @pytest.mark.parametrize(("row", "prompt"), CONVERSATIONS)
@@ -90,11 +111,17 @@ def test_several_turns_share_what_they_share(opened: Open, tokenizer: Tokenizer)
     row = {"prompt": "Hi", "chosen": [USER, GOOD, more, GOOD], "rejected": [USER, GOOD, more, BAD]}
     again = START.replace("Hi", "More")
     assert learned(tokenizer, opened("preference", row)[0]) == ["Ho<|im_end|>", "Hm<|im_end|>"]
-    assert whole(tokenizer, opened("preference", row)[0])[0] == f"{START}Ho<|im_end|>\n{again}Ho<|im_end|>"
+    assert (
+        whole(tokenizer, opened("preference", row)[0])[0]
+        == f"{START}Ho<|im_end|>\n{again}Ho<|im_end|>"
+    )
 
 
 def test_one_conversation_and_one_reply_do_not_go_together(opened: Open) -> None:
-    with pytest.raises(DataError, match=r"rows.jsonl:1: one of the two answers is a whole conversation and the other"):
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl:1: one of the two answers is a whole conversation and the other",
+    ):
         opened("preference", {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [BAD]})
 
 
@@ -119,7 +146,8 @@ def test_every_form_renders_a_prompt_as_sft_does(
         return [[*prompt, *completion.tolist()] for completion in sample.sequences("completion")]
 
     taught = [
-        ids(opened("prompt_answer", {**asked, "answer": answer}, as_chat=as_chat)[0])[0] for answer in ("yes", "no")
+        ids(opened("prompt_answer", {**asked, "answer": answer}, as_chat=as_chat)[0])[0]
+        for answer in ("yes", "no")
     ]
     for form, answers in (
         ("preference", {"chosen": "yes", "rejected": "no"}),
@@ -134,7 +162,13 @@ def test_every_form_renders_a_prompt_as_sft_does(
 
 
 def test_an_alpaca_row_as_text(opened: Open, tokenizer: Tokenizer) -> None:
-    row = {"system": "Be brief.", "instruction": "Add", "input": "2 2", "chosen": "4", "rejected": "5"}
+    row = {
+        "system": "Be brief.",
+        "instruction": "Add",
+        "input": "2 2",
+        "chosen": "4",
+        "rejected": "5",
+    }
     plain = opened("preference", row)[0]
     assert whole(tokenizer, plain) == ["Be brief.\nAdd\n2 2\n4</s>", "Be brief.\nAdd\n2 2\n5</s>"]
     chat = opened("preference", {**row, "history": [["One?", "1"]]}, as_chat=True)[0]
@@ -148,12 +182,20 @@ def test_dialogues_as_chat(opened: Open, tokenizer: Tokenizer) -> None:
     row = {"chosen": f"{shared}\n\nAssistant: Ho", "rejected": f"{shared}\n\nAssistant: Hm"}
     again = START.replace("Hi", "More")
     sample = opened("preference", row, as_chat=True)[0]
-    assert whole(tokenizer, sample) == [f"{START}Ho<|im_end|>\n{again}{said}<|im_end|>" for said in ("Ho", "Hm")]
+    assert whole(tokenizer, sample) == [
+        f"{START}Ho<|im_end|>\n{again}{said}<|im_end|>" for said in ("Ho", "Hm")
+    ]
     assert learned(tokenizer, sample) == ["Ho<|im_end|>", "Hm<|im_end|>"]
     prompt = opened("prompt", row, as_chat=True)[0]
     assert tokenizer.decode(prompt.data["prompt"].tolist()) == f"{START}Ho<|im_end|>\n{again}"
-    given = {"prompt": f"{shared}\n\nAssistant:", "chosen": row["chosen"], "rejected": row["rejected"]}
-    assert whole(tokenizer, opened("preference", given)[0]) == whole(tokenizer, opened("preference", row)[0])
+    given = {
+        "prompt": f"{shared}\n\nAssistant:",
+        "chosen": row["chosen"],
+        "rejected": row["rejected"],
+    }
+    assert whole(tokenizer, opened("preference", given)[0]) == whole(
+        tokenizer, opened("preference", row)[0]
+    )
 
 
 def test_labels_are_true_or_one(opened: Open) -> None:
@@ -180,7 +222,10 @@ def test_columns_that_are_not_used_are_said_once(tmp_path: Path, tokenizer: Toke
     for _ in range(2):  # the second time from the cache
         spec = DatasetSpec(path=str(path), train_bs_n_seqs=2, cache_dir=str(tmp_path / "cache"))
         data = load_data(spec, "preference", tokenizer, seed=1, progress=False)
-        assert data.notes == ("ultra: columns that rows of type preference do not use: messages, prompt, score_chosen",)
+        assert data.notes == (
+            "ultra: columns that rows of type preference do not use: messages, prompt, "
+            "score_chosen",
+        )
     lines = [{"prompt": "a", "answer": "b", "id": 1}]
     path.write_text("\n".join(map(json.dumps, lines)))
     spec = DatasetSpec(path=str(path), train_bs_n_seqs=1, cache_dir=str(tmp_path / "cache"))
@@ -196,7 +241,9 @@ def test_an_empty_last_turn_of_a_dialogue_is_a_reply(opened: Open, tokenizer: To
     assert learned(tokenizer, sample) == ["Ho<|im_end|>", "<|im_end|>"]
     again = START.replace("Hi", "More")
     assert whole(tokenizer, sample)[1] == f"{START}Ho<|im_end|>\n{again}<|im_end|>"
-    with pytest.raises(DataError, match=r"message 1 of continuation 2: the assistant's content is empty"):
+    with pytest.raises(
+        DataError, match=r"message 1 of continuation 2: the assistant's content is empty"
+    ):
         opened("preference", {"chosen": [USER, GOOD], "rejected": [USER, {**GOOD, "content": ""}]})
 
 
@@ -209,7 +256,9 @@ def test_real_dialogues_as_chat(data_dir: Path, tmp_path: Path, tokenizer: Token
     found = datasets.get("preference")(util=util, path=str(path), as_chat=True)
     assert len(found) == 400
     for index, line in enumerate(lines):
-        for name, said in zip(("chosen", "rejected"), learned(tokenizer, found[index]), strict=True):
+        for name, said in zip(
+            ("chosen", "rejected"), learned(tokenizer, found[index]), strict=True
+        ):
             reply = json.loads(line)[name].rpartition("\n\nAssistant:")[2].strip()
             assert said.endswith(f"{reply}<|im_end|>")
 
@@ -252,12 +301,17 @@ def test_labels_by_either_name_and_nulls_beside_them(
 
 
 def test_a_label_beside_a_pair_is_not_read(opened: Open) -> None:
-    found = opened("preference", {"prompt": "a", "chosen": " b", "rejected": " c", "label": None, "kto_tag": None})
+    found = opened(
+        "preference",
+        {"prompt": "a", "chosen": " b", "rejected": " c", "label": None, "kto_tag": None},
+    )
     assert found[0].data["label"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("prompt", [[USER], "Hi"])
-def test_prompts_and_completions_of_messages_are_chats(opened: Open, tokenizer: Tokenizer, prompt: Any) -> None:
+def test_prompts_and_completions_of_messages_are_chats(
+    opened: Open, tokenizer: Tokenizer, prompt: Any
+) -> None:
     more = {"role": "user", "content": "More"}
     row = {"prompt": prompt, "completion": [GOOD, more, BAD], "system": "Be brief."}
     found = opened("chat", row)
@@ -280,9 +334,17 @@ RESULT = {"role": "tool", "content": "4"}
     ("form", "row", "unused"),
     [
         ("chat", {"messages": [USER, GOOD, USER]}, ["messages[] after the last reply"]),
-        ("preference", {"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]}, ["messages[] after the last reply"]),
+        (
+            "preference",
+            {"chosen": [USER, GOOD, USER], "rejected": [USER, BAD]},
+            ["messages[] after the last reply"],
+        ),
         ("chat", {"messages": [USER, GOOD], "tools": TOOLS}, ["tools"]),
-        ("preference", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS}, ["tools"]),
+        (
+            "preference",
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS},
+            ["tools"],
+        ),
         ("prompt", {"prompt": [USER], "tools": TOOLS}, ["tools"]),
         ("prompt", {"messages": [USER, GOOD]}, ["messages[] of the last reply"]),
         ("prompt", {"prompt": [USER], "tools": None, "answer": "4"}, []),
@@ -307,5 +369,8 @@ def test_calls_that_a_template_leaves_out_of_a_context_are_refused(
     opened: Open, form: str, row: Mapping[str, Any]
 ) -> None:
     good = {"messages": [USER, GOOD]} if form == "chat" else {"prompt": [USER]}
-    with pytest.raises(DataError, match=r"rows.jsonl:2: message 2: the chat template of .* not render .* tool_calls"):
+    with pytest.raises(
+        DataError,
+        match=r"rows.jsonl:2: message 2: the chat template of .* not render .* tool_calls",
+    ):
         opened(form, {**row, **good}, row)

@@ -1,4 +1,6 @@
-"""Samples that differ from epoch to epoch: the same for every run and layout, another draw every epoch."""
+"""Samples that differ from epoch to epoch: the same for every run and layout, another draw every
+epoch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ ROWS = [
         "id": f"r{number}",
         "messages": [
             {"role": "user", "content": f"question {number} " + "and so on " * (number % 7)},
-            {"role": "assistant", "content": "yes " * (number + 1), "lang": "en", "quality": number / 20, "humor": 0.5},
+            {
+                "role": "assistant",
+                "content": "yes " * (number + 1),
+                "lang": "en",
+                "quality": number / 20,
+                "humor": 0.5,
+            },
         ],
     }
     for number in range(20)
@@ -73,14 +81,20 @@ def test_tags_are_drawn_anew_every_epoch(tmp_path: Path, tokenizer: Tokenizer) -
     spec = spec_of(tmp_path, system_tags=True)
     one, two, three = epochs(spec, tokenizer, 3)
     assert one.keys() == two.keys() and one != two and two != three
-    assert [one, two] == epochs(replace(spec, train_bs_n_seqs=3), tokenizer, 2), "batches say nothing about draws"
+    assert [one, two] == epochs(replace(spec, train_bs_n_seqs=3), tokenizer, 2), (
+        "batches say nothing about draws"
+    )
     assert [one, two] != epochs(spec, tokenizer, 2, seed=2)
-    assert any("quality: " in said for said in one.values()) and any("quality: " not in said for said in one.values())
+    assert any("quality: " in said for said in one.values()) and any(
+        "quality: " not in said for said in one.values()
+    )
 
 
 def test_a_run_goes_on_with_the_same_draws(tmp_path: Path, tokenizer: Tokenizer) -> None:
     spec = spec_of(tmp_path, system_tags=True, random_window=0.9, max_seqlen=24)
-    whole, other = (load_data(spec, "chat", tokenizer, seed=1, progress=False).train for _ in range(2))
+    whole, other = (
+        load_data(spec, "chat", tokenizer, seed=1, progress=False).train for _ in range(2)
+    )
     for _ in range(4):
         whole.next_batch()
     other.load_state_dict(whole.state_dict())
@@ -100,11 +114,22 @@ def test_threads_of_a_tree_are_drawn_each_by_itself(tmp_path: Path, tokenizer: T
             "replies": list(replies),
         }
 
-    tree = {"message_tree_id": "t", "prompt": node("a", "prompter", *(node(f"b{n}", "assistant") for n in range(9)))}
+    tree = {
+        "message_tree_id": "t",
+        "prompt": node("a", "prompter", *(node(f"b{n}", "assistant") for n in range(9))),
+    }
     one, two = epochs(spec_of(tmp_path, [tree], system_tags=True), tokenizer, 2)
-    assert {said.partition("assistant\n")[2] for said in one.values()} == {f"text b{n}<|im_end|>" for n in range(9)}
-    tags = {said.partition("system\n")[2].partition("<|im_end|>")[0] for said in [*one.values(), *two.values()]}
-    assert tags == {"", "lang: en", "quality: 0.5", "lang: en\nquality: 0.5", "quality: 0.5\nlang: en"} and one != two
+    assert {said.partition("assistant\n")[2] for said in one.values()} == {
+        f"text b{n}<|im_end|>" for n in range(9)
+    }
+    tags = {
+        said.partition("system\n")[2].partition("<|im_end|>")[0]
+        for said in [*one.values(), *two.values()]
+    }
+    assert (
+        tags == {"", "lang: en", "quality: 0.5", "lang: en\nquality: 0.5", "quality: 0.5\nlang: en"}
+        and one != two
+    )
 
 
 def test_windows(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -141,7 +166,8 @@ def test_a_bad_reply_ranks_last_and_is_drawn(tmp_path: Path, tokenizer: Tokenize
     for _ in range(20):
         sample = loader.next_batch()
         replies = [
-            tokenizer.decode(part.tolist(), skip_special=True).strip() for part in sample.sequences("completion")
+            tokenizer.decode(part.tolist(), skip_special=True).strip()
+            for part in sample.sequences("completion")
         ]
         assert replies[:2] == ["best", "good"] and sample.data["rank"].tolist() == [0, 1, 2]
         last.add(replies[2])
@@ -158,14 +184,24 @@ def test_rankings_without_a_prompt(tmp_path: Path, tokenizer: Tokenizer) -> None
         "A man flies.</s>",
     ]
     with pytest.raises(DataError, match="lacks the key 'prompt'"):
-        load_data(spec_of(tmp_path, [{"replies": ["a", "b"]}]), "ranking", tokenizer, seed=1, progress=False)
+        load_data(
+            spec_of(tmp_path, [{"replies": ["a", "b"]}]),
+            "ranking",
+            tokenizer,
+            seed=1,
+            progress=False,
+        )
 
 
 def test_plain_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    loader = load_data(spec_of(tmp_path, [{"text": "one two three"}]), "text", tokenizer, seed=1, progress=False).train
+    loader = load_data(
+        spec_of(tmp_path, [{"text": "one two three"}]), "text", tokenizer, seed=1, progress=False
+    ).train
     sample = loader.next_batch()
     assert text(sample, tokenizer) == "one two three</s>"
-    assert sample.lengths["prompt"].tolist() == [1] and sample.data["loss_mask"].tolist() == [1.0] * 3
+    assert (
+        sample.lengths["prompt"].tolist() == [1] and sample.data["loss_mask"].tolist() == [1.0] * 3
+    )
 
 
 def test_without_label_masking(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -221,17 +257,36 @@ register_dataset("own", Own)
 
 def test_options_that_do_not_fit(tmp_path: Path, with_template: Make, tokenizer: Tokenizer) -> None:
     def refused(
-        match: str, type: str = "chat", tokenizer: Tokenizer = tokenizer, rows: Any = ROWS, **options: Any
+        match: str,
+        type: str = "chat",
+        tokenizer: Tokenizer = tokenizer,
+        rows: Any = ROWS,
+        **options: Any,
     ) -> None:
         with pytest.raises((ConfigError, DataError), match=match):
             load_data(spec_of(tmp_path, rows, **options), type, tokenizer, seed=1, progress=False)
 
-    refused("does not write a system message before a reply", tokenizer=with_template(templates.INST), system_tags=True)
-    refused("does not write a system message;", tokenizer=with_template(templates.CALLS), system_prefix="Hi")
-    refused("as_chat=true", "prompt_answer", rows=[{"prompt": "a", "answer": "b"}], system_prefix="Hi")
+    refused(
+        "does not write a system message before a reply",
+        tokenizer=with_template(templates.INST),
+        system_tags=True,
+    )
+    refused(
+        "does not write a system message;",
+        tokenizer=with_template(templates.CALLS),
+        system_prefix="Hi",
+    )
+    refused(
+        "as_chat=true", "prompt_answer", rows=[{"prompt": "a", "answer": "b"}], system_prefix="Hi"
+    )
     refused("for rows of one answer", "preference", label_masking=False)
     refused("not known; set it", random_window=0.5)
-    refused("leave sample_mixing out", sample_mixing=0.5, train_bs_n_seqs=None, train_tokens_per_batch=512)
+    refused(
+        "leave sample_mixing out",
+        sample_mixing=0.5,
+        train_bs_n_seqs=None,
+        train_tokens_per_batch=512,
+    )
     refused("which is false", system_tag_length=True)
     refused(
         "no system message by itself",

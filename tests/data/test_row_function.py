@@ -36,7 +36,9 @@ def write(folder: Path, name: str, more: str = "") -> Path:
 
 
 def utility(folder: Path, workers: int | None = None) -> DatasetUtility:
-    return DatasetUtility(small_tokenizer(), cache_dir=str(folder), num_workers=workers, progress=silent)
+    return DatasetUtility(
+        small_tokenizer(), cache_dir=str(folder), num_workers=workers, progress=silent
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -61,7 +63,11 @@ def test_it_passes_the_checks_of_a_dataset_and_loads_by_options(tmp_path: Path) 
     path = write(tmp_path, "riddles_checked")
     check_dataset("riddles_checked", path=str(path))
     spec = DatasetSpec(
-        type="riddles_checked", train_path=str(path), train_bs_n_seqs=2, args={"ask": "?"}, cache_dir=str(tmp_path)
+        type="riddles_checked",
+        train_path=str(path),
+        train_bs_n_seqs=2,
+        args={"ask": "?"},
+        cache_dir=str(tmp_path),
     )
     loaded = load_data(spec, "prompt_answer", small_tokenizer(), seed=1, progress=False)
     assert loaded.counts[0].train == 6
@@ -80,7 +86,9 @@ def test_another_function_is_tokenized_anew(tmp_path: Path) -> None:
 def test_a_row_that_lacks_what_it_reads_is_reported_by_its_line(tmp_path: Path) -> None:
     path = write(tmp_path, "riddles_bad")
     path.write_text('{"riddle": "a", "solution": "b"}\n{"riddle": "a"}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl:2: lacks the key 'solution', which make reads"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:2: lacks the key 'solution', which make reads"
+    ):
         datasets.get("riddles_bad")(util=utility(tmp_path), path=str(path))
 
 

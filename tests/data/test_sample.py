@@ -22,7 +22,9 @@ lengths = st.integers(0, 6)
 
 @st.composite
 def samples(draw: st.DrawFn, min_ids: int = 1, max_ids: int = 7) -> SequenceSample:
-    """Groups of 1 to 4 completions with a prompt, a mask, a float key with a trailing dim, per-sequence values, metadata."""
+    """Groups of 1 to 4 completions with a prompt, a mask, a float key with a trailing dim,
+    per-sequence values, metadata.
+    """
     count = draw(st.integers(min_ids, max_ids))
     prompts = [[draw(lengths)] for _ in range(count)]
     completions = [draw(st.lists(lengths, min_size=1, max_size=4)) for _ in range(count)]
@@ -102,7 +104,9 @@ def test_regroup_undoes_ungroup(sample: SequenceSample, budget: int, random: Any
 def test_keys_made_on_parts_come_back_by_completion(sample: SequenceSample, budget: int) -> None:
     parts = sample.ungroup(budget)
     lengths = [group.tolist() for group in parts.seqlens["completion"]]
-    made = SequenceSample.from_groups(parts.ids, {"logprobs": lengths}, {"logprobs": parts.data["completion"] * 0.5})
+    made = SequenceSample.from_groups(
+        parts.ids, {"logprobs": lengths}, {"logprobs": parts.data["completion"] * 0.5}
+    )
     whole = parts.update(made).regroup()
     assert torch.equal(whole.data["logprobs"], sample.data["completion"] * 0.5)
     np.testing.assert_array_equal(whole.offsets["logprobs"], sample.offsets["completion"])
@@ -115,7 +119,11 @@ def test_a_part_holds_the_prompt_and_says_where_it_is_from() -> None:
         {"prompt": [1, 2, 3], "completion": [1, 1, 1, 2, 2, 2, 3, 3, 3, 9]},
     )
     parts = sample.ungroup(10)
-    assert parts.ids == ("a[0:2]", "a[2:3]", "b[0:1]") or parts.ids == ("a[0:1]", "a[1:3]", "b[0:1]")
+    assert parts.ids == ("a[0:2]", "a[2:3]", "b[0:1]") or parts.ids == (
+        "a[0:1]",
+        "a[1:3]",
+        "b[0:1]",
+    )
     assert [t.tolist() for t in parts.sequences("prompt")] == [[1, 2], [1, 2], [3]]
     assert parts.metadata["part"][0]["id"] == "a" and parts.metadata["part"][2]["count"] == 1
     with pytest.raises(DataError, match="3 completions, but its parts are"):
@@ -170,7 +178,9 @@ def test_select_takes_ids_in_the_order_asked(sample: SequenceSample) -> None:
 
 def test_a_tensor_of_another_length_is_an_error_that_names_the_key() -> None:
     with pytest.raises(DataError, match=r"'loss_mask'.*\(4,\).*sum to 5"):
-        SequenceSample.from_default(["a", "b"], [2, 3], {"completion": torch.arange(5), "loss_mask": torch.ones(4)})
+        SequenceSample.from_default(
+            ["a", "b"], [2, 3], {"completion": torch.arange(5), "loss_mask": torch.ones(4)}
+        )
     with pytest.raises(DataError, match=r"'x'.*2 lengths.*3 ids"):
         SequenceSample.from_default(["a", "b", "c"], {"x": [1, 2]}, {"x": torch.ones(3)})
     with pytest.raises(DataError, match="more than once"):
@@ -192,7 +202,9 @@ def test_unknown_keys_and_ids_are_named() -> None:
     with pytest.raises(DataError, match="same ids"):
         sample.update(SequenceSample.from_default(["b"], [1], {"x": [1]}))
     with pytest.raises(DataError, match="same name"):
-        sample.update(SequenceSample.from_default(["a"], [1], {"x": [1]})).remap_keys({"x": "completion"})
+        sample.update(SequenceSample.from_default(["a"], [1], {"x": [1]})).remap_keys(
+            {"x": "completion"}
+        )
     other = SequenceSample.from_default(["b"], [2], {"answer": torch.arange(2)})
     with pytest.raises(DataError, match=r"differ in the keys \['answer', 'completion'\]"):
         SequenceSample.gather([sample, other])
@@ -211,7 +223,9 @@ def test_it_cannot_be_changed() -> None:
 
 
 def test_views_and_descriptions() -> None:
-    sample = SequenceSample.from_groups(["a", "b"], {"completion": [[2, 1], [3]]}, {"completion": torch.arange(6)})
+    sample = SequenceSample.from_groups(
+        ["a", "b"], {"completion": [[2, 1], [3]]}, {"completion": torch.arange(6)}
+    )
     assert [s.tolist() for s in sample.sequences("completion")] == [[0, 1], [2], [3, 4, 5]]
     assert sample.sequences("completion")[2].data_ptr() == sample.data["completion"][3:].data_ptr()
     assert sample.group_of("completion").tolist() == [0, 0, 1]
@@ -223,7 +237,10 @@ def test_views_and_descriptions() -> None:
 def test_gather_fills_metadata_that_a_source_lacks() -> None:
     one = SequenceSample.from_default(["a"], [1], {"x": [1]}, {"answer": ["4"]})
     two = SequenceSample.from_default(["b"], [1], {"x": [2]}, {"source": ["s"]})
-    assert dict(SequenceSample.gather([one, two]).metadata) == {"answer": ("4", None), "source": (None, "s")}
+    assert dict(SequenceSample.gather([one, two]).metadata) == {
+        "answer": ("4", None),
+        "source": (None, "s"),
+    }
 
 
 def best_largest(costs: list[int], parts: int) -> int:
@@ -232,7 +249,11 @@ def best_largest(costs: list[int], parts: int) -> int:
     table = {(0, 0): 0}
     for p in range(1, parts + 1):
         for stop in range(p, count + 1):
-            options = [max(table[p - 1, s], sum(costs[s:stop])) for s in range(p - 1, stop) if (p - 1, s) in table]
+            options = [
+                max(table[p - 1, s], sum(costs[s:stop]))
+                for s in range(p - 1, stop)
+                if (p - 1, s) in table
+            ]
             table[p, stop] = min(options)
     return table[parts, count]
 
@@ -250,7 +271,9 @@ def test_the_split_is_the_best_there_is(costs: list[int], data: st.DataObject) -
 def test_too_many_parts_is_an_error() -> None:
     with pytest.raises(ConfigError, match="2 ids do not split into 3"):
         packing.cut_evenly([1, 1], 3)
-    with pytest.raises(ConfigError, match=r"train_tokens_per_batch=5.*longest sequence.*9 tokens.*9 or more"):
+    with pytest.raises(
+        ConfigError, match=r"train_tokens_per_batch=5.*longest sequence.*9 tokens.*9 or more"
+    ):
         packing.cut_by_budget([9], 5, "dataset.train_tokens_per_batch")
 
 

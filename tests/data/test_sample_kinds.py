@@ -1,4 +1,6 @@
-"""A sample of numpy arrays and one of torch tensors: every operation gives the same, in the kind it was given."""
+"""A sample of numpy arrays and one of torch tensors: every operation gives the same, in the kind it
+was given.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +70,16 @@ def test_an_operation_keeps_the_kind_and_gives_the_same(name: str, kind: str) ->
             assert isinstance(values, KINDS[kind]), key
             assert values.tolist() == other.data[key].tolist()
             assert one.lengths[key].tolist() == other.lengths[key].tolist()
-            assert [each.tolist() for each in one.sequences(key)] == [each.tolist() for each in other.sequences(key)]
+            assert [each.tolist() for each in one.sequences(key)] == [
+                each.tolist() for each in other.sequences(key)
+            ]
 
 
 def test_a_batch_of_both_kinds_is_joined_in_the_kind_of_the_first() -> None:
     for first, second in (("numpy", "torch"), ("torch", "numpy")):
-        joined = SequenceSample.gather([sample(first).select(ids=["a"]), sample(second).select(ids=["b", "c"])])
+        joined = SequenceSample.gather(
+            [sample(first).select(ids=["a"]), sample(second).select(ids=["b", "c"])]
+        )
         assert all(isinstance(values, KINDS[first]) for values in joined.data.values())
         assert joined.data["completion"].tolist() == list(range(14))
 

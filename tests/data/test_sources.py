@@ -93,7 +93,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         find_files("someone/surely-not-there")
 
 
-def test_a_hub_name_is_fetched_and_a_folder_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_is_fetched_and_a_folder_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "main").mkdir()
     (tmp_path / "main" / "train-00000-of-00001.jsonl").write_text('{"x": 1}\n')
     asked = {}
@@ -129,7 +131,9 @@ def test_the_hash_is_of_the_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "sub/b.parquet", "b.json.gz"])
-def test_a_pipe_or_a_device_among_the_files_is_refused_before_it_is_opened(tmp_path: Path, name: str) -> None:
+def test_a_pipe_or_a_device_among_the_files_is_refused_before_it_is_opened(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)

@@ -55,7 +55,9 @@ def test_what_ends_in_time_is_left_alone() -> None:
             pass
 
 
-def test_many_short_ones_are_watched_by_one_thread_which_then_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_short_ones_are_watched_by_one_thread_which_then_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(template_check, "IDLE", 0.1)
     for _ in range(100):
         with within(5.0):

@@ -1,4 +1,6 @@
-"""Rows that are tokenized while training goes on: the samples, order, cache and reports of rows that are tokenized first."""
+"""Rows that are tokenized while training goes on: the samples, order, cache and reports of rows
+that are tokenized first.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def tokenizer(with_template: Make) -> Tokenizer:
 
 
 def says(draw: random.Random, most: int = 12) -> str:
-    return " ".join(draw.choice(["one", "two", "naïve", "日本", "x" * 9]) for _ in range(draw.randint(1, most)))
+    return " ".join(
+        draw.choice(["one", "two", "naïve", "日本", "x" * 9]) for _ in range(draw.randint(1, most))
+    )
 
 
 def chat_row(draw: random.Random, number: int) -> dict[str, Any]:
@@ -62,23 +66,33 @@ def chat_row(draw: random.Random, number: int) -> dict[str, Any]:
     talk = [{"role": role, "content": says(draw)} for turn in turns for role in turn]
     row: dict[str, Any] = {"messages": [*system, *talk]}
     if number == 41:
-        row |= {"messages": [*talk[:1], {"role": "assistant", "content": "four", "weight": 1}], "late": "column"}
+        row |= {
+            "messages": [*talk[:1], {"role": "assistant", "content": "four", "weight": 1}],
+            "late": "column",
+        }
     return row
 
 
 def prompt_row(draw: random.Random, number: int) -> dict[str, Any]:
     late = {"solution": "7", "note": None} if number in (51, 52) else {}
     first = {"level": number % 3} if number > 2 else {}
-    said = {51: "one " * 40, 52: "one"}.get(number, says(draw))  # the first row with the late columns may be left out
+    # the first row with the late columns may be left out
+    said = {51: "one " * 40, 52: "one"}.get(number, says(draw))
     return {"prompt": said, **first, **late}
 
 
 ROWS: Mapping[str, tuple[Any, Callable[[random.Random, int], dict[str, Any]]]] = {
     "chat": (Chat(), chat_row),
     "prompt_answer": (PromptAnswer(), lambda draw, _: {"prompt": says(draw), "answer": says(draw)}),
-    "prompt_answer_as_chat": (PromptAnswer(as_chat=True), lambda draw, _: {"prompt": says(draw), "answer": says(draw)}),
+    "prompt_answer_as_chat": (
+        PromptAnswer(as_chat=True),
+        lambda draw, _: {"prompt": says(draw), "answer": says(draw)},
+    ),
     "prompt": (Prompt(), prompt_row),
-    "prompt_of_chats": (Prompt(prompt_key="messages"), lambda draw, n: chat_row(draw, n) | {"level": n}),
+    "prompt_of_chats": (
+        Prompt(prompt_key="messages"),
+        lambda draw, n: chat_row(draw, n) | {"level": n},
+    ),
     "text": (Text(), lambda draw, _: {"text": says(draw) + " end"}),
 }
 IDS: Mapping[str, Callable[[int], dict[str, Any]]] = {
@@ -102,7 +116,12 @@ def write(file: Path, form: str, ids: str = "none") -> None:
 
 
 def source(tmp_path: Path, cache: str) -> Source:
-    return Source(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / cache), num_workers=1, progress=silent)
+    return Source(
+        str(tmp_path / "rows.jsonl"),
+        cache_dir=str(tmp_path / cache),
+        num_workers=1,
+        progress=silent,
+    )
 
 
 def begun(form: Any, lengths: Lengths, tokenizer: Tokenizer, tmp_path: Path) -> TableAhead:
@@ -129,7 +148,10 @@ def test_samples_and_cache_are_those_of_rows_tokenized_first(
     lengths = Lengths(max_seqlen=30, max_prompt_len=20, overlong=overlong)
     all_first = tokenize(ROWS[form][0], lengths, tokenizer, source(tmp_path, "first"))
     table = begun(ROWS[form][0], lengths, tokenizer, tmp_path)
-    assert (len(table), table.ids) == (len(all_first), all_first.ids) and table.rows.tolist() == all_first.rows.tolist()
+    assert (len(table), table.ids) == (
+        len(all_first),
+        all_first.ids,
+    ) and table.rows.tolist() == all_first.rows.tolist()
     assert all_first.report.too_long and (all_first.report.dropped > 0) == (overlong == "drop")
     order = np.random.default_rng(0).permutation(len(table))
     for at in range(0, len(order) // 2, 5):
@@ -139,16 +161,23 @@ def test_samples_and_cache_are_those_of_rows_tokenized_first(
     assert equal(table.at(order.tolist()), all_first.at(order.tolist()))
     table.close()
     assert cached(tmp_path, "ahead") == cached(tmp_path, "first")
-    assert isinstance(tokenize_ahead(ROWS[form][0], lengths, tokenizer, source(tmp_path, "ahead")), TokenTable)
+    assert isinstance(
+        tokenize_ahead(ROWS[form][0], lengths, tokenizer, source(tmp_path, "ahead")), TokenTable
+    )
 
 
-def test_what_a_template_cuts_is_told_of_the_first_row_that_has_it(with_template: Make, tmp_path: Path) -> None:
+def test_what_a_template_cuts_is_told_of_the_first_row_that_has_it(
+    with_template: Make, tmp_path: Path
+) -> None:
     tokenizer = with_template(templates.CUTS_THOUGHTS)
     rows = []
     for number in range(COUNT):
         thought = f"<think>thought {number}</think> " if number % 5 == 4 else ""
         apart = {"reasoning_content": f"apart {number}"} if number % 7 == 6 else {}
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"{thought}b", **apart}]
+        talk = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": f"{thought}b", **apart},
+        ]
         rows.append({"messages": talk})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     all_first = tokenize(Chat(), Lengths(), tokenizer, source(tmp_path, "first"))
@@ -157,12 +186,20 @@ def test_what_a_template_cuts_is_told_of_the_first_row_that_has_it(with_template
         table.at([index])
     table.whole()
     table.close()
-    assert cached(tmp_path, "ahead") == cached(tmp_path, "first") and table.report() == all_first.report
-    assert [(cut.turns, cut.example) for cut in all_first.report.cut] == [(12, "thought 4"), (8, "apart 6")]
+    assert (
+        cached(tmp_path, "ahead") == cached(tmp_path, "first")
+        and table.report() == all_first.report
+    )
+    assert [(cut.turns, cut.example) for cut in all_first.report.cut] == [
+        (12, "thought 4"),
+        (8, "apart 6"),
+    ]
 
 
 @pytest.mark.parametrize("form", ROWS)
-def test_the_text_of_a_row_bounds_its_tokens(form: str, with_template: Make, tmp_path: Path) -> None:
+def test_the_text_of_a_row_bounds_its_tokens(
+    form: str, with_template: Make, tmp_path: Path
+) -> None:
     made, row_of = ROWS[form]
     for template in (templates.CHATML, templates.PLAIN):
         tokenizer = with_template(template, add_bos=True, chat_bos=True)
@@ -178,8 +215,12 @@ def test_the_text_of_a_row_bounds_its_tokens(form: str, with_template: Make, tmp
 @pytest.fixture(scope="session")
 def bounded(data_dir: Path) -> list[Tokenizer]:
     files = ("gpt2/tokenizer.json", "gpt_neox_pythia/20B_tokenizer.json", "llama2/tokenizer.json")
-    loaded = [Tokenizer.load(TokenizerSpec(path=str(data_dir / "tokenizers" / file))) for file in files]
-    in_digits = TokenizerSpec(path=str(data_dir / "tokenizers/gpt2/tokenizer.json"), per_digit_tokens=True)
+    loaded = [
+        Tokenizer.load(TokenizerSpec(path=str(data_dir / "tokenizers" / file))) for file in files
+    ]
+    in_digits = TokenizerSpec(
+        path=str(data_dir / "tokenizers/gpt2/tokenizer.json"), per_digit_tokens=True
+    )
     return [*loaded, Tokenizer.load(in_digits)]
 
 
@@ -187,12 +228,16 @@ def bounded(data_dir: Path) -> list[Tokenizer]:
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 @example("<s></s><s>a<s> b<|endoftext|><|im_start|>")
 @example("\ufb2c\u0958\U0001d15e\u2adc 1234 \u1e9b\u0323 \U0001f468\u200d\U0001f469")
-def test_no_text_has_more_tokens_than_its_bytes_let_expect(bounded: list[Tokenizer], text: str) -> None:
+def test_no_text_has_more_tokens_than_its_bytes_let_expect(
+    bounded: list[Tokenizer], text: str
+) -> None:
     found = [(len(each.encode(text, bos=False)), each.most_tokens_in(text)) for each in bounded]
     assert all(most is not None and count <= most for count, most in found), found
 
 
-def test_tokenizers_that_may_write_many_characters_for_one_have_no_bound(with_template: Make) -> None:
+def test_tokenizers_that_may_write_many_characters_for_one_have_no_bound(
+    with_template: Make,
+) -> None:
     from tokenizers import Tokenizer as Core
     from tokenizers import models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -202,7 +247,10 @@ def test_tokenizers_that_may_write_many_characters_for_one_have_no_bound(with_te
         core.normalizer, core.pre_tokenizer = normalizer, pre
         return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=core)).most_tokens_in("ab")
 
-    bpe, in_bytes = models.BPE(vocab={"a": 0}, merges=[]), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe, in_bytes = (
+        models.BPE(vocab={"a": 0}, merges=[]),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     assert of(bpe, None, in_bytes) == 2
     assert of(bpe, normalizers.NFKC(), in_bytes) is None
     assert of(bpe, normalizers.Replace("a", "bbb"), in_bytes) is None
@@ -244,7 +292,9 @@ def until(done: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-def test_processes_make_all_samples(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_make_all_samples(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenized_ahead, "start_process", Worker)
     write(tmp_path / "rows.jsonl", "prompt", "some")
     lengths = Lengths(max_seqlen=30, overlong="drop")
@@ -257,7 +307,9 @@ def test_processes_make_all_samples(tokenizer: Tokenizer, tmp_path: Path, monkey
         assert equal(table.at(some), all_first.at(some))
     until(table.report)
     table.close()
-    assert table.report() == all_first.report and cached(tmp_path, "ahead") == cached(tmp_path, "first")
+    assert table.report() == all_first.report and cached(tmp_path, "ahead") == cached(
+        tmp_path, "first"
+    )
     assert not [each for each in threading.enumerate() if each.name.startswith("weft-tokeniz")]
 
 
@@ -266,7 +318,9 @@ def test_close_ends_real_processes(tokenizer: Tokenizer, tmp_path: Path) -> None
     table = begun(Chat(), Lengths(), tokenizer, tmp_path)
     table.start(2)
     until(lambda: len(table._processes) == 2)
-    assert all(os.getsid(process.pid) == process.pid for process in table._processes), "Ctrl-C is not for them"
+    assert all(os.getsid(process.pid) == process.pid for process in table._processes), (
+        "Ctrl-C is not for them"
+    )
     table.close()
     assert all(process.returncode is not None for process in table._processes)
     assert not table._threads[0].is_alive() and not (tmp_path / "ahead").exists()
@@ -302,13 +356,17 @@ def test_a_process_ends_without_a_word_where_its_run_is_gone(
 # -- what is wrong with rows
 
 
-def test_bad_rows_of_another_shape_are_reported_before_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_bad_rows_of_another_shape_are_reported_before_training(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     rows = [chat_row(random.Random(number), number) for number in range(COUNT)]
     rows[10]["messages"][-1]["content"] = rows[20]["messages"][-1]["content"] = "  "
     rows[30] = {"messages": [{"role": "user", "content": 4}]}
     rows[31] = {"messages": [{"role": "asistant", "content": "a"}], "id": ""}
     rows[40]["id"] = rows[50]["id"] = "twice"
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{nonsense\n")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + "{nonsense\n"
+    )
     with pytest.raises(DataError) as first:
         tokenize(Chat(), Lengths(), tokenizer, source(tmp_path, "first"))
     with pytest.raises(DataError) as now:
@@ -342,7 +400,9 @@ def test_a_bad_row_that_looks_like_others_ends_the_run_with_the_same_report(
     assert not (tmp_path / "ahead").exists()
 
 
-def test_rows_that_are_too_long_are_errors_before_training(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_rows_that_are_too_long_are_errors_before_training(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     write(tmp_path / "rows.jsonl", "prompt")
     lengths = Lengths(max_prompt_len=20, overlong="error")
     with pytest.raises(DataError, match="rows are too long") as first:
@@ -352,7 +412,9 @@ def test_rows_that_are_too_long_are_errors_before_training(tokenizer: Tokenizer,
     assert now.value.reports == first.value.reports
     write(tmp_path / "rows.jsonl", "chat")
     with pytest.raises(DataError, match="no row is left: all 60 are longer"):
-        tokenize_ahead(Chat(), Lengths(max_seqlen=2, overlong="drop"), tokenizer, source(tmp_path, "ahead"))
+        tokenize_ahead(
+            Chat(), Lengths(max_seqlen=2, overlong="drop"), tokenizer, source(tmp_path, "ahead")
+        )
 
 
 def test_what_has_to_be_tokenized_first_is(
@@ -362,7 +424,9 @@ def test_what_has_to_be_tokenized_first_is(
     given = source(tmp_path, "ahead")
 
     def ahead_of(form: Any, **changes: Any) -> bool:
-        return isinstance(tokenize_ahead(form, Lengths(), tokenizer, replace(given, **changes)), TableAhead)
+        return isinstance(
+            tokenize_ahead(form, Lengths(), tokenizer, replace(given, **changes)), TableAhead
+        )
 
     assert ahead_of(Prompt()) and ahead_of(Prompt(), num_workers=None)
     assert not ahead_of(Prompt(), num_workers=0, cache_dir=str(tmp_path / "a"))
@@ -374,7 +438,10 @@ def test_what_has_to_be_tokenized_first_is(
     monkeypatch.setattr(tokenizing, "PARALLEL_BYTES", 0)
     (tmp_path / "rows.jsonl").write_text(
         json.dumps(
-            {"prompt": {"message_id": "1", "role": "prompter", "text": "a", "replies": []}, "message_tree_id": "1"}
+            {
+                "prompt": {"message_id": "1", "role": "prompter", "text": "a", "replies": []},
+                "message_tree_id": "1",
+            }
         )
     )
     assert not ahead_of(Prompt()), "trees make several samples"
@@ -388,18 +455,24 @@ def test_what_has_to_be_tokenized_first_is(
 def data_of(tokenizer: Tokenizer, tmp_path: Path, *, in_front: bool, **options: Any) -> LoadedData:
     path = None if "sources" in options else str(tmp_path / "rows.jsonl")
     cache, workers = str(tmp_path / f"cache{in_front}"), 0 if in_front else 1
-    spec = DatasetSpec(path=path, train_bs_n_seqs=8, cache_dir=cache, num_workers=workers, **options)
+    spec = DatasetSpec(
+        path=path, train_bs_n_seqs=8, cache_dir=cache, num_workers=workers, **options
+    )
     return load_data(spec, "chat", tokenizer, seed=3, progress=False, ahead=not in_front)
 
 
 @pytest.fixture
-def both(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def both(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
     """The same data, tokenized while batches are made and before."""
     monkeypatch.setattr(tokenized_ahead, "start_process", Worker)
     made: list[LoadedData] = []
 
     def make(**options: Any) -> tuple[LoadedData, LoadedData]:
-        made.extend(data_of(tokenizer, tmp_path, in_front=in_front, **options) for in_front in (False, True))
+        made.extend(
+            data_of(tokenizer, tmp_path, in_front=in_front, **options) for in_front in (False, True)
+        )
         return made[-2], made[-1]
 
     yield make
@@ -412,15 +485,26 @@ def both(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         {},
         {"valid_split": 0.2, "max_seqlen": 30, "valid_max_seqlen": 25, "overlong": "drop"},
-        {"sources": [{"path": "rows.jsonl", "fraction": 0.5}, {"path": "more.jsonl", "type": "text"}]},
+        {
+            "sources": [
+                {"path": "rows.jsonl", "fraction": 0.5},
+                {"path": "more.jsonl", "type": "text"},
+            ]
+        },
         {"shuffle": False, "max_seqlen": 20, "valid_split": 0.1},
     ],
 )
-def test_batches_are_the_same_with_resume(options: dict[str, Any], both: Any, tmp_path: Path) -> None:
+def test_batches_are_the_same_with_resume(
+    options: dict[str, Any], both: Any, tmp_path: Path
+) -> None:
     write(tmp_path / "rows.jsonl", "chat", "some")
     write(tmp_path / "more.jsonl", "text")
     if "sources" in options:
-        options = {"sources": [{**each, "path": str(tmp_path / each["path"])} for each in options["sources"]]}
+        options = {
+            "sources": [
+                {**each, "path": str(tmp_path / each["path"])} for each in options["sources"]
+            ]
+        }
     made, first = both(**options)
     assert made.ahead and not first.ahead and made.longest <= first.longest
     steps = 2 * first.train.batches_per_epoch + 3
@@ -446,7 +530,10 @@ def test_what_is_known_later_is_told_later(both: Any, tmp_path: Path) -> None:
     assert "later" in made.table() and "later" not in first.table()
     assert made.notes == ("rows: 60 samples are tokenized while training goes on",)
     until(lambda: made.ahead[0].report())
-    assert made.new_notes() == ["rows: all 60 samples are tokenized", *first.notes] and len(first.notes) == 2
+    assert (
+        made.new_notes() == ["rows: all 60 samples are tokenized", *first.notes]
+        and len(first.notes) == 2
+    )
     assert made.new_notes() == []
 
 
@@ -457,7 +544,9 @@ def test_lengths_that_decide_on_batches_are_known_first(both: Any, tmp_path: Pat
         assert not with_all.ahead, options
 
 
-def test_a_sample_that_no_call_can_hold_is_the_error_of_its_batch(both: Any, tmp_path: Path) -> None:
+def test_a_sample_that_no_call_can_hold_is_the_error_of_its_batch(
+    both: Any, tmp_path: Path
+) -> None:
     write(tmp_path / "rows.jsonl", "chat")
     made, first = both()
     longest = first.longest

@@ -1,4 +1,6 @@
-"""One encode path: the ids of the originals, overrides that exist, one BOS, streams that add up, saving that loads."""
+"""One encode path: the ids of the originals, overrides that exist, one BOS, streams that add up,
+saving that loads.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def test_sentencepiece_ids_on_real_text(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(unicode_texts.filter(lambda text: not any(special in text for special in ("<s>", "</s>", "<unk>"))))
+@given(
+    unicode_texts.filter(
+        lambda text: not any(special in text for special in ("<s>", "</s>", "<unk>"))
+    )
+)
 @example("")
 @example(" leading and  double ")
 @example("\x00 🤗日 \u0e33\n\n")
@@ -60,7 +66,9 @@ def test_sentencepiece_ids_on_any_text(
 
 def test_sentencepiece_unigram_and_no_fallback(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n".join(f"the quick brown fox {i} jumps  over the lazy dog" for i in range(200)))
+    corpus.write_text(
+        "\n".join(f"the quick brown fox {i} jumps  over the lazy dog" for i in range(200))
+    )
     for kind in ("unigram", "bpe"):
         sentencepiece.SentencePieceTrainer.train(
             input=str(corpus),
@@ -87,14 +95,25 @@ def test_broken_sentencepiece_files_are_refused(data_dir: Path, tmp_path: Path) 
         Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
 
 
-def test_a_directory_with_a_sentencepiece_file_keeps_its_config(data_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes((data_dir / "tokenizers/llama2/tokenizer.model").read_bytes())
+def test_a_directory_with_a_sentencepiece_file_keeps_its_config(
+    data_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(
+        (data_dir / "tokenizers/llama2/tokenizer.model").read_bytes()
+    )
     config = json.loads((data_dir / "tokenizers/llama2/tokenizer_config_chat.json").read_text())
-    config |= {"chat_template": templates.INST, "added_tokens_decoder": {"32000": {"content": "<pad>"}}}
+    config |= {
+        "chat_template": templates.INST,
+        "added_tokens_decoder": {"32000": {"content": "<pad>"}},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<pad>"}))
     tokenizer = Tokenizer.load(TokenizerSpec(path=str(tmp_path)))
     assert tokenizer.encode(" leading") == [1, 29871, 8236]  # Llama's habit is BOS
-    assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.chat_template) == (32000, 32001, templates.INST)
+    assert (tokenizer.pad_id, tokenizer.vocab_size, tokenizer.chat_template) == (
+        32000,
+        32001,
+        templates.INST,
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,41 +135,57 @@ def test_known_ids(data_dir: Path, path: str, ids: list[int]) -> None:
 def test_overrides_must_be_in_the_vocabulary(data_dir: Path) -> None:
     path = str(data_dir / "tokenizers/gpt2")
     tokenizer = Tokenizer.load(
-        TokenizerSpec(path=path, eos_token="<|endoftext|>", pad_token="!", bos_token="<|endoftext|>")
+        TokenizerSpec(
+            path=path, eos_token="<|endoftext|>", pad_token="!", bos_token="<|endoftext|>"
+        )
     )
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (50256, 0, 50257)
     assert tokenizer.encode("Hi") == [17250]
-    with pytest.raises(ConfigError, match=r"tokenizer\.eos_token='</s>' is not in the vocabulary of .*50257"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.eos_token='</s>' is not in the vocabulary of .*50257"
+    ):
         Tokenizer.load(TokenizerSpec(path=path, eos_token="</s>"))
     with pytest.raises(ConfigError, match="add_bos_token=true, but"):
         Tokenizer.load(TokenizerSpec(path=path, add_bos_token=True))
-    with pytest.raises(UserError, match=r"no end-of-sequence token.*tokenizer\.eos_token.*endoftext"):
+    with pytest.raises(
+        UserError, match=r"no end-of-sequence token.*tokenizer\.eos_token.*endoftext"
+    ):
         Tokenizer.load(TokenizerSpec(path=path)).require_eos()
 
 
 def test_never_two_bos(data_dir: Path) -> None:
-    llama = Tokenizer.load(TokenizerSpec(path=str(data_dir / "tokenizers/llama2"), chat_template=templates.HEADERS))
+    llama = Tokenizer.load(
+        TokenizerSpec(path=str(data_dir / "tokenizers/llama2"), chat_template=templates.HEADERS)
+    )
     assert llama.encode("<s>Hi").count(1) == 1
     assert llama.encode("Hi", bos=False).count(1) == 0
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert llama.encode_chat(talk).count(1) == 1
-    spec = TokenizerSpec(path=str(data_dir / "tokenizers/llama2"), chat_template=templates.HEADERS, add_bos_token=True)
+    spec = TokenizerSpec(
+        path=str(data_dir / "tokenizers/llama2"),
+        chat_template=templates.HEADERS,
+        add_bos_token=True,
+    )
     assert Tokenizer.load(spec).encode_chat(talk) == llama.encode_chat(talk)
     spec.chat_template = templates.CHATML
     forced = Tokenizer.load(spec)
     ids, mask = forced.encode_chat_with_mask(talk)
     assert ids[0] == 1 and not mask[0] and ids.count(1) == 1
-    assert forced.encode_chat(talk)[: len(ids) - 1] == ids[:-1]  # the template ends with no token, so EOS does
+    # the template ends with no token, so EOS does
+    assert forced.encode_chat(talk)[: len(ids) - 1] == ids[:-1]
     spec.add_bos_token = False
     without = Tokenizer.load(spec)
     assert without.encode("Hi").count(1) == 0 and without.encode_chat(talk).count(1) == 0
-    assert without.hf("Hi")["input_ids"].count(1) == 0  # the saved tokenizer has the habit asked for
+    # the saved tokenizer has the habit asked for
+    assert without.hf("Hi")["input_ids"].count(1) == 0
 
 
 @pytest.mark.parametrize("source", ["gpt2", "llama2/tokenizer.model", "llama2"])
 def test_saving_keeps_ids_and_template(data_dir: Path, tmp_path: Path, source: str) -> None:
     eos = "<|endoftext|>" if source == "gpt2" else "</s>"
-    spec = TokenizerSpec(path=str(data_dir / "tokenizers" / source), eos_token=eos, chat_template=templates.WORDS)
+    spec = TokenizerSpec(
+        path=str(data_dir / "tokenizers" / source), eos_token=eos, chat_template=templates.WORDS
+    )
     tokenizer = Tokenizer.load(spec)
     tokenizer.save(tmp_path)
     again = Tokenizer.load(TokenizerSpec(), model_path=str(tmp_path))
@@ -158,7 +193,9 @@ def test_saving_keeps_ids_and_template(data_dir: Path, tmp_path: Path, source: s
     text = " Hello 日本 <b>"
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert again.encode(text) == tokenizer.encode(text) == plain(text)["input_ids"]
-    assert again.encode_chat(talk) == plain.apply_chat_template(talk, tokenize=True, return_dict=False)
+    assert again.encode_chat(talk) == plain.apply_chat_template(
+        talk, tokenize=True, return_dict=False
+    )
     assert again.chat_template == templates.WORDS and again.eos_token == eos
     assert again.fingerprint == Tokenizer.load(TokenizerSpec(path=str(tmp_path))).fingerprint
 
@@ -174,9 +211,12 @@ def test_the_fingerprint_is_of_the_content(data_dir: Path) -> None:
         TokenizerSpec(path=str(data_dir / "tokenizers/gpt2")),
     ]
     assert len({plain.fingerprint, *(Tokenizer.load(spec).fingerprint for spec in others)}) == 5
-    # One that begins texts with BOS of its own accord begins conversations with it only where that is asked for.
+    # One that begins texts with BOS of its own accord begins conversations with it only where that
+    # is asked for.
     llama = str(data_dir / "tokenizers/llama2")
-    habit, asked = (Tokenizer.load(TokenizerSpec(path=llama, add_bos_token=bos)) for bos in (None, True))
+    habit, asked = (
+        Tokenizer.load(TokenizerSpec(path=llama, add_bos_token=bos)) for bos in (None, True)
+    )
     assert habit.add_bos and asked.add_bos and habit.fingerprint != asked.fingerprint
 
 
@@ -184,7 +224,10 @@ def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:
     path = str(data_dir / "tokenizers/llama2/tokenizer.model")
     file = tmp_path / "chat.jinja"
     file.write_text(templates.CHATML)
-    assert Tokenizer.load(TokenizerSpec(path=path, chat_template=str(file))).chat_template == templates.CHATML
+    assert (
+        Tokenizer.load(TokenizerSpec(path=path, chat_template=str(file))).chat_template
+        == templates.CHATML
+    )
     with pytest.raises(ConfigError, match="nor a file, nor a jinja template; did you mean chatml"):
         Tokenizer.load(TokenizerSpec(path=path, chat_template="chat_ml"))
     with pytest.raises(ConfigError, match="does not compile, line 1"):
@@ -192,13 +235,17 @@ def test_templates_are_files_or_texts(data_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_vocabulary_is_not_there_is_refused(tmp_path: Path) -> None:
-    """Of config.json and the special tokens alone transformers makes a tokenizer of which every text is empty."""
+    """Of config.json and the special tokens alone transformers makes a tokenizer of which every
+    text is empty.
+    """
     (model := tmp_path / "m").mkdir()
     (model / "config.json").write_text('{"model_type": "gpt_neox"}')
     (model / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>"}'
     )
-    with pytest.raises(UserError, match="it makes no tokens of text: it has no vocabulary but special tokens"):
+    with pytest.raises(
+        UserError, match="it makes no tokens of text: it has no vocabulary but special tokens"
+    ):
         Tokenizer.load(TokenizerSpec(), str(model), option="actor.tokenizer")
 
 
@@ -226,9 +273,13 @@ def test_it_travels_to_other_processes(llama2: Tokenizer) -> None:
     assert there.fingerprint == llama2.fingerprint
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60
+)
 @given(unicode_texts, st.lists(st.integers(259, 31999), max_size=12), st.booleans())
-def test_a_stream_adds_up(llama2: Tokenizer, with_template: Make, text: str, noise: list[int], bpe: bool) -> None:
+def test_a_stream_adds_up(
+    llama2: Tokenizer, with_template: Make, text: str, noise: list[int], bpe: bool
+) -> None:
     tokenizer = with_template(None) if bpe else llama2
     ids = tokenizer.encode(text)
     stream = StreamDecoder(tokenizer, skip_special=False)

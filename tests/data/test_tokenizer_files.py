@@ -1,4 +1,6 @@
-"""Reading tokenizers: the short way past a model's own configuration gives what `AutoTokenizer` gives."""
+"""Reading tokenizers: the short way past a model's own configuration gives what `AutoTokenizer`
+gives.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,25 @@ TEXT = "Once upon a time, 12 people said: héllo </s> again."
 
 def described(hf: Any) -> tuple[Any, ...]:
     """Everything that decides what a tokenizer does."""
-    return type(hf), hf.special_tokens_map, hf.chat_template, hf.padding_side, hf(TEXT)["input_ids"], hf.name_or_path
+    return (
+        type(hf),
+        hf.special_tokens_map,
+        hf.chat_template,
+        hf.padding_side,
+        hf(TEXT)["input_ids"],
+        hf.name_or_path,
+    )
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "qwen2", "gemma2", "deepseek_v2", "unheard_of"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gpt2", "mistral", "qwen2", "gemma2", "deepseek_v2", "unheard_of"]
+)
 @pytest.mark.parametrize(
     "named", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer"]
 )
-def test_a_named_class_is_read_as_by_auto_tokenizer(tmp_path: Path, model_type: str, named: str) -> None:
+def test_a_named_class_is_read_as_by_auto_tokenizer(
+    tmp_path: Path, model_type: str, named: str
+) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     own = tmp_path / "tokenizer_config.json"
@@ -36,11 +49,15 @@ def test_a_named_class_is_read_as_by_auto_tokenizer(tmp_path: Path, model_type: 
 
 
 @pytest.mark.parametrize("name", ["llama2"])
-def test_a_tokenizer_of_real_files_is_read_as_by_auto_tokenizer(data_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_of_real_files_is_read_as_by_auto_tokenizer(
+    data_dir: Path, tmp_path: Path, name: str
+) -> None:
     shutil.copytree(data_dir / "tokenizers" / name, tmp_path / name)
     place = tmp_path / name
     (place / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert described(tokenizer_files.read(str(place), False)) == described(AutoTokenizer.from_pretrained(str(place)))
+    assert described(tokenizer_files.read(str(place), False)) == described(
+        AutoTokenizer.from_pretrained(str(place))
+    )
 
 
 @pytest.mark.parametrize("left_out", ["tokenizer_class", "auto_map", "config.json"])

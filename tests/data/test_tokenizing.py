@@ -1,4 +1,6 @@
-"""Rows are tokenized once: by several processes as by one, kept under a hash of everything that affects their ids."""
+"""Rows are tokenized once: by several processes as by one, kept under a hash of everything that
+affects their ids.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Make = Callable[..., Tokenizer]
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(1100)))
+    file.write_text(
+        "\n".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(1100))
+    )
     return file
 
 
@@ -48,7 +52,8 @@ def same(one: TokenTable, other: TokenTable) -> bool:
 
 def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: Tokenizer) -> None:
     chunks: list[tokenizing.Chunk] = [
-        [(f"f:{i}", row) for i, row in enumerate(load(rows))][at : at + 512] for at in (0, 512, 1024)
+        [(f"f:{i}", row) for i, row in enumerate(load(rows))][at : at + 512]
+        for at in (0, 512, 1024)
     ]
     chunks[1].append(("f:bad", {"prompt": "x"}))
     job = tokenizing.Job(PromptAnswer(), Lengths(), tokenizer)
@@ -56,7 +61,12 @@ def test_processes_give_what_one_gives(source: Source, rows: Path, tokenizer: To
     shared = tokenizing.encode_in_processes(job, chunks, 2, seen.append)
     assert shared == [tokenizing.encode_rows(job, chunk) for chunk in chunks]
     (index, wrong, _), *others = shared[1][2]
-    assert index == 512 and wrong.startswith("lacks the key 'answer'") and not others and sorted(seen) == [76, 512, 513]
+    assert (
+        index == 512
+        and wrong.startswith("lacks the key 'answer'")
+        and not others
+        and sorted(seen) == [76, 512, 513]
+    )
 
 
 def silent_advance(rows: int) -> None: ...
@@ -66,25 +76,37 @@ def load(file: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_process_that_dies_is_no_hang(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_no_hang(
+    source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tokenizing.sys, "executable", shutil.which("false"))
     with pytest.raises(RunError, match="ended early"):
         tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, num_workers=2))
 
 
-def test_a_template_that_no_row_is_to_blame_for_is_one_error(source: Source, rows: Path, with_template: Make) -> None:
-    rows.write_text("\n".join(json.dumps({"prompt": [{"role": "user", "content": f"{i}"}]}) for i in range(1100)))
+def test_a_template_that_no_row_is_to_blame_for_is_one_error(
+    source: Source, rows: Path, with_template: Make
+) -> None:
+    rows.write_text(
+        "\n".join(
+            json.dumps({"prompt": [{"role": "user", "content": f"{i}"}]}) for i in range(1100)
+        )
+    )
     chunk: tokenizing.Chunk = [(f"f:{i}", row) for i, row in enumerate(load(rows)[:20])]
     for template, wrong in ((None, "no chat template"), (templates.PARTS, "as a list of parts")):
         tokenizer = with_template(template)
         with pytest.raises(UserError, match=wrong) as here:
             tokenize(Prompt(), Lengths(), tokenizer, source)
         with pytest.raises(UserError, match=wrong) as in_a_process:
-            tokenizing.encode_in_processes(tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance)
+            tokenizing.encode_in_processes(
+                tokenizing.Job(Prompt(), Lengths(), tokenizer), [chunk], 1, silent_advance
+            )
         assert not any(isinstance(caught.value, DataError) for caught in (here, in_a_process))
 
 
-def test_the_cache_is_used(source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_used(
+    source: Source, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = tokenize(PromptAnswer(), Lengths(), tokenizer, source)
     monkeypatch.setattr(tokenizing, "encode_rows", None)  # whoever tokenizes now fails
     assert same(tokenize(PromptAnswer(), Lengths(), tokenizer, source), first)
@@ -98,7 +120,11 @@ def test_the_cache_is_used(source: Source, tokenizer: Tokenizer, monkeypatch: py
 
 
 def test_the_cache_follows_content(
-    source: Source, rows: Path, with_template: Make, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    source: Source,
+    rows: Path,
+    with_template: Make,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenize(PromptAnswer(), Lengths(), tokenizer, source)
     files = set(Path(source.cache_dir or "", "tokens").iterdir())
@@ -136,7 +162,15 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert (
-        len(tokenize(PromptAnswer(), Lengths(), tokenizer, replace(source, cache_dir=str(tmp_path / "file")))) == 1100
+        len(
+            tokenize(
+                PromptAnswer(),
+                Lengths(),
+                tokenizer,
+                replace(source, cache_dir=str(tmp_path / "file")),
+            )
+        )
+        == 1100
     )
     assert "tokenized rows are not kept" in capsys.readouterr().err
 
@@ -144,7 +178,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(
 def test_progress_is_one_line_without_a_terminal(
     source: Source, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenize(PromptAnswer(), Lengths(), tokenizer, Source(source.path, cache_dir=source.cache_dir, num_workers=0))
+    tokenize(
+        PromptAnswer(),
+        Lengths(),
+        tokenizer,
+        Source(source.path, cache_dir=source.cache_dir, num_workers=0),
+    )
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("tokenizing rows.jsonl: 1,100 rows in ")
 
@@ -162,12 +201,19 @@ def test_a_text_that_is_too_long_for_certain_is_not_tokenized(
     monkeypatch.setattr(
         tokenizer_files,
         "encoded",
-        lambda hf, text, most=None, **more: (encoded(hf, text, most, **more), seen.append(len(text)))[0],
+        lambda hf, text, most=None, **more: (
+            encoded(hf, text, most, **more),
+            seen.append(len(text)),
+        )[0],
     )
     if overlong == "error":
-        with pytest.raises(DataError, match=r"rows\.jsonl:4: .*the row has at least [\d,]+ tokens, .*max_seqlen=12"):
+        with pytest.raises(
+            DataError, match=r"rows\.jsonl:4: .*the row has at least [\d,]+ tokens, .*max_seqlen=12"
+        ):
             tokenize(PromptAnswer(), lengths, tokenizer, source)
     else:
         table = tokenize(PromptAnswer(), lengths, tokenizer, source)
         assert (len(table), table.report.dropped) == ((3, 1) if overlong == "drop" else (4, 0))
-    assert (max(seen) > 300) == (overlong == "truncate"), "rows that are cut are read whole, and give the same tokens"
+    assert (max(seen) > 300) == (overlong == "truncate"), (
+        "rows that are cut are read whole, and give the same tokens"
+    )

@@ -1,4 +1,6 @@
-"""Published chat templates, as TRL ships them: no word of anyone else is trained, and every word of the assistant is."""
+"""Published chat templates, as TRL ships them: no word of anyone else is trained, and every word of
+the assistant is.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, UserError
 
 found = importlib.util.find_spec("trl")
-FILES = sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja")) if found and found.origin else []
+FILES = (
+    sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja"))
+    if found and found.origin
+    else []
+)
 NAMES = [file.stem for file in FILES if not file.stem.endswith("_training")]
 FOR_PARTS = ("idefics3", "smolvlm", "llava_next")
 TOKENS = re.compile(
@@ -29,11 +35,18 @@ def user(content: str) -> dict[str, Any]:
 
 
 def says(content: str, thought: str = "") -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **({"reasoning_content": thought} if thought else {})}
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"reasoning_content": thought} if thought else {}),
+    }
 
 
 def asks(city: str, thought: str = "") -> dict[str, Any]:
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": city} if city else {}}}
+    call = {
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"city": city} if city else {}},
+    }
     return {**says("", thought), "tool_calls": [call]}
 
 
@@ -45,15 +58,48 @@ TALKS: dict[str, list[dict[str, Any]]] = {
     "plain": [user("alpha?"), says("bravo"), user("charlie?"), says("delta")],
     "alike": [user("user"), says("assistant"), user("a"), says("final"), user("model"), says("e")],
     "begun": [says("You are"), user("alpha?"), says("bravo")],
-    "thoughts": [user("alpha?"), says("bravo", "hm"), user("charlie?"), says("delta", "well"), user("e?"), says("fox", "so")],
-    "calls": [user("alpha?"), asks("Rome"), tool("Rome"), says("delta"), user("charlie?"), asks(""), tool("x"), says("fox")],
+    "thoughts": [
+        user("alpha?"),
+        says("bravo", "hm"),
+        user("charlie?"),
+        says("delta", "well"),
+        user("e?"),
+        says("fox", "so"),
+    ],
+    "calls": [
+        user("alpha?"),
+        asks("Rome"),
+        tool("Rome"),
+        says("delta"),
+        user("charlie?"),
+        asks(""),
+        tool("x"),
+        says("fox"),
+    ],
     "thoughtful calls": [
-        user("alpha?"), asks("Rome", "hm"), tool("Rome"), says("Rome", "well"), user("Rome"), asks("", "so"), tool("golf"),
+        user("alpha?"),
+        asks("Rome", "hm"),
+        tool("Rome"),
+        says("Rome", "well"),
+        user("Rome"),
+        asks("", "so"),
+        tool("golf"),
         says("fox", "yes"),
     ],
-}  # fmt: skip
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object",
-          "properties": {"city": {"type": "string", "description": "c"}}}}}]  # fmt: skip
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "c"}},
+            },
+        },
+    }
+]
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +110,9 @@ def published(data_dir: Path) -> Callable[[str], Tokenizer]:
         template = next(file for file in FILES if file.stem == name).read_text()
         core = tokenizers.Tokenizer.from_file(str(data_dir / "tokenizers/gpt2/tokenizer.json"))
         special = sorted({*TOKENS.findall(template), "<bos>", "<eos>"})
-        core.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+        core.add_special_tokens(
+            [tokenizers.AddedToken(token, special=True, normalized=False) for token in special]
+        )
         hf = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>")
         hf.chat_template = template
         return Tokenizer(hf)
@@ -86,8 +134,12 @@ def spans(tokenizer: Tokenizer, talk: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_trained_with_a_published_template(published: Callable[[str], Tokenizer], name: str) -> None:
-    """Each turn is a run of its own that holds its words and nobody else's, or the template refuses the conversation."""
+def test_what_is_trained_with_a_published_template(
+    published: Callable[[str], Tokenizer], name: str
+) -> None:
+    """Each turn is a run of its own that holds its words and nobody else's, or the template refuses
+    the conversation.
+    """
     tokenizer = published(name)
     if name in FOR_PARTS:
         with pytest.raises(UserError, match="as a list of parts"):
@@ -103,13 +155,18 @@ def test_what_is_trained_with_a_published_template(published: Callable[[str], To
         assert len(runs) == len(turns), (kind, runs)
         for run, turn in zip(runs, turns, strict=True):
             assert turn["content"] in run, (kind, runs)
-            assert all(call["function"]["name"] in run for call in turn.get("tool_calls", ())), (kind, runs)
+            assert all(call["function"]["name"] in run for call in turn.get("tool_calls", ())), (
+                kind,
+                runs,
+            )
         others = ("alpha", "charlie", "e?", "golf", "You are C", "You are Q", "helpful")
         assert not any(word in run for run in runs for word in others), (kind, runs)
 
 
 def final(content: str, end: str = "end", thought: str = "") -> str:
-    thoughts = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+    thoughts = (
+        f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+    )
     return f"{thoughts}<|channel|>final<|message|>{content}<|{end}|>"
 
 
@@ -157,7 +214,10 @@ def test_turns_that_change_once_others_follow(
         pytest.skip("this TRL has no such template")
     thinking = name == "gptoss"  # its template knows thoughts by another name
     talk = [
-        {"thinking" if thinking and key == "reasoning_content" else key: value for key, value in message.items()}
+        {
+            "thinking" if thinking and key == "reasoning_content" else key: value
+            for key, value in message.items()
+        }
         for message in TALKS[kind]
     ]
     assert spans(published(name), talk) == wanted

@@ -27,7 +27,8 @@ def whole(encoded: Encoded) -> list[int]:
 def test_every_place_with_something_to_learn_is_as_likely() -> None:
     encoded = sample(4, "1100000011")  # ids 100..113, trained: 104, 105, 112, 113
     found = Counter(whole(one)[0] for one in parts(Window(4, 1.0), encoded, 3000))
-    # A window that begins at 105 or 106 to 108 trains nothing: 105 would be its first token, which nothing precedes.
+    # A window that begins at 105 or 106 to 108 trains nothing: 105 would be its first token, which
+    # nothing precedes.
     assert set(found) == {101, 102, 103, 104, 109, 110}
     assert all(abs(count / 3000 - 1 / 6) < 0.03 for count in found.values())
 
@@ -37,14 +38,24 @@ def test_a_window_keeps_ids_and_mask_together() -> None:
     truth = dict(zip(whole(encoded), [False] * 3 + encoded.masks[0], strict=True))
     for one in parts(Window(5, 1.0), encoded):
         ids = whole(one)
-        assert ids == list(range(ids[0], ids[0] + len(ids))) and len(ids) <= 5 and one.prompt and one.masks[0][-1]
-        assert [False] * len(one.prompt) + one.masks[0] == [at > 0 and truth[id] for at, id in enumerate(ids)]
+        assert (
+            ids == list(range(ids[0], ids[0] + len(ids)))
+            and len(ids) <= 5
+            and one.prompt
+            and one.masks[0][-1]
+        )
+        assert [False] * len(one.prompt) + one.masks[0] == [
+            at > 0 and truth[id] for at, id in enumerate(ids)
+        ]
 
 
 def test_the_head_stays_in_front() -> None:
     encoded = sample(4, "1111111")
     for one in parts(Window(6, 1.0, head=[100, 101]), encoded, 50):
-        assert whole(one)[:2] == [100, 101] and one.prompt == [100, 101][: len(one.prompt)] + one.prompt[2:]
+        assert (
+            whole(one)[:2] == [100, 101]
+            and one.prompt == [100, 101][: len(one.prompt)] + one.prompt[2:]
+        )
     assert {whole(one)[0] for one in parts(Window(6, 1.0, bos_id=100), encoded, 50)} == {100}
 
 

@@ -1,4 +1,6 @@
-"""docs/coming-from/: weft's options and defaults are those of the code, TRL's those of the installed TRL; commands exist."""
+"""docs/coming-from/: weft's options and defaults are those of the code, TRL's those of the
+installed TRL; commands exist.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from weft.experiments.common import RunConfig
 from weft.options import Leaf, leaves
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
-HEAD = re.compile(r"^\| (?P<old>[^|]+) \| default \| weft (?P<quickstart>\w+) \| default \| remarks \|$")
+HEAD = re.compile(
+    r"^\| (?P<old>[^|]+) \| default \| weft (?P<quickstart>\w+) \| default \| remarks \|$"
+)
 NAMES = re.compile(r"`([^`]+)`")
 
 
@@ -48,8 +52,12 @@ def tables(path: Path) -> list[Table]:
         elif not line.startswith("|"):
             inside = False
         elif inside and not line.startswith("|---"):
-            old, old_default, names, default, _ = (cell.strip() for cell in line.strip("|").split("|"))
-            found[-1][1].append(Row(tuple(NAMES.findall(old)), old_default, tuple(NAMES.findall(names)), default))
+            old, old_default, names, default, _ = (
+                cell.strip() for cell in line.strip("|").split("|")
+            )
+            found[-1][1].append(
+                Row(tuple(NAMES.findall(old)), old_default, tuple(NAMES.findall(names)), default)
+            )
     return [Table(path.stem, head["old"], head["quickstart"], tuple(rows)) for head, rows in found]
 
 
@@ -84,7 +92,10 @@ def test_weft_has_what_the_table_names(table: Table) -> None:
         computed = (
             leaf.default is None and row.default != "none"
         )  # what is taken where nothing is set: the help says it
-        assert says(row.default, leaf.default) or (computed and row.default in leaf.help), (row, leaf)
+        assert says(row.default, leaf.default) or (computed and row.default in leaf.help), (
+            row,
+            leaf,
+        )
 
 
 @pytest.mark.slow  # importing TRL takes seconds
@@ -96,13 +107,19 @@ def test_trl_has_what_the_table_names(table: Table) -> None:
         assert set(row.old) <= set(fields), row
         if len(row.old) == 1:
             field = fields[row.old[0]]
-            made = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            made = (
+                field.default
+                if field.default is not dataclasses.MISSING
+                else field.default_factory()
+            )
             assert says(row.old_default, made), (row, made)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.stem)
 def test_commands_and_settings_in_the_text_exist(path: Path) -> None:
-    """`weft COMMAND`, and settings `a.b=c` behind `weft quickstart NAME`; elsewhere options of any quickstart."""
+    """`weft COMMAND`, and settings `a.b=c` behind `weft quickstart NAME`; elsewhere options of any
+    quickstart.
+    """
     known = {
         name
         for quickstart in registry.quickstarts.load_all()
@@ -116,11 +133,19 @@ def test_commands_and_settings_in_the_text_exist(path: Path) -> None:
         assert words[1] in COMMANDS, code
         if words[1] == "quickstart" and len(words) > 2:
             known_here = set(options_of(words[2]))
-            given = [word.partition("=")[0] for word in words[3:] if "=" in word and not word.startswith("-")]
+            given = [
+                word.partition("=")[0]
+                for word in words[3:]
+                if "=" in word and not word.startswith("-")
+            ]
             aliases = {"model_name_or_path", "learning_rate"}
             assert set(given) <= known_here | aliases, code
-    settings = re.findall(r"`((?:grpo|ppo|dpo|dataset|model|actor|critic|optimizer)\.[a-z_.]+)=", path.read_text())
-    assert {name for name in settings if not name.startswith(("optimizer.", "dataset.args."))} <= known
+    settings = re.findall(
+        r"`((?:grpo|ppo|dpo|dataset|model|actor|critic|optimizer)\.[a-z_.]+)=", path.read_text()
+    )
+    assert {
+        name for name in settings if not name.startswith(("optimizer.", "dataset.args."))
+    } <= known
 
 
 def _shipped(quickstart: str) -> bool:
@@ -133,5 +158,10 @@ def test_every_page_has_tables_that_are_held_against_the_code() -> None:
 
 
 def test_defaults_are_read_as_they_are_shown() -> None:
-    assert says("1e-5", 1e-5) and says("`true`", True) and says("none", None) and says("`[sigmoid]`", ["sigmoid"])
+    assert (
+        says("1e-5", 1e-5)
+        and says("`true`", True)
+        and says("none", None)
+        and says("`[sigmoid]`", ["sigmoid"])
+    )
     assert not says("0.1", 0.2) and not says("none", 0) and not says("`false`", None)

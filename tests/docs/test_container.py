@@ -12,7 +12,9 @@ APPTAINER = (ROOT / "container" / "weft.def").read_text()
 
 
 def test_what_is_copied_is_there() -> None:
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", DOCKER, re.M) for word in line.split()]
+    copied = [
+        word for line in re.findall(r"^COPY (.*) \S+$", DOCKER, re.M) for word in line.split()
+    ]
     files = APPTAINER.split("%files\n")[1].split("\n\n")[0]
     listed = [line.split()[0] for line in files.splitlines()]
     assert sorted(copied) == sorted(listed) and all((ROOT / name).exists() for name in copied)
@@ -23,7 +25,8 @@ def test_what_is_copied_is_there() -> None:
 def test_both_install_the_same() -> None:
     def installs(text: str) -> list[list[str]]:
         return [
-            sorted(re.findall(pattern, text)) for pattern in (r"pip install (.*)", r"apt-get install ([^\n\\]*[a-z])")
+            sorted(re.findall(pattern, text))
+            for pattern in (r"pip install (.*)", r"apt-get install ([^\n\\]*[a-z])")
         ]
 
     assert installs(DOCKER) == installs(APPTAINER)

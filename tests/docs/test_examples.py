@@ -1,4 +1,5 @@
-"""The smallest examples of docs/ stay small: what a user writes for one new thing, counted in lines that are not blank.
+"""The smallest examples of docs/ stay small: what a user writes for one new thing, counted in lines
+that are not blank.
 
 That they work is seen by `test_pages.py`, which runs the commands of their pages.
 """

@@ -21,7 +21,9 @@ LOGPROBS, REFERENCE = np.array([-1.0, -2.0, -0.5]), np.array([-1.5, -1.0, -0.7])
 def test_kl_of_a_policy_node_is_k3_to_the_reference(loss: str) -> None:
     keys = {"logprobs": LOGPROBS, "ref_logprobs": REFERENCE, "advantages": np.ones(3)}
     stats = evaluate(
-        registry.losses.get(loss)(), make_sample([[3]], keys), {"logprobs": LOGPROBS, "entropy": np.ones(3)}
+        registry.losses.get(loss)(),
+        make_sample([[3]], keys),
+        {"logprobs": LOGPROBS, "entropy": np.ones(3)},
     ).stats
     assert stats["kl"] == pytest.approx(kl_estimate(LOGPROBS, REFERENCE, "k3").mean())
 
@@ -30,7 +32,8 @@ def test_only_what_policies_measure_is_called_kl() -> None:
     makers = {
         str(path.relative_to(SRC))
         for path in SRC.rglob("*.py")
-        if re.search(r'(?:record\(|stats\[|^\s+)"kl"(?:,|\]|:)', path.read_text(), re.M) and "observe" not in path.parts
+        if re.search(r'(?:record\(|stats\[|^\s+)"kl"(?:,|\]|:)', path.read_text(), re.M)
+        and "observe" not in path.parts
     }
     assert makers == {"algorithms/ppo.py"}
 

@@ -1,8 +1,10 @@
-"""Every page under docs/ and the README: its files are written, its commands are run, as a reader would.
+"""Every page under docs/ and the README: its files are written, its commands are run, as a reader
+would.
 
-A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an empty folder; a block
-opened by ```` ```bash run ```` is run line by line. The commands of a block opened by ```` ```bash parsed ```` need a network
-or a GPU: their options are checked. `MODEL` on a page is a model directory; here it is a tiny random one.
+A block opened by ```` ```python file=NAME ```` (or json, jsonl, jinja) is written to NAME in an
+empty folder; a block opened by ```` ```bash run ```` is run line by line. The commands of a block
+opened by ```` ```bash parsed ```` need a network or a GPU: their options are checked. `MODEL` on a
+page is a model directory; here it is a tiny random one.
 """
 
 from __future__ import annotations
@@ -80,15 +82,26 @@ def prepare(folder: Path, page: Page, model: Path) -> None:
 
 
 def run_commands(folder: Path, commands: list[str], *, forked: bool = True) -> None:
-    """Run each command; those of weft in forked processes, or with `forked` off as the program that users start."""
-    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    """Run each command; those of weft in forked processes, or with `forked` off as the program that
+    users start.
+    """
+    env = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+    }
     for command in commands:
         program, *words = shlex.split(command)
         if program == "weft" and forked:
             done = run_weft(words, folder, env)
         else:
             done = subprocess.run(
-                [program, *words], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300
+                [program, *words],
+                cwd=folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=300,
             )
         assert done.returncode == 0, f"$ {command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
@@ -98,7 +111,11 @@ README, HOME = ROOT / "README.md", ROOT / "docs" / "index.md"
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in PAGES if p not in (README, HOME) and p.parent != TUTORIALS and read_page(p).commands],
+    [
+        p
+        for p in PAGES
+        if p not in (README, HOME) and p.parent != TUTORIALS and read_page(p).commands
+    ],
     ids=lambda p: p.name,
 )
 def test_the_commands_of_a_page_work(path: Path, tmp_path: Path, model: Path) -> None:
@@ -118,7 +135,9 @@ def test_the_readme_works_in_an_empty_folder(tmp_path: Path) -> None:
     for trial, metric, least in (("grpo", "reward/reward", 0.15), ("ppo", "rew_inf/reward", 0.1)):
         lines = (tmp_path / "runs" / "first" / trial / "metrics.jsonl").read_text().splitlines()
         values = [json.loads(line)[metric] for line in lines]
-        assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + least, "the first results that a reader sees rise"
+        assert sum(values[-6:]) / 6 > sum(values[:6]) / 6 + least, (
+            "the first results that a reader sees rise"
+        )
 
 
 @pytest.mark.slow
@@ -128,7 +147,9 @@ def test_the_home_page_works_in_an_empty_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in PAGES if read_page(p).parsed], ids=lambda p: p.name)
-def test_the_options_of_a_page_are_options(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_a_page_are_options(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for command in read_page(path).parsed:
         words = shlex.split(command)
@@ -136,7 +157,9 @@ def test_the_options_of_a_page_are_options(path: Path, tmp_path: Path, monkeypat
         assert main([*words[1:], "--cfg", "job"]) == 0, command
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("**/*.md"), key=str), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("**/*.md"), key=str), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_links_lead_somewhere(path: Path) -> None:
     if any(part.startswith(".") for part in path.relative_to(ROOT).parts):
         pytest.skip("inside a hidden folder")

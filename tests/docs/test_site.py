@@ -1,4 +1,6 @@
-"""The documentation site: it has every page, its links lead somewhere, and it asks no other machine for anything."""
+"""The documentation site: it has every page, its links lead somewhere, and it asks no other machine
+for anything.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ import yaml
 
 from tests.docs.test_pages import ROOT
 
-FOREIGN = re.compile(r"""<(?:script|img|iframe|link(?=[^>]*stylesheet))[^>]*(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+FOREIGN = re.compile(
+    r"""<(?:script|img|iframe|link(?=[^>]*stylesheet))[^>]*(?:src|href)=["']?(?:https?:)?//[^>]*>"""
+)
 
 
 def in_navigation(entry: object) -> list[str]:
@@ -44,7 +48,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(config: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "-f",
+        str(config),
+        "-d",
+        str(folder),
+    ]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -54,19 +68,26 @@ def build(config: Path, folder: Path) -> None:
 def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > 60
-    assert [(page.name, found) for page in pages for found in FOREIGN.findall(page.read_text())] == []
+    assert [
+        (page.name, found) for page in pages for found in FOREIGN.findall(page.read_text())
+    ] == []
 
 
 @pytest.mark.slow
 def test_options_can_be_searched(site: Path) -> None:
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    options = " ".join(entry["text"] for entry in entries if entry["location"].startswith("options.html"))
+    options = " ".join(
+        entry["text"] for entry in entries if entry["location"].startswith("options.html")
+    )
     assert "grpo.dynamic_sampling" in options and "recover_freq_steps" in options
 
 
 @pytest.mark.slow
 def test_files_in_fences_keep_their_names_and_metrics_are_there(site: Path) -> None:
-    assert '<span class="filename">vowels.py</span>' in (site / "tutorials" / "own-reward.html").read_text()
+    assert (
+        '<span class="filename">vowels.py</span>'
+        in (site / "tutorials" / "own-reward.html").read_text()
+    )
     assert "frac_reward_zero_std" in (site / "metrics.html").read_text()
 
 
@@ -77,7 +98,9 @@ def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
     pages.mkdir()
     (pages / "index.md").write_text("# One\n\n[two](#nowhere)\n")
     small = re.sub(r"^nav:.*", "nav: [index.md]\n", text, flags=re.M | re.S)
-    small = re.sub(r"^hooks:.*?\n\n", "", small, flags=re.M | re.S).replace("extra_css: [site.css]", "")
+    small = re.sub(r"^hooks:.*?\n\n", "", small, flags=re.M | re.S).replace(
+        "extra_css: [site.css]", ""
+    )
     (tmp_path / "mkdocs.yml").write_text(small)
     with pytest.raises(AssertionError, match="nowhere"):
         build(tmp_path / "mkdocs.yml", tmp_path / "site")
@@ -86,7 +109,9 @@ def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
 def test_what_is_foreign() -> None:
     assert FOREIGN.search('<script src="https://cdn.example/x.js"></script>')
     assert FOREIGN.search('<link rel="stylesheet" href="//cdn.example/x.css">')
-    assert not FOREIGN.search('<a href="https://arxiv.org/abs/1"><script src="assets/x.js"></script>')
+    assert not FOREIGN.search(
+        '<a href="https://arxiv.org/abs/1"><script src="assets/x.js"></script>'
+    )
 
 
 def test_pictures_are_those_that_the_code_draws() -> None:
@@ -113,7 +138,9 @@ def test_links_and_fences_become_those_of_the_site() -> None:
         == "[a](development/benchmarks.md#on-a-gpu)"
     )
     assert render("[the code](../src/weft/options.py)", "x.md", "docs/x.md") == "the code"
-    assert render("[a](docs/runs.md)", "development/changelog.md", "CHANGELOG.md") == "[a](../runs.md)"
+    assert (
+        render("[a](docs/runs.md)", "development/changelog.md", "CHANGELOG.md") == "[a](../runs.md)"
+    )
     assert render("[a](gone.md) [b](#here)", "x.md", "docs/x.md") == "[a](gone.md) [b](#here)"
     assert (
         render("```python file=a.py\n[a](runs.md)\n```\n", "x.md", "docs/x.md")

@@ -29,25 +29,42 @@ def tables() -> Mapping[str, list[list[str]]]:
     for table in TABLE.finditer(PAGE):
         head = table["head"].split("|")[0].strip().strip("`")
         assert head not in found, f"two tables are called {head!r}"
-        found[head] = [[cell.strip() for cell in row.strip("|").split("|")] for row in table["rows"].splitlines()]
+        found[head] = [
+            [cell.strip() for cell in row.strip("|").split("|")]
+            for row in table["rows"].splitlines()
+        ]
     return found
 
 
 def choices(option: str, config: RunConfig | None = None) -> tuple[str, ...]:
-    return tuple(next(leaf.type for leaf in leaves(config or GRPOConfig()) if leaf.name == option).split("|"))
+    return tuple(
+        next(leaf.type for leaf in leaves(config or GRPOConfig()) if leaf.name == option).split("|")
+    )
 
 
 MORE = (
-    "grpo.kl_in", "grpo.pass_k", "grpo.rescale_informative", "grpo.normalize_each_reward", "grpo.dynamic_sampling",
-    "grpo.overlong_buffer", "grpo.mask_truncated", "reward_by_token", "rew_step", "reward_column", "grpo.ref_ema_eta",
-    "ppo.use_adaptive_kl_ctl", "ppo.value_norm", "ppo.truncated",
-)  # fmt: skip
+    "grpo.kl_in",
+    "grpo.pass_k",
+    "grpo.rescale_informative",
+    "grpo.normalize_each_reward",
+    "grpo.dynamic_sampling",
+    "grpo.overlong_buffer",
+    "grpo.mask_truncated",
+    "reward_by_token",
+    "rew_step",
+    "reward_column",
+    "grpo.ref_ema_eta",
+    "ppo.use_adaptive_kl_ctl",
+    "ppo.value_norm",
+    "ppo.truncated",
+)
 CHOICES = ("surrogate", "importance_level", "loss_type", "baseline", "scale_rewards")
 OFFLOADS = ("offload", "offload_optimizer", "optimizer.offload")
 EXPECTED: Mapping[str, Iterable[str]] = {
     "weft quickstart": registry.quickstarts.load_all(),
     "algorithm": registry.quickstarts.load_all(),
-    "backend by algorithm": set(registry.backends.load_all()) - {"auto"},  # what auto chooses is one of the others
+    # what auto chooses is one of the others
+    "backend by algorithm": set(registry.backends.load_all()) - {"auto"},
     "value": LOSS_TYPES,
     "dpo.f_divergence": DIVERGENCES,
     **{f"grpo.{name}": choices(f"grpo.{name}") for name in CHOICES},
@@ -65,7 +82,7 @@ EXPECTED: Mapping[str, Iterable[str]] = {
     "layout letter": LETTERS,
     "to host memory by": OFFLOADS,
     "on a GPU, by option": ("compile", "quantize", "fp8", "flash_attention=fa3"),
-}  # fmt: skip
+}
 
 
 def test_every_table_is_held_against_the_code() -> None:
@@ -89,9 +106,17 @@ def _of_a_test(kind: str, name: str) -> bool:
     """Whether a test of this process registered it."""
     if name.startswith("test-"):
         return True
-    held = {"verifier": registry.verifiers, "loss": registry.losses, "host function": registry.functions}
+    held = {
+        "verifier": registry.verifiers,
+        "loss": registry.losses,
+        "host function": registry.functions,
+    }
     held |= {"algorithm": registry.quickstarts, "backend by algorithm": registry.backends}
-    held |= {"weft quickstart": registry.quickstarts, "dataset form": registry.datasets, "backend": registry.backends}
+    held |= {
+        "weft quickstart": registry.quickstarts,
+        "dataset form": registry.datasets,
+        "backend": registry.backends,
+    }
     return kind in held and not held[kind].get(name).__module__.startswith("weft.")
 
 

@@ -33,13 +33,23 @@ def known_options() -> set[str]:
 
 
 def unknown(text: str, known: set[str]) -> list[str]:
-    """Names in code that look like options and are none: `a.b` below a known group, and whatever is set by `name=`."""
-    ends = {name.split(".", at)[-1] for name in known for at in range(1, name.count(".") + 1)} | known
+    """Names in code that look like options and are none: `a.b` below a known group, and whatever is
+    set by `name=`.
+    """
+    ends = {
+        name.split(".", at)[-1] for name in known for at in range(1, name.count(".") + 1)
+    } | known
     groups = {name.partition(".")[0] for name in known if "." in name}
     wrong = []
     for match in NAME.finditer(text):
         name, (head, _, rest) = match["name"], match["name"].partition(".")
-        if name.startswith("dataset.args.") or name.rpartition(".")[2] in ("jsonl", "json", "html", "yaml", "txt"):
+        if name.startswith("dataset.args.") or name.rpartition(".")[2] in (
+            "jsonl",
+            "json",
+            "html",
+            "yaml",
+            "txt",
+        ):
             continue
         if head in ANY:
             wrong += [] if rest in ends else [name]

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Promise:
-    """From the first to the last fifth of a run's steps a metric moves by at least `least` (by at most it, if negative)."""
+    """From the first to the last fifth of a run's steps a metric moves by at least `least` (by at
+    most it, if negative).
+    """
 
     run: str
     metric: str
@@ -54,7 +56,10 @@ def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").glob("*/*/report.html"))
     for promise in PROMISES[name]:
         moved = change(tmp_path / "runs" / promise.run / "metrics.jsonl", promise.metric)
-        assert moved >= promise.least if promise.least > 0 else moved <= promise.least, (promise, moved)
+        assert moved >= promise.least if promise.least > 0 else moved <= promise.least, (
+            promise,
+            moved,
+        )
 
 
 def change(path: Path, metric: str) -> float:

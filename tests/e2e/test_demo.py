@@ -1,4 +1,6 @@
-"""`weft demo` as a newcomer runs it: accuracy rises at every stage; a report and a model to talk to are left."""
+"""`weft demo` as a newcomer runs it: accuracy rises at every stage; a report and a model to talk to
+are left.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny networks and batches for the engine's tests, and the slow, plain way to compute what the engine computes."""
+"""Tiny networks and batches for the engine's tests, and the slow, plain way to compute what the
+engine computes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ VOCAB = 300  # below the tiny tokenizer's size
 def spec_of(path: Path, **changes: Any) -> ModelSpec:
     """A trained role on the CPU, constant learning rate, no clipping."""
     optimizer = OptimizerSpec(lr=1e-3, lr_scheduler_type="constant", max_grad_norm=0.0)
-    spec = ModelSpec(path=str(path), optimizer=optimizer, trained=True, schedule=Schedule(100, 0), device="cpu", seed=3)
+    spec = ModelSpec(
+        path=str(path),
+        optimizer=optimizer,
+        trained=True,
+        schedule=Schedule(100, 0),
+        device="cpu",
+        seed=3,
+    )
     return replace(spec, **changes)
 
 
@@ -33,13 +42,19 @@ def engine_of(path: Path, **changes: Any) -> TorchEngine:
     return backends.get(spec.backend)(spec, Layout())
 
 
-def batch_of(groups: list[tuple[int, list[int]]], seed: int = 0, **keys: list[float]) -> SequenceSample:
-    """Random tokens: one id for each (prompt length, completion lengths). `keys` are values one a completion token or one a
-    completion, flat."""
+def batch_of(
+    groups: list[tuple[int, list[int]]], seed: int = 0, **keys: list[float]
+) -> SequenceSample:
+    """Random tokens: one id for each (prompt length, completion lengths).
+
+    `keys` are values one a completion token or one a completion, flat.
+    """
     random = np.random.default_rng(seed)
     lengths = {"prompt": [[p] for p, _ in groups], "completion": [c for _, c in groups]}
     counts = {name: sum(n for group in sizes for n in group) for name, sizes in lengths.items()}
-    data: dict[str, Any] = {name: random.integers(8, VOCAB, size=count) for name, count in counts.items()}
+    data: dict[str, Any] = {
+        name: random.integers(8, VOCAB, size=count) for name, count in counts.items()
+    }
     for key, values in keys.items():
         single = len(values) == sum(len(c) for _, c in groups)
         lengths[key] = [[1] * len(c) for _, c in groups] if single else [list(c) for _, c in groups]
@@ -58,7 +73,9 @@ def sequences(batch: SequenceSample) -> list[tuple[Tensor, int]]:
 
 
 def plain_logprobs(model: Any, batch: SequenceSample, temperature: float = 1.0) -> list[Tensor]:
-    """[L] a completion, each sequence through a `transformers` model by itself; 0 for a first token without a prompt."""
+    """[L] a completion, each sequence through a `transformers` model by itself; 0 for a first token
+    without a prompt.
+    """
     found = []
     for tokens, prompt in sequences(batch):
         logits = model(tokens[None]).logits[0] / temperature

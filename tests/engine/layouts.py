@@ -1,4 +1,7 @@
-"""What a layout of several processes computes, beside what one process computes of the same. Everything is float64."""
+"""What a layout of several processes computes, beside what one process computes of the same.
+
+Everything is float64.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,9 @@ def engine(path: Path, layout: str, case: Case) -> tuple[TorchEngine, int]:
 
 
 def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
-    """Score, take two steps, evaluate, save and generate on one rank; None on ranks that the layout does not use."""
+    """Score, take two steps, evaluate, save and generate on one rank; None on ranks that the layout
+    does not use.
+    """
     parsed = Layout.parse(layout)
     if parsed.num_devices > 1 and dist.get_rank() >= parsed.num_devices:
         return None
@@ -128,7 +133,9 @@ def run(path: Path, layout: str, case: Case, folder: Path) -> Found | None:
         steps=[dict(step.metrics) for step in steps],
         tokens=tokens,
         evaluated=evaluated,
-        parameters={name: (where, value.clone()) for name, where, value in made.read(made.slices())},
+        parameters={
+            name: (where, value.clone()) for name, where, value in made.read(made.slices())
+        },
     )
 
 
@@ -169,7 +176,9 @@ def check(found: Sequence[Found | None], alone: Found, folder: Path, expected: P
     assert {id for each in used for id in each.tokens} == set(alone.tokens)
     (file,) = (path.name for path in (expected / "model").glob("*.safetensors"))
     for name, value in load_file(expected / "model" / file).items():
-        torch.testing.assert_close(load_file(folder / "model" / file)[name], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            load_file(folder / "model" / file)[name], value, rtol=1e-6, atol=1e-7
+        )
 
 
 def resumed(path: Path, layout: str, case: Case, state: Path) -> list[dict[str, float]] | None:
@@ -195,7 +204,11 @@ def few(path: Path, layout: str) -> tuple[list[dict[str, float]], list[list[floa
         scored = made.forward(parts[index], frozenset({"logprobs"}), max_tokens=MOST)
         evaluated = made.evaluate(parts[index], Nll(), max_tokens=MOST)
         assert evaluated["loss"] > 0
-    return [dict(step.metrics) for step in steps], [x.tolist() for x in by_id(scored)], list(scored.ids)
+    return (
+        [dict(step.metrics) for step in steps],
+        [x.tolist() for x in by_id(scored)],
+        list(scored.ids),
+    )
 
 
 def broken(path: Path, layout: str) -> str:
@@ -209,7 +222,9 @@ def broken(path: Path, layout: str) -> str:
 
 
 def half(path: Path, layout: str, case: Case) -> list[float]:
-    """Losses of three steps and the tokens that can be generated, of a role that computes in bfloat16."""
+    """Losses of three steps and the tokens that can be generated, of a role that computes in
+    bfloat16.
+    """
     made, index = engine(path, layout, case)
     ranks = Layout.parse(layout).data
     parts = [over_ranks(batch(seed), ranks, "sequence")[index] for seed in range(3)]

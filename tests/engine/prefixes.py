@@ -14,9 +14,18 @@ from weft.models.network.transformer import Transformer
 
 Groups = list[tuple[int, list[int]]]
 CONFIG = TransformerConfig(
-    family="llama", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    intermediate_size=48, max_positions=512, rope=Rope(dim=8, theta=10000.0), tied=True,
-)  # fmt: skip
+    family="llama",
+    vocab_size=300,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    max_positions=512,
+    rope=Rope(dim=8, theta=10000.0),
+    tied=True,
+)
 
 
 def network_of(config: TransformerConfig, head: Any = "lm") -> Transformer:
@@ -28,7 +37,9 @@ def network_of(config: TransformerConfig, head: Any = "lm") -> Transformer:
 
 
 def templated(sizes: Groups, templates: list[int], seed: int = 0) -> SequenceSample:
-    """As `batch_of`; prompts begin with one of two templates, which begin alike themselves, as far as they are long enough."""
+    """As `batch_of`; prompts begin with one of two templates, which begin alike themselves, as far
+    as they are long enough.
+    """
     batch, random = batch_of(sizes, seed), np.random.default_rng(seed + 1)
     common = random.integers(8, 300, 20)
     made = [

@@ -17,7 +17,10 @@ from weft.errors import ConfigError
         ({"lora": LoRASpec(r=4)}, "prefix.num_tokens=3 and lora.r=4 exclude each other"),
         ({"freeze_layers": 1}, "prefix.num_tokens=3 excludes freeze_layers and train_last_layers"),
         ({"backend": "hf"}, "prefix.num_tokens=3: backend=hf runs the module as it is"),
-        ({"init_from_scratch": True}, "init_from_scratch=true: a prefix is saved without the weights"),
+        (
+            {"init_from_scratch": True},
+            "init_from_scratch=true: a prefix is saved without the weights",
+        ),
         ({"tokenizer": TokenizerSpec(add_tokens=["<x>"])}, "tokenizer.add_tokens=.*take lora.r"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling=.*take lora.r"),
     ],

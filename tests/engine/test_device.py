@@ -28,7 +28,10 @@ def test_devices() -> None:
 
 
 def test_the_rate_is_of_random_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of equal numbers are multiplied at a higher clock on a GPU. The draw leaves the program's own draws alone."""
+    """Matrices of equal numbers are multiplied at a higher clock on a GPU.
+
+    The draw leaves the program's own draws alone.
+    """
     multiplied: list[torch.Tensor] = []
     monkeypatch.setattr(device, "product", lambda *both: multiplied.extend(both))
     before = torch.get_rng_state()
@@ -48,7 +51,8 @@ class Gpu:
 def test_what_a_gpu_is_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     version = tmp_path / "version"
     version.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC version: 12.3.0\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build\nGCC "
+        "version: 12.3.0\n"
     )
     read = device._driver
     monkeypatch.setattr(device, "_driver", lambda: read(version))
@@ -57,7 +61,8 @@ def test_what_a_gpu_is_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     facts = device.hardware(gpu)
     assert facts["driver"] == "550.54.15" and read(tmp_path / "none") is None
     assert device.hardware_line(facts, Gpu.name) == (
-        "NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s)"
+        "NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and "
+        "2,039 GB/s)"
     )
     monkeypatch.setattr(Gpu, "name", "A card of tomorrow")
     assert device.hardware_line({**device.hardware(gpu)}, "A card of tomorrow").endswith(
@@ -86,14 +91,17 @@ def test_tf32_is_a_gpus_and_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch
     assert asked == ["high"]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    assert device.numerics(torch.device("cuda"))["tf32"] and "tf32" not in device.numerics(torch.device("cpu"))
+    assert device.numerics(torch.device("cuda"))["tf32"] and "tf32" not in device.numerics(
+        torch.device("cpu")
+    )
 
 
 def test_flash_attention_that_cannot_be_had_is_refused() -> None:
     cpu = torch.device("cpu")
     assert device.choose_flash(cpu, "auto") == device.choose_flash(cpu, "fa2") == ()
     with pytest.raises(
-        ConfigError, match=r"flash_attention=fa3: cpu is no GPU of compute capability 9\.x; leave it out"
+        ConfigError,
+        match=r"flash_attention=fa3: cpu is no GPU of compute capability 9\.x; leave it out",
     ):
         device.choose_flash(cpu, "fa3")
 
@@ -106,25 +114,39 @@ def test_determinism_is_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> 
     assert not device.numerics(torch.device("cpu"))["deterministic"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="a child begins at its parent's peak on Linux alone"
+)
 def test_peak_memory_is_this_process_s_own() -> None:
     held = torch.ones(200_000_000)  # 800 MB, which a child's ru_maxrss would begin with
     code = "import torch; from weft.engine.device import peak_memory_gb; print(peak_memory_gb(torch.device('cpu')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert float(done.stdout) < device.peak_memory_gb(held.device) - 0.4
 
 
 @pytest.mark.parametrize(
     ("groups", "files", "expected"),
     [
-        ("0::/a/b\n", {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"}, [700, 500]),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "700", "a/memory.max": "500", "memory.max": "max"},
+            [700, 500],
+        ),
         ("0::/\n", {"memory.max": "300\n"}, [300]),  # as a container sees its own group
         ("0::/elsewhere\n", {"memory.max": "300\n", "memory/memory.limit_in_bytes": "1"}, [300]),
-        ("3:cpu,cpuacct:/x\n5:memory:/x\n", {"memory/x/memory.limit_in_bytes": "90", "cpu/x/memory.max": "1"}, [90]),
+        (
+            "3:cpu,cpuacct:/x\n5:memory:/x\n",
+            {"memory/x/memory.limit_in_bytes": "90", "cpu/x/memory.max": "1"},
+            [90],
+        ),
         ("0::/a\n", {}, []),
     ],
 )
-def test_limits_of_control_groups(tmp_path: Path, groups: str, files: dict[str, str], expected: list[int]) -> None:
+def test_limits_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: list[int]
+) -> None:
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +163,12 @@ def test_products_of_half_precision_add_in_float32_on_a_gpu() -> None:
         device.keep_sums_wide(torch.device("cpu"))
         assert flags.allow_bf16_reduced_precision_reduction
         device.keep_sums_wide(torch.device("cuda"))
-        assert not flags.allow_bf16_reduced_precision_reduction and not flags.allow_fp16_reduced_precision_reduction
+        assert (
+            not flags.allow_bf16_reduced_precision_reduction
+            and not flags.allow_fp16_reduced_precision_reduction
+        )
     finally:
-        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = was
+        (
+            flags.allow_bf16_reduced_precision_reduction,
+            flags.allow_fp16_reduced_precision_reduction,
+        ) = was

@@ -32,11 +32,18 @@ def size(case: Case, options: str) -> float:
 
 
 def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
-    """Weights 2, masters 4, gradients 4, states 8. Beside all gradients the look-up's own stand at the end: 4 bytes."""
+    """Weights 2, masters 4, gradients 4, states 8.
+
+    Beside all gradients the look-up's own stand at the end: 4 bytes.
+    """
     more = 4 * 10**8
     assert abs(size(CASE, "as set") / (18 * BILLION + more) - 1) < SMALL
     assert (
-        abs(size(replace(CASE, settings=replace(SETTINGS, dtype="float32")), "as set") / (16 * BILLION + more) - 1)
+        abs(
+            size(replace(CASE, settings=replace(SETTINGS, dtype="float32")), "as set")
+            / (16 * BILLION + more)
+            - 1
+        )
         < SMALL
     )
     again = "gradient_checkpointing=true"
@@ -45,7 +52,8 @@ def test_a_parameter_takes_18_bytes_and_each_way_what_is_left_of_them() -> None:
     assert abs(size(CASE, f"{again} optimizer.offload=true") / (2 * BILLION + more) - 1) < SMALL
     adapters = RANK * 10 * (2 * (1000 + 1000) + 2 * (1000 + 500) + 3 * (1000 + 4000))
     assert abs(size(CASE, f"{again} lora.r={RANK}") / (2 * BILLION + 18 * adapters) - 1) < SMALL
-    gathered = 2 * (10**8 + 2 * 9 * 10**7) + 4 * 9 * 10**7  # the embedding, two blocks, and a block's gradient
+    # the embedding, two blocks, and a block's gradient
+    gathered = 2 * (10**8 + 2 * 9 * 10**7) + 4 * 9 * 10**7
     assert abs(size(CASE, f"{again} layout=d4") / (18 * BILLION / 4 + gathered + more) - 1) < SMALL
 
 
@@ -56,12 +64,18 @@ def test_the_smallest_gpu_that_leaves_the_driver_its_part() -> None:
 
 
 def test_lines_name_what_leads_to_a_smaller_gpu_and_nothing_else() -> None:
-    assert list(lines({"model": CASE}, "on a GPU: ")) == ["on a GPU: about 17.1 GiB, fits a GPU of 24 GB"]
+    assert list(lines({"model": CASE}, "on a GPU: ")) == [
+        "on a GPU: about 17.1 GiB, fits a GPU of 24 GB"
+    ]
     large = replace(CASE, shape=replace(SHAPE, parameters=7 * BILLION, trainable=7 * BILLION))
     first, *others = lines({"model": large}, "")
     assert first == "about 117.7 GiB, fits a GPU of 141 GB"
-    assert len(others) >= 4 and not any("141" in line for line in others), "those that lead to a smaller one"
-    assert any("optimizer.offload=true: about 13.4 GiB, fits a GPU of 24 GB" in line for line in others)
+    assert len(others) >= 4 and not any("141" in line for line in others), (
+        "those that lead to a smaller one"
+    )
+    assert any(
+        "optimizer.offload=true: about 13.4 GiB, fits a GPU of 24 GB" in line for line in others
+    )
     huge = replace(CASE, shape=replace(SHAPE, parameters=2000 * BILLION, trainable=2000 * BILLION))
     assert (
         "more than a GPU of 141 GB" in next(lines({"model": huge}, ""))
@@ -72,7 +86,10 @@ def test_lines_name_what_leads_to_a_smaller_gpu_and_nothing_else() -> None:
 
 def test_what_is_set_already_is_not_offered() -> None:
     options = [
-        way.options for way in ways({"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))})
+        way.options
+        for way in ways(
+            {"m": replace(CASE, settings=replace(SETTINGS, recompute=1, optimizer="sgd"))}
+        )
     ]
     assert options[1:3] == ["optimizer.offload=true", "lora.r=16"], "nothing is said twice"
     experts = replace(CASE, shape=replace(SHAPE, fused=False))
@@ -85,9 +102,14 @@ def test_adapters_are_not_offered_with_products_of_8_bits_which_refuse_them() ->
     assert not any("lora" in way.options for way in ways({"m": narrow}))
 
 
-def test_what_an_option_needs_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_option_needs_is_named_where_it_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert lacking("optimizer.state_dtype=8bit", "fp8=true") == install("8bit,fp8") and lacking("lora.r=16") == ""
+    assert (
+        lacking("optimizer.state_dtype=8bit", "fp8=true") == install("8bit,fp8")
+        and lacking("lora.r=16") == ""
+    )
     narrow = next(line for line in table(ways({"m": CASE})) if "8bit" in line)
     assert narrow.endswith(f"(needs {install('8bit')})")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
@@ -97,7 +119,9 @@ def test_what_an_option_needs_is_named_where_it_is_not_installed(monkeypatch: py
 def test_what_holds_it_in_less_memory_than_it_takes() -> None:
     lines = list(smaller({"m": CASE}, 8 * GIB))
     assert [line.split(":")[0] for line in lines] == [
-        "with gradient_checkpointing=true optimizer.offload=true", "with gradient_checkpointing=true lora.r=16",
-        "with gradient_checkpointing=true layout=d4", "with gradient_checkpointing=true layout=d8",
-    ]  # fmt: skip
+        "with gradient_checkpointing=true optimizer.offload=true",
+        "with gradient_checkpointing=true lora.r=16",
+        "with gradient_checkpointing=true layout=d4",
+        "with gradient_checkpointing=true layout=d8",
+    ]
     assert next(iter(smaller({"m": CASE}, 0.0))).startswith("the least is 1.9")

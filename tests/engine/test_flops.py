@@ -14,7 +14,9 @@ def test_cost_of_training_by_hand() -> None:
     lengths: Any = np.array([3, 1])
     assert Cost(10, 2).training(lengths) == 3 * (2 * 10 * 4 + 4 * 2 * (6 + 1))
     assert Cost(10, 2, backward=1).per_token == 2 * 2 * 10
-    assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5))
+    assert Cost(10, 2, late=4).training(lengths, rows=1, across=5) == 3 * (
+        2 * (10 * 4 - 4 * 3) + 4 * 2 * (6 + 1 + 5)
+    )
 
 
 def test_ranks_that_share_tokens_share_the_cost() -> None:

@@ -1,4 +1,6 @@
-"""Layouts of several processes compute what one process computes: scores, two steps, checkpoints, tokens, resumed runs."""
+"""Layouts of several processes compute what one process computes: scores, two steps, checkpoints,
+tokens, resumed runs.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ CASES = {
 
 
 def pairs(more: Mapping[str, str] = MappingProxyType({}), **layouts: str) -> list[tuple[str, str]]:
-    """Return (case, layout) of each. Every case meets every degree and every layout meets a plain case: full products repeat
-    what these, and two processes, check already."""
+    """Return (case, layout) of each.
+
+    Every case meets every degree and every layout meets a plain case: full products repeat what
+    these, and two processes, check already.
+    """
     return [(name, layout) for name, each in {**layouts, **more}.items() for layout in each.split()]
 
 
@@ -48,7 +53,9 @@ Compare = Callable[[Case, str, Ranks], None]
 
 @dataclass(frozen=True)
 class Reference:
-    """The model of a case and the results of one process, shared by all layouts of the module; nothing writes to it."""
+    """The model of a case and the results of one process, shared by all layouts of the module;
+    nothing writes to it.
+    """
 
     model: Path
     found: layouts.Found
@@ -78,7 +85,12 @@ def compare(reference: Callable[[Case], Reference], tmp_path: Path) -> Compare:
 
     def run(case: Case, layout: str, ranks: Ranks) -> None:
         one = reference(case)
-        layouts.check(ranks.run(layouts.run, one.model, layout, case, tmp_path), one.found, tmp_path, one.folder)
+        layouts.check(
+            ranks.run(layouts.run, one.model, layout, case, tmp_path),
+            one.found,
+            tmp_path,
+            one.folder,
+        )
 
     return run
 
@@ -110,7 +122,9 @@ def test_ranks_that_share_tokens_have_no_prefix(tmp_path: Path) -> None:
     path = layouts.write_model(Case(), tmp_path)
     spec = ModelSpec(path=str(path), prefix=PrefixSpec(num_tokens=3), trained=True)
     config = replace(hf_io.read_config(path)[1], prefix_tokens=3)
-    with pytest.raises(ConfigError, match=r"\(c\) have no prefix, and .* is to have one of 3 tokens; write c1"):
+    with pytest.raises(
+        ConfigError, match=r"\(c\) have no prefix, and .* is to have one of 3 tokens; write c1"
+    ):
         check_layout(spec, Layout.parse("c2"), config)
 
 
@@ -123,7 +137,9 @@ def test_tensor_ranks_that_share_no_rows(ranks: Ranks, compare: Compare) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [layout for layout in FOUR if "t" in layout])
-def test_tensor_ranks_that_share_no_rows_more(layout: str, four_ranks: Ranks, compare: Compare) -> None:
+def test_tensor_ranks_that_share_no_rows_more(
+    layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     compare(WHOLE, layout, four_ranks)
 
 
@@ -151,11 +167,16 @@ def test_experts_of_two_processes_more(name: str, ranks: Ranks, compare: Compare
 @pytest.mark.parametrize(
     ("name", "layout"),
     pairs(
-        mixtral="d4e2 d4e4 d2t2e2 d2c2e2", qwen3_moe="d4e4 d2t2e2", balanced="d2c2e2 d4e2", lora="d2t2e2 d4e4",
+        mixtral="d4e2 d4e4 d2t2e2 d2c2e2",
+        qwen3_moe="d4e4 d2t2e2",
+        balanced="d2c2e2 d4e2",
+        lora="d2t2e2 d4e4",
         recomputed="d2c2e2 d4e2",
     ),
-)  # fmt: skip
-def test_experts_of_four_processes(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+)
+def test_experts_of_four_processes(
+    name: str, layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     compare(EXPERTS[name], layout, four_ranks)
 
 
@@ -164,15 +185,22 @@ def test_combinations_of_four_processes(layout: str, four_ranks: Ranks, compare:
     compare(CASES["balanced"], layout, four_ranks)
 
 
-def test_ranks_that_share_packs_sample_the_same(ranks: Ranks, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_ranks_that_share_packs_sample_the_same(
+    ranks: Ranks, four_ranks: Ranks, tmp_path: Path
+) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
-    for found in (ranks.run(layouts.parted, path, "c2"), four_ranks.run(layouts.parted, path, "c2p2")):
+    for found in (
+        ranks.run(layouts.parted, path, "c2"),
+        four_ranks.run(layouts.parted, path, "c2p2"),
+    ):
         assert all(tokens == found[0] for tokens in found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["d2f2p2c2e2", "d4f4p2e2", "d4f4c2e2", "d2f2t2p2"])
-def test_eight_processes_are_as_one(layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare) -> None:
+def test_eight_processes_are_as_one(
+    layout: str, tmp_path_factory: pytest.TempPathFactory, compare: Compare
+) -> None:
     with Ranks(8, tmp_path_factory.mktemp("ranks")) as eight:
         compare(CASES["balanced"], layout, eight)
 
@@ -187,18 +215,25 @@ def test_stages_that_share_packs(name: str, four_ranks: Ranks, compare: Compare)
 @pytest.mark.parametrize(
     ("name", "layout"),
     pairs(
-        mixtral="d2p2e2 d4f2e2 d4f4e2 d4f4e4 d4f2e4 d2f2c2e2 d2f2t2e2", qwen3_moe="d2p2e2 d4f4e4 d2f2t2e2",
-        balanced="d4f2e2 d2f2c2e2 d4f2e4", lora="d2p2e2 d4f4e2 d2f2t2e2", recomputed="d4f4e4 d2f2c2e2 d4f2e4",
+        mixtral="d2p2e2 d4f2e2 d4f4e2 d4f4e4 d4f2e4 d2f2c2e2 d2f2t2e2",
+        qwen3_moe="d2p2e2 d4f4e4 d2f2t2e2",
+        balanced="d4f2e2 d2f2c2e2 d4f2e4",
+        lora="d2p2e2 d4f4e2 d2f2t2e2",
+        recomputed="d4f4e4 d2f2c2e2 d4f2e4",
     ),
-)  # fmt: skip
-def test_experts_in_stages_and_shards(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+)
+def test_experts_in_stages_and_shards(
+    name: str, layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     compare(EXPERTS[name], layout, four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
-def test_schedules_of_combinations(schedule: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+def test_schedules_of_combinations(
+    schedule: str, layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     case = Case("mixtral", options={"pipeline_schedule": schedule, "router_aux_loss_coef": 0.1})
     compare(case, layout, four_ranks)
 
@@ -213,7 +248,9 @@ def test_zero_stages_with_experts(stage: int, ranks: Ranks, compare: Compare) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", TWO)
 @pytest.mark.parametrize("name", ["tied", "gpt2", "gemma2", "dropout", "recomputed", "balanced"])
-def test_two_processes_are_as_one_more(name: str, layout: str, ranks: Ranks, compare: Compare) -> None:
+def test_two_processes_are_as_one_more(
+    name: str, layout: str, ranks: Ranks, compare: Compare
+) -> None:
     compare(CASES[name], layout, ranks)
 
 
@@ -224,8 +261,12 @@ def staged(schedule: str, layers: int = 5, family: str = "llama", **case: Any) -
     return Case(family, changes={name: layers, **case.pop("changes", {})}, options=options, **case)
 
 
-@pytest.mark.parametrize("case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})])
-def test_several_stages_on_each_of_two_processes(case: Case, ranks: Ranks, compare: Compare) -> None:
+@pytest.mark.parametrize(
+    "case", [staged("interleaved_1f1b"), staged("zbv", changes={"tie_word_embeddings": True})]
+)
+def test_several_stages_on_each_of_two_processes(
+    case: Case, ranks: Ranks, compare: Compare
+) -> None:
     compare(case, "p2", ranks)
 
 
@@ -238,11 +279,15 @@ def spawned_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
-        (Case(), "d2"), (Case("gpt2"), "t2"), (Case(), "t2"), (Case("mixtral"), "d2e2"),
-        (staged("interleaved_1f1b"), "p2"), (staged("zbv"), "p2"),
+        (Case(), "d2"),
+        (Case("gpt2"), "t2"),
+        (Case(), "t2"),
+        (Case("mixtral"), "d2e2"),
+        (staged("interleaved_1f1b"), "p2"),
+        (staged("zbv"), "p2"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_processes_with_their_own_imports_and_hashes_are_as_one(
     case: Case, layout: str, spawned_ranks: Ranks, compare: Compare
 ) -> None:
@@ -267,7 +312,9 @@ SEVERAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SEVERAL))
-def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, compare: Compare) -> None:
+def test_several_stages_on_each_of_two_processes_more(
+    name: str, ranks: Ranks, compare: Compare
+) -> None:
     compare(SEVERAL[name], "p2", ranks)
 
 
@@ -275,12 +322,20 @@ def test_several_stages_on_each_of_two_processes_more(name: str, ranks: Ranks, c
 @pytest.mark.parametrize(
     ("name", "layout"),
     pairs(
-        {"zero bubble": "d2p2 c2p2", "some recomputed": "d2f1p2 t2p2"}, tied="d2p2 t2p2", three="d2f1p2 c2p2",
-        zbv="d2p2 d2f1p2 t2p2 c2p2", lora="d2f1p2 t2p2", dropout="d2p2 c2p2", balanced="t2p2 d2f1p2", gemma2="c2p2 t2p2",
+        {"zero bubble": "d2p2 c2p2", "some recomputed": "d2f1p2 t2p2"},
+        tied="d2p2 t2p2",
+        three="d2f1p2 c2p2",
+        zbv="d2p2 d2f1p2 t2p2 c2p2",
+        lora="d2f1p2 t2p2",
+        dropout="d2p2 c2p2",
+        balanced="t2p2 d2f1p2",
+        gemma2="c2p2 t2p2",
         recomputed="d2p2 d2f1p2",
     ),
-)  # fmt: skip
-def test_several_stages_beside_other_degrees(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+)
+def test_several_stages_beside_other_degrees(
+    name: str, layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     compare(SEVERAL[name], layout, four_ranks)
 
 
@@ -290,7 +345,9 @@ HALVED = {
     "tied": staged("zbv", changes=TIED),
     "gemma2": staged("zbv", family="gemma2"),
     "interleaved": staged("interleaved_zero_bubble", changes=TIED),
-    "recomputed": Case(options={"pipeline_schedule": "zero_bubble", "gradient_checkpointing": True}),
+    "recomputed": Case(
+        options={"pipeline_schedule": "zero_bubble", "gradient_checkpointing": True}
+    ),
     "some recomputed": staged("zbv", options={"recompute_every": 2}),
     "not shared out": staged("zbv", options={"zero_stage": 1}),
 }
@@ -313,14 +370,18 @@ def test_halved_passes_of_eight_processes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
-def test_halved_passes_of_sharded_experts(schedule: str, four_ranks: Ranks, compare: Compare) -> None:
+def test_halved_passes_of_sharded_experts(
+    schedule: str, four_ranks: Ranks, compare: Compare
+) -> None:
     case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
     compare(case, "d2f2p2e2", four_ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
-def test_several_stages_whose_experts_are_spread(schedule: str, four_ranks: Ranks, compare: Compare) -> None:
+def test_several_stages_whose_experts_are_spread(
+    schedule: str, four_ranks: Ranks, compare: Compare
+) -> None:
     case = staged(schedule, family="mixtral", options={"router_aux_loss_coef": 0.1})
     compare(case, "d2p2e2", four_ranks)
 
@@ -329,12 +390,20 @@ def test_several_stages_whose_experts_are_spread(schedule: str, four_ranks: Rank
 @pytest.mark.parametrize(
     ("name", "layout"),
     pairs(
-        llama=" ".join(FOUR), tied="d2p2 t2p2 d4f2 d2t2", lora="d2t2 t2p2 d2f1c2 d4", dropout="d2f1t2 d2p2 t2c2 d4f2",
-        gpt2="t4 d2f1p2 d2c2 d4f2", gemma2="d2t2 t2p2 t2c2 d4", mixtral="d2f1t2 d2p2 d2c2 t4",
-        balanced="d4f2 d2f1p2 t2c2 t2p2", recomputed="d2f1t2 d2p2 d2c2 d4",
+        llama=" ".join(FOUR),
+        tied="d2p2 t2p2 d4f2 d2t2",
+        lora="d2t2 t2p2 d2f1c2 d4",
+        dropout="d2f1t2 d2p2 t2c2 d4f2",
+        gpt2="t4 d2f1p2 d2c2 d4f2",
+        gemma2="d2t2 t2p2 t2c2 d4",
+        mixtral="d2f1t2 d2p2 d2c2 t4",
+        balanced="d4f2 d2f1p2 t2c2 t2p2",
+        recomputed="d2f1t2 d2p2 d2c2 d4",
     ),
-)  # fmt: skip
-def test_four_processes_are_as_one(name: str, layout: str, four_ranks: Ranks, compare: Compare) -> None:
+)
+def test_four_processes_are_as_one(
+    name: str, layout: str, four_ranks: Ranks, compare: Compare
+) -> None:
     compare(CASES[name], layout, four_ranks)
 
 
@@ -358,23 +427,31 @@ def test_four_ranks_of_a_pipeline(schedule: str, four_ranks: Ranks, compare: Com
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 @pytest.mark.parametrize("name", ["gpt2", "recomputed"])
-def test_stages_of_tensor_ranks(name: str, schedule: str, four_ranks: Ranks, compare: Compare) -> None:
+def test_stages_of_tensor_ranks(
+    name: str, schedule: str, four_ranks: Ranks, compare: Compare
+) -> None:
     case = replace(CASES[name], options={**CASES[name].options, "pipeline_schedule": schedule})
     compare(case, "d1t2p2", four_ranks)
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [("d2", "t2"), ("t2", "p2"), ("p2", "c2"), ("c2", "d1"), ("d1", "d2"), ("d2f1", "d2")]
+    ("saved", "resumed"),
+    [("d2", "t2"), ("t2", "p2"), ("p2", "c2"), ("c2", "d1"), ("d1", "d2"), ("d2f1", "d2")],
 )
-def test_a_run_goes_on_in_another_layout(saved: str, resumed: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout(
+    saved: str, resumed: str, ranks: Ranks, tmp_path: Path
+) -> None:
     go_on(CASES["llama"], saved, resumed, ranks, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "resumed"), [("d4f4e2", "d2p2e2"), ("d2p2e2", "c2p2"), ("c2p2", "d4f2e2"), ("d4f2e4", "d1")]
+    ("saved", "resumed"),
+    [("d4f4e2", "d2p2e2"), ("d2p2e2", "c2p2"), ("c2p2", "d4f2e2"), ("d4f2e4", "d1")],
 )
-def test_a_mixture_goes_on_in_another_layout(saved: str, resumed: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_mixture_goes_on_in_another_layout(
+    saved: str, resumed: str, four_ranks: Ranks, tmp_path: Path
+) -> None:
     go_on(CASES["mixtral"], saved, resumed, four_ranks, tmp_path)
 
 
@@ -412,8 +489,12 @@ def test_several_stages_save_and_take_up_points(
             assert found[0][name] == pytest.approx(wanted[0][name], rel=1e-9)
 
 
-@pytest.mark.parametrize(("layout", "family"), [("d2", "llama"), ("d2f1", "llama"), ("d2e2", "mixtral")])
-def test_ranks_without_an_id_work_on(layout: str, family: str, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family"), [("d2", "llama"), ("d2f1", "llama"), ("d2e2", "mixtral")]
+)
+def test_ranks_without_an_id_work_on(
+    layout: str, family: str, ranks: Ranks, tmp_path: Path
+) -> None:
     path = layouts.write_model(Case(family), tmp_path / "hf")
     steps, scored, ids = layouts.few(path, "d1")
     assert ids == ["id1"]
@@ -456,7 +537,9 @@ def test_bfloat16_on_two_processes(layout: str, lora: bool, ranks: Ranks, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["p2", "d2p2"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_bfloat16_with_several_stages(layout: str, lora: bool, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_bfloat16_with_several_stages(
+    layout: str, lora: bool, four_ranks: Ranks, tmp_path: Path
+) -> None:
     """With d2 also sharded."""
     case = staged("interleaved_1f1b", lora=lora, options={"dtype": "bfloat16"})
     path = layouts.write_model(case, tmp_path / "hf")
@@ -466,7 +549,11 @@ def test_bfloat16_with_several_stages(layout: str, lora: bool, four_ranks: Ranks
 
 
 def half_of_some(path: Path, layout: str, case: Case) -> list[float] | None:
-    return layouts.half(path, layout, case) if dist.get_rank() < Layout.parse(layout).num_devices else None
+    return (
+        layouts.half(path, layout, case)
+        if dist.get_rank() < Layout.parse(layout).num_devices
+        else None
+    )
 
 
 @pytest.mark.parametrize("layout", ["c2p2", "d2p2e2", "d4f4e2"])

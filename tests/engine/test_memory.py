@@ -9,7 +9,16 @@ import pytest
 from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
 
 SHAPE = NetworkShape(
-    parameters=1000, trainable=1000, layers=4, hidden=8, query=8, key=4, inner=16, vocab=50, embedding=400, tied=True
+    parameters=1000,
+    trainable=1000,
+    layers=4,
+    hidden=8,
+    query=8,
+    key=4,
+    inner=16,
+    vocab=50,
+    embedding=400,
+    tied=True,
 )
 TRAINED = Settings("float32", True, "adamw", recompute=0, offload_optimizer=False, chunk_rows=10)
 ROW_BY_ROW = replace(TRAINED, chunk_rows=1)
@@ -20,15 +29,27 @@ def test_what_is_held_by_hand() -> None:
     one = estimate(SHAPE, TRAINED, [TRAIN])
     assert (one.parameters, one.masters, one.optimizer, one.gradients) == (4000, 0, 8000, 4000)
     half = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", optimizer="lion"), [TRAIN])
-    assert (half.parameters, half.masters, half.optimizer, half.gradients) == (2000, 4000, 4000, 4000)
+    assert (half.parameters, half.masters, half.optimizer, half.gradients) == (
+        2000,
+        4000,
+        4000,
+        4000,
+    )
     frozen = estimate(SHAPE, replace(TRAINED, trained=False, dtype="float16"), [])
     assert (frozen.held, frozen.gradients, frozen.call) == (2000, 0, 0)
     adapters = estimate(replace(SHAPE, trainable=10), replace(TRAINED, dtype="bfloat16"), [TRAIN])
-    assert (adapters.parameters, adapters.masters, adapters.optimizer, adapters.gradients) == (2000, 40, 80, 40)
+    assert (adapters.parameters, adapters.masters, adapters.optimizer, adapters.gradients) == (
+        2000,
+        40,
+        80,
+        40,
+    )
     host = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [TRAIN])
     assert host.held == 2000 and host.gradients == 0
     here = estimate(SHAPE, replace(TRAINED, dtype="bfloat16"), [replace(TRAIN, parts=2)])
-    there = estimate(SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [replace(TRAIN, parts=2)])
+    there = estimate(
+        SHAPE, replace(TRAINED, dtype="bfloat16", offload_optimizer=True), [replace(TRAIN, parts=2)]
+    )
     assert here.call - there.call == 4000, "no gradient stays on the device either"
 
 
@@ -38,9 +59,15 @@ def test_states_of_other_dtypes_by_hand() -> None:
         dtype: estimate(SHAPE, replace(TRAINED, state_dtype=dtype), [TRAIN]).optimizer
         for dtype in ("float32", "bfloat16", "8bit")
     }
-    assert held == {"float32": 8000, "bfloat16": 4000, "8bit": int(2 * (400 * 4 + 600 * (1 + 4 / 256)))}
+    assert held == {
+        "float32": 8000,
+        "bfloat16": 4000,
+        "8bit": int(2 * (400 * 4 + 600 * (1 + 4 / 256))),
+    }
     adapters = replace(SHAPE, trainable=512)
-    assert estimate(adapters, replace(TRAINED, state_dtype="8bit"), [TRAIN]).optimizer == 2 * (512 + 2 * 4)
+    assert estimate(adapters, replace(TRAINED, state_dtype="8bit"), [TRAIN]).optimizer == 2 * (
+        512 + 2 * 4
+    )
 
 
 def test_activations_by_hand() -> None:
@@ -48,9 +75,13 @@ def test_activations_by_hand() -> None:
     ends, working = 2 * 100 * 8 + 60 * 8, 100 * (3 * 8 + 4 * 16)
     assert SHAPE.kept_per_token() == layer and working > 3 * 50 * 10
     last = 100 * (2 * 8 + 2 * 8 + 2 * 4) + 60 * (2 * 8 + 2 * 16 + 8)
-    assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (ends + 3 * 100 * layer + last + working)
+    assert estimate(SHAPE, TRAINED, [TRAIN]).activations == 4 * (
+        ends + 3 * 100 * layer + last + working
+    )
     every_second = estimate(SHAPE, replace(TRAINED, recompute=2), [TRAIN])
-    assert every_second.activations == 4 * (ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer)
+    assert every_second.activations == 4 * (
+        ends + 2 * 100 * layer + 2 * 100 * 8 + working + 100 * layer
+    )
 
 
 def test_ranks_that_share_rows_keep_their_part_of_the_stream() -> None:
@@ -73,7 +104,8 @@ def test_adapters_keep_their_products_and_open_the_mlp() -> None:
 def test_an_entropy_with_a_gradient_takes_two_more_chunks() -> None:
     wide = replace(SHAPE, vocab=5000)
     plain, more = (
-        estimate(wide, ROW_BY_ROW, [replace(TRAIN, entropy=entropy)]).activations for entropy in (False, True)
+        estimate(wide, ROW_BY_ROW, [replace(TRAIN, entropy=entropy)]).activations
+        for entropy in (False, True)
     )
     assert more - plain == 2 * 5000 * 4
 
@@ -85,7 +117,9 @@ def test_logits_that_become_their_gradients_take_one_chunk() -> None:
         (replace(TRAIN, backward=False), 1),
         (Work(cache_tokens=64, sequences=1), 2),
     ):
-        copied, in_place = (estimate(wide, replace(ROW_BY_ROW, in_place=way), [work]).call for way in (False, True))
+        copied, in_place = (
+            estimate(wide, replace(ROW_BY_ROW, in_place=way), [work]).call for way in (False, True)
+        )
         assert copied - in_place == less * 50_000 * 4
 
 
@@ -121,7 +155,9 @@ def test_the_gradient_of_an_output_matrix_is_there_with_all_activations() -> Non
 
 def test_a_cache_that_is_kept_counts_while_others_work_and_has_a_limit() -> None:
     works = [Work(cache_tokens=64, sequences=2, cache_limit=1000)]
-    freed, kept = (estimate(SHAPE, replace(TRAINED, keeps_cache=keeps), works) for keeps in (False, True))
+    freed, kept = (
+        estimate(SHAPE, replace(TRAINED, keeps_cache=keeps), works) for keeps in (False, True)
+    )
     assert freed.cache == kept.cache == 1000
     assert freed.kept == 0 and kept.kept == 1000 and kept.held == freed.held + 1000
     assert freed.call == kept.call + 1000, "counted once"
@@ -135,9 +171,16 @@ def test_a_cache_by_hand() -> None:
 def test_more_recomputation_and_fewer_tokens_take_less() -> None:
     calls = [estimate(SHAPE, replace(TRAINED, recompute=n), [TRAIN]).call for n in (0, 2, 1)]
     assert calls[0] > calls[1] > calls[2]
-    sizes = [estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=n, rows=n)]).call for n in (50, 100, 200)]
-    assert sizes == sorted(sizes) and sizes[2] - sizes[1] == pytest.approx(2 * (sizes[1] - sizes[0]))
-    assert estimate(SHAPE, TRAINED, [replace(TRAIN, parts=3)]).call > estimate(SHAPE, TRAINED, [TRAIN]).call
+    sizes = [
+        estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=n, rows=n)]).call for n in (50, 100, 200)
+    ]
+    assert sizes == sorted(sizes) and sizes[2] - sizes[1] == pytest.approx(
+        2 * (sizes[1] - sizes[0])
+    )
+    assert (
+        estimate(SHAPE, TRAINED, [replace(TRAIN, parts=3)]).call
+        > estimate(SHAPE, TRAINED, [TRAIN]).call
+    )
 
 
 def test_roles_are_held_together_and_call_one_after_another() -> None:
@@ -151,9 +194,14 @@ def test_roles_are_held_together_and_call_one_after_another() -> None:
 def test_what_lies_in_host_memory_between_calls_is_held_for_one_role_alone() -> None:
     half = replace(TRAINED, dtype="bfloat16")
     actor = estimate(SHAPE, replace(half, weights_leave=True), [TRAIN])
-    ref = estimate(SHAPE, replace(half, trained=False, weights_leave=True), [Work(tokens=100, rows=60)])
+    ref = estimate(
+        SHAPE, replace(half, trained=False, weights_leave=True), [Work(tokens=100, rows=60)]
+    )
     stays = estimate(SHAPE, half, [TRAIN])
-    assert (actor.away, ref.away) == (2000 + 4000, 2000) and (actor.held, actor.call) == (stays.held, stays.call)
+    assert (actor.away, ref.away) == (2000 + 4000, 2000) and (actor.held, actor.call) == (
+        stays.held,
+        stays.call,
+    )
     assert total({"actor": actor, "ref": ref}) == 8000 + 6000 + actor.call
     assert total({"actor": stays, "ref": ref}) == 14000 + max(stays.call, 2000 + ref.call)
     state = estimate(SHAPE, replace(half, weights_leave=True, optimizer_leaves=True), [TRAIN])
@@ -161,14 +209,28 @@ def test_what_lies_in_host_memory_between_calls_is_held_for_one_role_alone() -> 
 
 
 @pytest.mark.parametrize("sums_once", [False, True])
-def test_gradients_of_several_micro_batches_add_up_whole_where_ranks_share_them_once(sums_once: bool) -> None:
+def test_gradients_of_several_micro_batches_add_up_whole_where_ranks_share_them_once(
+    sums_once: bool,
+) -> None:
     """A block of the 4 that 4,000 elements have beside an embedding of 400, or all of them."""
     shared, settings = replace(SHAPE, shards=4), replace(TRAINED, sums_once=sums_once)
-    one, several = (estimate(shared, settings, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2))
-    alone = [estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2)]
-    assert (several.call - one.call) - (alone[1].call - alone[0].call) == 4 * (4000 - 900) * sums_once
+    one, several = (
+        estimate(shared, settings, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2)
+    )
+    alone = [
+        estimate(SHAPE, TRAINED, [replace(TRAIN, tokens=1000, parts=parts)]) for parts in (1, 2)
+    ]
+    assert (several.call - one.call) - (alone[1].call - alone[0].call) == 4 * (
+        4000 - 900
+    ) * sums_once
 
 
 def test_float64_takes_twice_what_float32_does() -> None:
-    single, double = (estimate(SHAPE, replace(TRAINED, dtype=dtype), [TRAIN]) for dtype in ("float32", "float64"))
-    assert (double.held, double.gradients, double.call) == (2 * single.held, 2 * single.gradients, 2 * single.call)
+    single, double = (
+        estimate(SHAPE, replace(TRAINED, dtype=dtype), [TRAIN]) for dtype in ("float32", "float64")
+    )
+    assert (double.held, double.gradients, double.call) == (
+        2 * single.held,
+        2 * single.gradients,
+        2 * single.call,
+    )

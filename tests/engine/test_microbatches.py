@@ -18,7 +18,9 @@ from weft.errors import ConfigError
 @settings(max_examples=25, deadline=None)
 @given(
     shape=st.lists(
-        st.tuples(st.integers(0, 5), st.lists(st.integers(1, 6), min_size=1, max_size=4)), min_size=1, max_size=5
+        st.tuples(st.integers(0, 5), st.lists(st.integers(1, 6), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=5,
     ),
     budget=st.integers(11, 40),
 )
@@ -32,7 +34,9 @@ def test_micro_batches_join_to_what_they_were_cut_from(shape: Any, budget: int) 
             joined.lengths[key], batch.lengths[key]
         )
     keys = [key for part in parts for key in microbatches.sequence_keys(part)]
-    assert keys == [(id, k) for id, (_, c) in zip(batch.ids, shape, strict=True) for k in range(len(c))]
+    assert keys == [
+        (id, k) for id, (_, c) in zip(batch.ids, shape, strict=True) for k in range(len(c))
+    ]
     assert set(batch.ids) == {id for part in parts for id in microbatches.sample_ids(part)}
 
 

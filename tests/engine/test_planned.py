@@ -35,11 +35,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"head": "score"}, {"trained": False}, {"lora": LoRASpec(r=4, targets=["q", "down"])}, {"freeze_layers": 1},
-        {"lora": LoRASpec(r=2, dropout=0.1)}, {"backend": "hf"}, {"backend": "hf", "lora": LoRASpec(r=4)},
+        {},
+        {"head": "score"},
+        {"trained": False},
+        {"lora": LoRASpec(r=4, targets=["q", "down"])},
+        {"freeze_layers": 1},
+        {"lora": LoRASpec(r=2, dropout=0.1)},
+        {"backend": "hf"},
+        {"backend": "hf", "lora": LoRASpec(r=4)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_one_device(path: Path, changes: dict[str, Any]) -> None:
     spec = spec_of(path, dtype="float32", **changes)
     made: Mapping[str, Any] = backends.get(spec.backend)(spec, Layout()).description
@@ -48,7 +54,9 @@ def test_one_device(path: Path, changes: dict[str, Any]) -> None:
         assert found[name] == made[name], name
 
 
-def test_neither_weights_nor_a_tokenizer_nor_the_device_are_needed(path: Path, tmp_path: Path) -> None:
+def test_neither_weights_nor_a_tokenizer_nor_the_device_are_needed(
+    path: Path, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     for backend in ("torch", "hf"):
         spec = spec_of(tmp_path, dtype="bfloat16", planned=True, backend=backend, device="cuda")
@@ -59,14 +67,19 @@ def test_tokens_that_the_tokenizer_adds_are_counted(path: Path) -> None:
     spec = spec_of(path, dtype="float32", planned=True)
     spec.tokenizer.add_tokens = ["<|im_start|>"]
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path)
-    assert planned_facts(spec, ONE, CPU, tokenizer)["vocab_size"] > planned_facts(spec, ONE, CPU)["vocab_size"]
+    assert (
+        planned_facts(spec, ONE, CPU, tokenizer)["vocab_size"]
+        > planned_facts(spec, ONE, CPU)["vocab_size"]
+    )
 
 
 def test_what_the_engine_refuses_is_refused(path: Path) -> None:
     for changes, rule in (
-        ({"layout": "t8"}, "layout"), ({"recompute_every": 9}, "recompute_every=9"), ({"fp8": True}, "fp8=true"),
+        ({"layout": "t8"}, "layout"),
+        ({"recompute_every": 9}, "recompute_every=9"),
+        ({"fp8": True}, "fp8=true"),
         ({"fp8": True, "compile": True, "lora": LoRASpec(r=2)}, "fp8=true, lora.r above 0"),
-    ):  # fmt: skip
+    ):
         spec = spec_of(path, dtype="bfloat16", planned=True, **changes)
         with pytest.raises(ConfigError, match=rule):
             planned_facts(spec, Mesh.first(spec.resolve_layout()), CPU)
@@ -89,7 +102,13 @@ def said(path: Path, layout: str, case: Case) -> Mapping[str, Any]:
 
 @pytest.mark.slow
 def test_the_first_rank_of_a_layout(tmp_path: Path) -> None:
-    cases = [("d2", Case()), ("d2f1", Case()), ("t2", Case(lora=True)), ("p2", Case()), ("d2", Case(lora=True))]
+    cases = [
+        ("d2", Case()),
+        ("d2f1", Case()),
+        ("t2", Case(lora=True)),
+        ("p2", Case()),
+        ("d2", Case(lora=True)),
+    ]
     with Ranks(2, tmp_path) as ranks:
         for number, (layout, case) in enumerate(cases):
             path = write_model(case, tmp_path / str(number))

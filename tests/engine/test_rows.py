@@ -51,7 +51,8 @@ def test_rows_groups_and_masks() -> None:
     assert (rows.num_rows, rows.num_sequences) == (6, 3)
     assert rows.sequence.tolist() == [0, 0, 0, 1, 2, 2]
     assert rows.group.tolist() == [0, 0, 1]
-    assert rows.mask.tolist() == [1, 0, 1, 1, 0, 1]  # nothing predicts the first token of the second id
+    # nothing predicts the first token of the second id
+    assert rows.mask.tolist() == [1, 0, 1, 1, 0, 1]
     assert rows.lengths.tolist() == [2, 1, 1] == trained_rows(batch).tolist()
     assert rows_of(batch_of(GROUPS)).mask.tolist() == [1, 1, 1, 1, 0, 1]
 
@@ -81,7 +82,9 @@ def test_sum_and_spread_are_each_others_transpose(lengths: list[int], seed: int)
     one = torch.randn(sum(lengths), generator=random, dtype=torch.float64, requires_grad=True)
     other = torch.randn(len(lengths), generator=random, dtype=torch.float64, requires_grad=True)
     summed, spread = rows.sum(one), rows.spread(other)
-    wanted = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, rows.sequence, one.detach())
+    wanted = torch.zeros(len(lengths), dtype=torch.float64).index_add(
+        0, rows.sequence, one.detach()
+    )
     torch.testing.assert_close(summed.detach(), wanted)
     assert torch.equal(spread, other[rows.sequence])
     torch.testing.assert_close((summed * other).sum(), (one * spread).sum())
@@ -103,11 +106,17 @@ def test_pairs_stay_within_group_and_comparison() -> None:
 
 def test_outputs_come_back_by_id() -> None:
     batch = batch_of(GROUPS)
-    out: Any = {"logprobs": torch.arange(6.0), "values": torch.arange(9.0), "scores": torch.arange(3.0)}
+    out: Any = {
+        "logprobs": torch.arange(6.0),
+        "values": torch.arange(9.0),
+        "scores": torch.arange(3.0),
+    }
     sample = as_sample(batch, PackLayout.of(batch), out)
     assert {key: [n.tolist() for n in sample.seqlens[key]] for key in sample.keys} == {
-        "logprobs": [[3, 1], [2]], "values": [[4, 2], [3]], "scores": [[1, 1], [1]],
-    }  # fmt: skip
+        "logprobs": [[3, 1], [2]],
+        "values": [[4, 2], [3]],
+        "scores": [[1, 1], [1]],
+    }
 
 
 def test_support_is_handed_on_as_it_lies() -> None:
@@ -116,4 +125,8 @@ def test_support_is_handed_on_as_it_lies() -> None:
     keys = {"support": [[3]], "support_counts": [[2]]}
     data = {"support": torch.tensor([1, 2, 3]), "support_counts": torch.tensor([0, 3])}
     support = support_of(batch.update(SequenceSample.from_groups(batch.ids, keys, data)), CPU)
-    assert support is not None and support.ids.tolist() == [1, 2, 3] and support.counts.tolist() == [0, 3]
+    assert (
+        support is not None
+        and support.ids.tolist() == [1, 2, 3]
+        and support.counts.tolist() == [0, 3]
+    )

@@ -1,4 +1,6 @@
-"""A prefix that several sequences go on from is computed once: outputs and gradients are those of the repeated prefix."""
+"""A prefix that several sequences go on from is computed once: outputs and gradients are those of
+the repeated prefix.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SHARING: dict[str, Callable[[PackLayout, SequenceSample], PackLayout]] = {
     "by prefix": PackLayout.by_prefix,
 }
 groups = st.lists(
-    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1, max_size=4)), min_size=1, max_size=4
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 30), min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -37,7 +41,9 @@ def _join_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "LEAST_PROMPT", 1)
 
 
-def outputs_of(network: Transformer, batch: SequenceSample, want: str, share: str) -> tuple[torch.Tensor, list[Any]]:
+def outputs_of(
+    network: Transformer, batch: SequenceSample, want: str, share: str
+) -> tuple[torch.Tensor, list[Any]]:
     """(the output, the gradient of a weighted sum of it by every parameter)."""
     places = PackLayout.of(batch)
     places = SHARING[share](places, batch)
@@ -46,10 +52,16 @@ def outputs_of(network: Transformer, batch: SequenceSample, want: str, share: st
         assert isinstance(packed.attention, Prefixed) == bool(places.joins())
     network.zero_grad()
     out = network(packed, frozenset({want}))[want]
-    exists = torch.ones(len(out)) if want == "scores" else torch.from_numpy(places.rows(int(want == "values"))[1])
+    exists = (
+        torch.ones(len(out))
+        if want == "scores"
+        else torch.from_numpy(places.rows(int(want == "values"))[1])
+    )
     weights = torch.linspace(-1, 1, len(out)) * exists
     (out * weights).sum().backward()
-    return (out * exists).detach(), [None if p.grad is None else p.grad.clone() for p in network.parameters()]
+    return (out * exists).detach(), [
+        None if p.grad is None else p.grad.clone() for p in network.parameters()
+    ]
 
 
 def check(network: Transformer, batch: SequenceSample, want: str, share: str = "by id") -> None:
@@ -68,7 +80,9 @@ def test_logprobs_and_gradients_are_those_of_repeated_prompts(sizes: Groups) -> 
 
 @settings(max_examples=40, deadline=None)
 @given(groups, st.lists(st.integers(0, 1), min_size=4, max_size=4))
-def test_what_different_ids_begin_with_is_computed_once(sizes: Groups, templates: list[int]) -> None:
+def test_what_different_ids_begin_with_is_computed_once(
+    sizes: Groups, templates: list[int]
+) -> None:
     batch = templated(sizes, templates)
     check(network_of(CONFIG), batch, "logprobs", "by prefix")
     check(network_of(CONFIG, "score"), batch, "scores", "by prefix")
@@ -83,7 +97,10 @@ def test_values_and_scores_too(sizes: Groups) -> None:
 
 def test_the_shared_pack_by_hand() -> None:
     lengths = {"prompt": [[2], [1]], "completion": [[3, 1], [2]]}
-    data = {"prompt": torch.tensor([10, 11, 30]), "completion": torch.tensor([20, 21, 22, 25, 40, 41])}
+    data = {
+        "prompt": torch.tensor([10, 11, 30]),
+        "completion": torch.tensor([20, 21, 22, 25, 40, 41]),
+    }
     batch = SequenceSample.from_groups(["a", "b"], lengths, data)
     places = PackLayout.of(batch).by_id()
     packed = pack(batch, places, CPU)
@@ -129,7 +146,9 @@ def test_what_cannot_be_joined_is_repeated() -> None:
     assert not network_of(replace(CONFIG, rope=dynamic)).shares_prefixes(100)
 
 
-def test_single_completions_and_short_prompts_are_packed_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_completions_and_short_prompts_are_packed_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rows, "LEAST_PROMPT", 16)
     batch = batch_of([(40, [5]), (15, [3, 4]), (0, [2, 2])])
     assert not PackLayout.of(batch).by_id().prefix.any()

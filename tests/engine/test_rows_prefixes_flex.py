@@ -1,4 +1,6 @@
-"""A shared prompt by FlexAttention, as on a GPU: outputs and gradients of a whole network are those of repeated prompts."""
+"""A shared prompt by FlexAttention, as on a GPU: outputs and gradients of a whole network are those
+of repeated prompts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return served
 
 
-@pytest.mark.parametrize(("head", "want"), [("lm", "logprobs"), ("value", "values"), ("score", "scores")])
+@pytest.mark.parametrize(
+    ("head", "want"), [("lm", "logprobs"), ("value", "values"), ("score", "scores")]
+)
 def test_outputs_and_gradients(joined: list[int], head: str, want: str) -> None:
     check(network_of(CONFIG, head), batch_of(GROUPS), want)
     assert joined, "nothing was shared"

@@ -1,4 +1,6 @@
-"""What a saved model says of its tokens: other programs stop where weft does, and score as weft does."""
+"""What a saved model says of its tokens: other programs stop where weft does, and score as weft
+does.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from transformers import (
     AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
-)  # fmt: skip
+)
 
 from tests.engine.common import engine_of
 from tests.tiny import make_llama
@@ -29,7 +31,8 @@ from weft.engine.saving import padded
 from weft.engine.spec import LoRASpec, ModelSpec
 
 CHATML = (
-    "{% for m in messages %}{{ '<|user|>' + m.role + '\n' + m.content + '<|system|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|user|>' + m.role + '\n' + m.content + '<|system|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|user|>assistant\n' }}{% endif %}"
 )
 
@@ -43,13 +46,21 @@ def write(file: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A base model with a ChatML-like template: EOS is `</s>`, turns end with `<|system|>`, the config names a third id."""
+    """A base model with a ChatML-like template: EOS is `</s>`, turns end with `<|system|>`, the
+    config names a third id.
+    """
     directory = make_llama(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(directory)
     write(directory / "config.json", eos_token_id=[2, 40])
-    write(directory / "generation_config.json", eos_token_id=[2, 41], temperature=0.6, top_p=0.9, do_sample=True)
+    write(
+        directory / "generation_config.json",
+        eos_token_id=[2, 41],
+        temperature=0.6,
+        top_p=0.9,
+        do_sample=True,
+    )
     return directory
 
 
@@ -90,13 +101,17 @@ def test_transformers_stops_where_weft_does(base: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(target)
     for stop in (*tokenizer.stop_ids(), 42):
         out = model.generate(
-            torch.tensor([[8, 9, 10]]), max_new_tokens=8, logits_processor=LogitsProcessorList([Say(stop)])
+            torch.tensor([[8, 9, 10]]),
+            max_new_tokens=8,
+            logits_processor=LogitsProcessorList([Say(stop)]),
         )
         assert out[0, 3:].tolist() == ([50, 50, 50] + [stop] * (5 if stop == 42 else 1))
 
 
 def scores(directory: Path, rows: Sequence[Sequence[int]], pad: int | None) -> list[float]:
-    """What `transformers` makes of the sequences: in one padded batch, or one by one without padding."""
+    """What `transformers` makes of the sequences: in one padded batch, or one by one without
+    padding.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(directory)
     with torch.no_grad():
         if pad is None:
@@ -143,7 +158,11 @@ def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) ->
     core = json.loads(hf.backend_tokenizer.to_str())
     core["added_tokens"] = [token for token in core["added_tokens"] if token["content"] == "</s>"]
     (base / "tokenizer.json").write_text(json.dumps(core))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "</s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+    }
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     for name in ("special_tokens_map.json", "chat_template.jinja", "added_tokens.json"):
         (base / name).unlink(missing_ok=True)
@@ -166,7 +185,9 @@ def test_a_vocabulary_without_a_free_token_leaves_padding_out(tmp_path: Path) ->
 def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_reads_it(
     tmp_path: Path, backend: str
 ) -> None:
-    """It was trained one token before the end; so are its scores read, and those of what is trained further from it."""
+    """It was trained one token before the end; so are its scores read, and those of what is trained
+    further from it.
+    """
     base = make_llama(tmp_path / "base", pad_token_id=2)
     write(base / "tokenizer_config.json", pad_token="</s>")
     torch.manual_seed(3)
@@ -193,17 +214,26 @@ def test_a_published_reward_model_that_pads_with_eos_is_read_as_transformers_rea
 def test_mean_pooling_is_told_and_named(tmp_path: Path, backend: str) -> None:
     base = make_llama(tmp_path / "base")
     engine = engine_of(base, head="score", backend=backend, pooling="mean")
-    assert any("pooling=mean" in note and "transformers cannot say" in note for note in engine.notes)
+    assert any(
+        "pooling=mean" in note and "transformers cannot say" in note for note in engine.notes
+    )
     engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(base)))
     values = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert (values["weft_pooling"], values["architectures"]) == ("mean", ["WeftMeanPooledRewardModel"])
+    assert (values["weft_pooling"], values["architectures"]) == (
+        "mean",
+        ["WeftMeanPooledRewardModel"],
+    )
 
 
 def test_padding_is_a_token_that_the_template_does_not_write(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base", pad_token_id=2)
     tokenizer = Tokenizer.load(TokenizerSpec(), str(base))
     tokenizer.hf.pad_token = "</s>"
-    specials = [t.content for t in tokenizer.hf.added_tokens_decoder.values() if t.special and t.content != "</s>"]
+    specials = [
+        t.content
+        for t in tokenizer.hf.added_tokens_decoder.values()
+        if t.special and t.content != "</s>"
+    ]
     assert len(specials) > 2
     tokenizer.hf.chat_template = "".join(specials[:-1])  # all but one of them stand in every text
     spec = ModelSpec(path=str(base), head="score", trained=True)
@@ -211,18 +241,40 @@ def test_padding_is_a_token_that_the_template_does_not_write(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("head", ["lm", "score"])
-def test_a_merged_adapter_stops_and_pads_as_its_checkpoint_does(base: Path, tmp_path: Path, head: str) -> None:
+def test_a_merged_adapter_stops_and_pads_as_its_checkpoint_does(
+    base: Path, tmp_path: Path, head: str
+) -> None:
     write(base / "tokenizer_config.json", pad_token="</s>")
     target, _ = saved(base, tmp_path / "saved", head=head, lora=LoRASpec(r=2), trained=True)
     adapter = target / "adapter"
     for file in adapter.glob("*.safetensors"):
         tensors = load_file(file)
-        save_file({name: value + 0.5 if "lora_B" in name else value for name, value in tensors.items()}, file)
+        save_file(
+            {name: value + 0.5 if "lora_B" in name else value for name, value in tensors.items()},
+            file,
+        )
     merged = tmp_path / "merged"
-    assert main(["convert", "merge", "--base", str(base), "--adapter", str(adapter), "--output", str(merged)]) == 0
+    assert (
+        main(
+            [
+                "convert",
+                "merge",
+                "--base",
+                str(base),
+                "--adapter",
+                str(adapter),
+                "--output",
+                str(merged),
+            ]
+        )
+        == 0
+    )
     for name in ("config.json", "generation_config.json"):
         one, other = (json.loads((folder / name).read_text()) for folder in (target, merged))
         ids = ("eos_token_id", "pad_token_id", "bos_token_id", "temperature")
         assert {key: one.get(key) for key in ids} == {key: other.get(key) for key in ids}
-    assert AutoTokenizer.from_pretrained(merged).pad_token == AutoTokenizer.from_pretrained(target).pad_token
+    assert (
+        AutoTokenizer.from_pretrained(merged).pad_token
+        == AutoTokenizer.from_pretrained(target).pad_token
+    )
     assert AutoTokenizer.from_pretrained(merged).chat_template == CHATML

@@ -13,16 +13,27 @@ from weft.engine.seen import IDS, TOKENS, choose_ids, keep_outputs
 def part(*groups: list[int]) -> SequenceSample:
     tokens = sum(sum(group) for group in groups)
     ids = [str(i) for i in range(len(groups))]
-    return SequenceSample.from_groups(ids, {"completion": list(groups)}, {"completion": torch.zeros(tokens)})
+    return SequenceSample.from_groups(
+        ids, {"completion": list(groups)}, {"completion": torch.zeros(tokens)}
+    )
 
 
 def test_outputs_of_chosen_ids_are_kept_without_their_gradient() -> None:
-    out = {"logprobs": torch.arange(20.0, requires_grad=True), "scores": torch.arange(5.0), "entropy": torch.zeros(20)}
+    out = {
+        "logprobs": torch.arange(20.0, requires_grad=True),
+        "scores": torch.arange(5.0),
+        "entropy": torch.zeros(20),
+    }
     seen = keep_outputs(part([2, 3], [4], [6], [5]), out, ["3", "0", "7"])
     assert seen is not None and seen.ids == ("0", "3") and set(seen.keys) == {"logprobs", "scores"}
     assert not seen.data["logprobs"].requires_grad
-    assert [values.tolist() for values in seen.select(ids=["0"]).sequences("logprobs")] == [[0, 1], [2, 3, 4]]
-    assert [values.tolist() for values in seen.select(ids=["3"]).sequences("logprobs")] == [[15, 16, 17, 18, 19]]
+    assert [values.tolist() for values in seen.select(ids=["0"]).sequences("logprobs")] == [
+        [0, 1],
+        [2, 3, 4],
+    ]
+    assert [values.tolist() for values in seen.select(ids=["3"]).sequences("logprobs")] == [
+        [15, 16, 17, 18, 19]
+    ]
     assert [values.tolist() for values in seen.select(ids=["3"]).sequences("scores")] == [[4]]
 
 

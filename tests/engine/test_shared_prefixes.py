@@ -45,7 +45,9 @@ def test_no_other_partition_spares_more(prompts: list[list[int]], least: int) ->
     spared = sum(shared.size * (len(shared.sequences) - 1) for shared in made)
 
     def most(partition: list[list[int]]) -> int:
-        sizes = [(len(part), common([prompts[i] for i in part])) for part in partition if len(part) > 1]
+        sizes = [
+            (len(part), common([prompts[i] for i in part])) for part in partition if len(part) > 1
+        ]
         return sum(size * (count - 1) for count, size in sizes if size >= least)
 
     assert spared == max(most(partition) for partition in partitions(list(range(len(prompts)))))
@@ -58,13 +60,17 @@ def test_two_templates_that_begin_alike_by_hand() -> None:
         SharedPrefix((1, 3), 6),
     ]
     # Three at 5 tokens spare 10, all four at 2 tokens only 6.
-    assert found([[*first, 8], [*first, 9], [*first, 7], [*second, 9]]) == [SharedPrefix((0, 1, 2), 5)]
+    assert found([[*first, 8], [*first, 9], [*first, 7], [*second, 9]]) == [
+        SharedPrefix((0, 1, 2), 5)
+    ]
     # Two go on from their own 4 tokens, the others from what all have in common.
     assert found([[1, 2, 3, 4, 9], [1, 6], [1, 7], [1, 2, 3, 4, 8]]) == [
         SharedPrefix((0, 3), 4),
         SharedPrefix((1, 2), 1),
     ]
-    assert found([[1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 8, 9], [1, 2, 8, 8]]) == [SharedPrefix((0, 1, 2, 3, 4), 2)]
+    assert found([[1, 2, 5], [1, 2, 6], [1, 2, 7], [1, 2, 8, 9], [1, 2, 8, 8]]) == [
+        SharedPrefix((0, 1, 2, 3, 4), 2)
+    ]
 
 
 def test_a_last_token_is_never_shared() -> None:

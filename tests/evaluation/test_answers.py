@@ -27,7 +27,9 @@ def test_each_setting_gives_what_it_gives_alone(opened: Opened) -> None:
     settings, _ = choose(["greedy", "k50"], GenerationSpec(max_new_tokens=6, seed=4))
     prompts = [prompt("Who are you?"), prompt("What is two plus two?")]
     seen = []
-    together = sample(opened, prompts, settings, samples=2, progress=lambda done, all: seen.append((done, all)))
+    together = sample(
+        opened, prompts, settings, samples=2, progress=lambda done, all: seen.append((done, all))
+    )
     assert [[len(said) for said in row] for row in together] == [[1, 2], [1, 2]]
     assert seen[-1] == (6, 6)
     for kind, chosen in enumerate(settings):
@@ -49,7 +51,9 @@ def test_two_samples_differ_and_a_seed_repeats_them(opened: Opened) -> None:
     first, again = (sample(opened, [prompt("Who?")], settings, samples=2)[0][0] for _ in range(2))
     assert first == again
     assert first[0].token_ids != first[1].token_ids
-    assert all(answer.finish in ("stop", "length") and len(answer.token_ids) <= 12 for answer in first)
+    assert all(
+        answer.finish in ("stop", "length") and len(answer.token_ids) <= 12 for answer in first
+    )
 
 
 def test_a_prompt_without_room_is_refused(opened: Opened) -> None:

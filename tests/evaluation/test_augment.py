@@ -51,7 +51,11 @@ def test_bad_replies_stand_beside_the_row(rows: list[Replied], weak: Weak, tmp_p
     for row, given in zip(found, ROWS, strict=True):
         assert {key: row[key] for key in given} == given
         cut, answer = row["augmented"]
-        assert given["replies"][0].startswith(cut) and answer not in given["replies"] and answer.startswith(" ")
+        assert (
+            given["replies"][0].startswith(cut)
+            and answer not in given["replies"]
+            and answer.startswith(" ")
+        )
     assert not list(tmp_path.glob("out.jsonl.*"))
 
 
@@ -59,18 +63,26 @@ def test_pairs(rows: list[Replied], tmp_path: Path) -> None:
     write(rows, Plan(("cut", "other"), pairs=True), None, tmp_path / "out.jsonl", SAID)
     found = lines(tmp_path / "out.jsonl")
     assert len(found) == 12 and [row["id"] for row in found[:3]] == ["r0/0", "r0/1", "r1/0"]
-    assert all(row["chosen"] == ROWS[n // 2]["replies"][0] != row["rejected"] for n, row in enumerate(found))
+    assert all(
+        row["chosen"] == ROWS[n // 2]["replies"][0] != row["rejected"]
+        for n, row in enumerate(found)
+    )
 
 
 def test_a_share_of_the_rows(tmp_path: Path) -> None:
-    rows = [Replied(str(n), f"Q{n}", ({"role": "user", "content": "Q"},), (f"a b c d {n}", "e")) for n in range(400)]
+    rows = [
+        Replied(str(n), f"Q{n}", ({"role": "user", "content": "Q"},), (f"a b c d {n}", "e"))
+        for n in range(400)
+    ]
     single = Replied("single", "Q", ({"role": "user", "content": "Q"},), ("yes",))
     made = write([*rows, single], Plan(("cut",), share=0.25), None, tmp_path / "out.jsonl", SAID)
     assert 70 < made.augmented < 130 and made.augmented + made.plain == 400
     assert made.left_out == 1  # it has one reply, too short to cut
 
 
-def test_a_file_goes_on_where_it_was_interrupted(weak: Weak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_goes_on_where_it_was_interrupted(
+    weak: Weak, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(augment, "AT_ONCE", 2)
     rows, out = read([str(write_jsonl(tmp_path / "rows.jsonl", ROWS))]), tmp_path / "out.jsonl"
     write(rows, Plan(), weak, tmp_path / "whole.jsonl", SAID)
@@ -87,7 +99,11 @@ def test_a_file_goes_on_where_it_was_interrupted(weak: Weak, tmp_path: Path, mon
     with pytest.raises(ConfigError, match="was begun with other options or rows"):
         write(rows, Plan(), weak, out, {"seed": 2})
     sampled, sample = list[int](), augment.sample
-    monkeypatch.setattr(augment, "sample", lambda *given, **how: sampled.append(len(given[1])) or sample(*given, **how))
+    monkeypatch.setattr(
+        augment,
+        "sample",
+        lambda *given, **how: sampled.append(len(given[1])) or sample(*given, **how),
+    )
     write(rows, Plan(), weak, out, SAID)
     assert sampled == [2]
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()

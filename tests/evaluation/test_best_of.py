@@ -39,9 +39,13 @@ def test_the_best_comes_first_and_cut_answers_last() -> None:
 def test_the_three_files(tmp_path: Path) -> None:
     counts = save(choose(PROMPTS, ANSWERS, SCORES), tmp_path, least=0.0)
     assert counts == {"selected.jsonl": 1, "rejected.jsonl": 2, "comparison.jsonl": 2}
-    (selected,) = [json.loads(line) for line in (tmp_path / "selected.jsonl").read_text().splitlines()]
+    (selected,) = [
+        json.loads(line) for line in (tmp_path / "selected.jsonl").read_text().splitlines()
+    ]
     assert selected == {
-        "id": "0", "messages": [{"role": "user", "content": "Q0"}, {"role": "assistant", "content": "b"}], "score": 2.0
-    }  # fmt: skip
+        "id": "0",
+        "messages": [{"role": "user", "content": "Q0"}, {"role": "assistant", "content": "b"}],
+        "score": 2.0,
+    }
     pair = json.loads((tmp_path / "comparison.jsonl").read_text().splitlines()[0])
     assert (pair["chosen"], pair["rejected"], pair["score_chosen"]) == ("b", "a", 2.0)

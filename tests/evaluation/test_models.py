@@ -35,14 +35,24 @@ def test_the_context_is_what_the_config_says(policy: Path) -> None:
     assert context_length({}) is None
 
 
-def test_a_prefix_is_opened_with_the_model_and_the_tokenizer_it_belongs_to(policy: Path, tmp_path: Path) -> None:
+def test_a_prefix_is_opened_with_the_model_and_the_tokenizer_it_belongs_to(
+    policy: Path, tmp_path: Path
+) -> None:
     network = with_prefix(hf_io.load(policy))
     prefix_io.save_prefix(
-        tmp_path, values(network), network.config, "lm", base=str(policy), score=families.get("llama").score
+        tmp_path,
+        values(network),
+        network.config,
+        "lm",
+        base=str(policy),
+        score=families.get("llama").score,
     )
     opened = open_policy(ModelSpec(path=str(tmp_path), device="cpu"))
     assert opened.name == str(tmp_path) and opened.adapter is None and opened.context == 512 - COUNT
-    assert opened.tokenizer.vocab_size == open_policy(ModelSpec(path=str(policy), device="cpu")).tokenizer.vocab_size
+    assert (
+        opened.tokenizer.vocab_size
+        == open_policy(ModelSpec(path=str(policy), device="cpu")).tokenizer.vocab_size
+    )
     names = {name for name, *_ in opened.engine.read(opened.engine.slices())}
     assert "blocks.0.attention.prefix.k" in names
 
@@ -54,12 +64,17 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_a_reward_model_scores_and_does_not_talk(pooling: Pooling, policy: Path, tmp_path: Path) -> None:
+def test_a_reward_model_scores_and_does_not_talk(
+    pooling: Pooling, policy: Path, tmp_path: Path
+) -> None:
     network = hf_io.load(policy, "score", pooling=pooling)
     hf_io.save(tmp_path, values(network), network.config, "score", pooling=pooling)
     for file in policy.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
-    assert is_scorer(str(tmp_path)) and open_scorer(ModelSpec(path=str(tmp_path), device="cpu")).context == 512
+    assert (
+        is_scorer(str(tmp_path))
+        and open_scorer(ModelSpec(path=str(tmp_path), device="cpu")).context == 512
+    )
     with pytest.raises(CheckpointError, match="it gives scores, not text"):
         open_policy(ModelSpec(path=str(tmp_path)))
     write(str(tmp_path), tmp_path / "store", "rm", "reward")

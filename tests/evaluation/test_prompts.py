@@ -57,5 +57,7 @@ def test_lines_of_a_text_file(tmp_path: Path) -> None:
 def test_bad_rows_are_named_with_their_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('"fine"\n{"answer": "x"}\nnonsense\n3\n')
-    with pytest.raises(DataError, match=r"(?s)prompts.jsonl:2: .*prompts.jsonl:3: not JSON.*prompts.jsonl:4: "):
+    with pytest.raises(
+        DataError, match=r"(?s)prompts.jsonl:2: .*prompts.jsonl:3: not JSON.*prompts.jsonl:4: "
+    ):
         read_prompts(str(file))

@@ -19,33 +19,60 @@ from weft.evaluation.rewards import score
 
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    return open_scorer(ModelSpec(path=str(make_scorer(tmp_path_factory.mktemp("scorer") / "model"))))
+    return open_scorer(
+        ModelSpec(path=str(make_scorer(tmp_path_factory.mktemp("scorer") / "model")))
+    )
 
 
 def test_pairs_of_a_ranking_by_hand() -> None:
-    """Ranks 0, 1, 1, 2 make five pairs; scores 3, 4, 1, 1 order 3 > 1, 3 > 1 and 4 > 1 right, 3 < 4 wrong, 1 and 1 tie."""
-    (group,) = _groups("x", np.array([3.0, 4.0, 1.0, 1.0]), np.array([0, 1, 1, 2]), np.zeros(4, dtype=np.int64))
+    """Ranks 0, 1, 1, 2 make five pairs; scores 3, 4, 1, 1 order 3 > 1, 3 > 1 and 4 > 1 right, 3 < 4
+    wrong, 1 and 1 tie.
+    """
+    (group,) = _groups(
+        "x", np.array([3.0, 4.0, 1.0, 1.0]), np.array([0, 1, 1, 2]), np.zeros(4, dtype=np.int64)
+    )
     assert (group.right, group.wrong, group.tied, group.gap) == (3, 1, 1, 2.0)
     assert _groups("x", np.array([3.0, 4.0]), np.array([0, 1]), np.array([0, 1])) == []
 
 
 def test_a_summary_by_hand() -> None:
     found = Summary.of([Group("", 3, 1, 1, 2.0), Group("", 0, 1, 0, -1.0)])
-    assert (found.rows, found.pairs, found.accuracy, found.best_accuracy, found.margin) == (2, 6, 0.5, 0.5, 0.5)
+    assert (found.rows, found.pairs, found.accuracy, found.best_accuracy, found.margin) == (
+        2,
+        6,
+        0.5,
+        0.5,
+        0.5,
+    )
     np.testing.assert_allclose(found.kendalltau, (0.4 - 1.0) / 2)
 
 
 def test_rows_by_category_agree_with_scores_one_by_one(opened: Opened, tmp_path: Path) -> None:
     kinds = ("talk", "math")
     rows = [
-        {"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No.", "kind": kinds[n % 2]} for n in range(6)
+        {
+            "prompt": f"What is {n}?",
+            "chosen": f"It is {n}.",
+            "rejected": "No.",
+            "kind": kinds[n % 2],
+        }
+        for n in range(6)
     ]
     groups = evaluate(
-        opened, str(write_jsonl(tmp_path / "pairs.jsonl", rows)), "preference", category="kind", args={"as_chat": True}
+        opened,
+        str(write_jsonl(tmp_path / "pairs.jsonl", rows)),
+        "preference",
+        category="kind",
+        args={"as_chat": True},
     )
     assert [group.category for group in groups] == [row["kind"] for row in rows]
-    prompts = [Prompt("", row["prompt"], ({"role": "user", "content": row["prompt"]},)) for row in rows]
-    expected = [one[0] - one[1] for one in score(opened, prompts, [[row["chosen"], row["rejected"]] for row in rows])]
+    prompts = [
+        Prompt("", row["prompt"], ({"role": "user", "content": row["prompt"]},)) for row in rows
+    ]
+    expected = [
+        one[0] - one[1]
+        for one in score(opened, prompts, [[row["chosen"], row["rejected"]] for row in rows])
+    ]
     np.testing.assert_allclose([group.gap for group in groups], expected, atol=1e-6)
     assert sorted(by_category(groups)) == ["math", "talk"]
 

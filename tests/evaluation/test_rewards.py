@@ -22,10 +22,18 @@ def make_scorer(folder: Path, *, chat: bool = True) -> Path:
     tokenizer = make_tokenizer(folder, chat=chat)
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, num_labels=1, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+    )
     LlamaForSequenceClassification(config).save_pretrained(folder)
     return folder
 
@@ -41,7 +49,8 @@ def test_scores_are_those_of_transformers(opened: Opened) -> None:
 
     theirs = AutoModelForSequenceClassification.from_pretrained(opened.path)
     prompts = [
-        Prompt(str(n), text, ({"role": "user", "content": text},)) for n, text in enumerate(("Who?", "What is two?"))
+        Prompt(str(n), text, ({"role": "user", "content": text},))
+        for n, text in enumerate(("Who?", "What is two?"))
     ]
     replies = [["A bear.", "Nobody at all."], ["Two."]]
     found = score(opened, prompts, replies)
@@ -52,12 +61,16 @@ def test_scores_are_those_of_transformers(opened: Opened) -> None:
             if tokenizer.chat_template is None:
                 ids = [*tokenizer.encode(prompt.text + reply), tokenizer.require_eos()]
             else:
-                ids = tokenizer.encode_chat([*prompt.messages, {"role": "assistant", "content": reply}])
+                ids = tokenizer.encode_chat(
+                    [*prompt.messages, {"role": "assistant", "content": reply}]
+                )
             expected = theirs(torch.tensor([ids])).logits.item()
             np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_longer_than_the_context_is_cut(opened: Opened) -> None:
     text = "Who are you? " * 60
-    (scores,) = score(opened, [Prompt("0", text, ({"role": "user", "content": text},))], [["Me.", "A bear."]])
+    (scores,) = score(
+        opened, [Prompt("0", text, ({"role": "user", "content": text},))], [["Me.", "A bear."]]
+    )
     assert np.isfinite(scores).all() and scores[0] != scores[1]

@@ -20,7 +20,12 @@ PROMPTS = [Prompt("0", "Who <are> you?", ({"role": "user", "content": "Who <are>
 
 def made(model: str) -> sampling_report.Report:
     settings, _ = choose(["greedy", "k50"], GenerationSpec(max_new_tokens=4))
-    answers = [[[Answer("Me & you", (1,), "stop")], [Answer("A", (1,), "length"), Answer("B", (2,), "stop")]]]
+    answers = [
+        [
+            [Answer("Me & you", (1,), "stop")],
+            [Answer("A", (1,), "length"), Answer("B", (2,), "stop")],
+        ]
+    ]
     return sampling_report.build(model, {"samples": 2}, PROMPTS, settings, answers)
 
 
@@ -43,7 +48,9 @@ def test_the_page_holds_every_model_and_escapes_what_they_say() -> None:
     first, second = made("runs/e/t/actor/step4"), made("other/model")
     sampling_report.add_scores(first, [np.array([3.0, 1.0, 2.0])])
     page = sampling_report.page([first, second, made("more/model")])
-    assert "actor/step4 / greedy" in page and "model (1) / k50" in page and "model (2) / k50" in page
+    assert (
+        "actor/step4 / greedy" in page and "model (1) / k50" in page and "model (2) / k50" in page
+    )
     assert "Who &lt;are&gt; you?" in page and "Me &amp; you" in page and "Who <are>" not in page
     assert "reward 3.000" in page and "1.500 &plusmn; 0.000" in page and ">cut<" in page
     assert page.count("<article>") == 1
@@ -56,9 +63,16 @@ def test_checkpoints_of_two_runs_have_two_names() -> None:
 
 def test_a_report_of_open_assistant_is_read(tmp_path: Path) -> None:
     theirs = {
-        "model_name": "pythia", "date": "2023", "args": {},
-        "prompts": [{"prompt": "Hi", "results": [{"sampling_config": "k50", "sampling_params": {}, "outputs": ["Yo"]}]}],
-    }  # fmt: skip
+        "model_name": "pythia",
+        "date": "2023",
+        "args": {},
+        "prompts": [
+            {
+                "prompt": "Hi",
+                "results": [{"sampling_config": "k50", "sampling_params": {}, "outputs": ["Yo"]}],
+            }
+        ],
+    }
     file = tmp_path / "theirs.json"
     file.write_text(json.dumps(theirs))
     assert sampling_report.prompts_of(sampling_report.read(file))[0].messages[0]["content"] == "Hi"
@@ -66,7 +80,14 @@ def test_a_report_of_open_assistant_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"prompts": []}', '{"prompts": [{"prompt": "a", "results": [{}]}]}', '{"prompts": [3]}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"prompts": []}',
+        '{"prompts": [{"prompt": "a", "results": [{}]}]}',
+        '{"prompts": [3]}',
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"

@@ -31,11 +31,15 @@ def test_a_file_in_open_assistants_form(tmp_path: Path) -> None:
     ]
     file.write_text(json.dumps({"default": {"generate_args": common}, "configurations": listed}))
     found, notes = read_file(str(file), BASE)
-    assert [(each.name, each.spec.greedy, each.spec.top_k) for each in found] == [("a", False, 40), ("greedy", True, 0)]
+    assert [(each.name, each.spec.greedy, each.spec.top_k) for each in found] == [
+        ("a", False, 40),
+        ("greedy", True, 0),
+    ]
     assert found[0].spec.max_new_tokens == 128 and found[0].spec.min_new_tokens == 5
     assert (
         len(notes) == 1
-        and "beam5 is left out: weft does not sample with num_beams=5, repetition_penalty=1.2" in notes[0]
+        and "beam5 is left out: weft does not sample with num_beams=5, repetition_penalty=1.2"
+        in notes[0]
     )
 
 

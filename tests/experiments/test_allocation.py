@@ -20,8 +20,12 @@ ROLES = {
 
 def layouts(mode: str, num_devices: int) -> dict[str, str]:
     made = allocated(ROLES, mode, num_devices)
-    trained = {role: replace(spec, trained=role in ("actor", "critic")) for role, spec in made.items()}
-    return {role: str(spec.resolve_layout()).removesuffix("p1c1e1") for role, spec in trained.items()}
+    trained = {
+        role: replace(spec, trained=role in ("actor", "critic")) for role, spec in made.items()
+    }
+    return {
+        role: str(spec.resolve_layout()).removesuffix("p1c1e1") for role, spec in trained.items()
+    }
 
 
 OWN = {"critic": "d1f1t2", "rew": "d2f1t1", "judge": "d1f1t1"}

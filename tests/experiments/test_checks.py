@@ -1,4 +1,6 @@
-"""A trained prefix as a role's model: what is found wrong in the first second, and what it takes of the context."""
+"""A trained prefix as a role's model: what is found wrong in the first second, and what it takes of
+the context.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,16 @@ def config(tmp_path: Path, **model: Any) -> SFTConfig:
     return SFTConfig(experiment_name="e", trial_name="t", model=ModelSpec(**model), dataset=dataset)
 
 
-def test_a_prefix_takes_a_part_of_the_context_and_a_rate_of_its_own(base: Path, tmp_path: Path) -> None:
+def test_a_prefix_takes_a_part_of_the_context_and_a_rate_of_its_own(
+    base: Path, tmp_path: Path
+) -> None:
     plain = config(tmp_path, path=str(base)).build()
     own = config(tmp_path, path=str(base), prefix=PrefixSpec(12)).build()
     assert (plain.dataset.max_seqlen, own.dataset.max_seqlen) == (512, 500)
-    assert (plain.roles["model"].optimizer.peak_lr, own.roles["model"].optimizer.peak_lr) == (1e-5, 1e-2)
+    assert (plain.roles["model"].optimizer.peak_lr, own.roles["model"].optimizer.peak_lr) == (
+        1e-5,
+        1e-2,
+    )
 
 
 def test_a_directory_with_a_prefix(base: Path, tmp_path: Path) -> None:
@@ -46,7 +53,9 @@ def test_a_directory_with_a_prefix(base: Path, tmp_path: Path) -> None:
     further = config(tmp_path, path=where, prefix=PrefixSpec(4))
     assert further.build().roles["model"].path == where
     assert context_of(further) == 508
-    with pytest.raises(ConfigError, match=r"is a prefix of 4 tokens, and model\.prefix\.num_tokens=0; write model"):
+    with pytest.raises(
+        ConfigError, match=r"is a prefix of 4 tokens, and model\.prefix\.num_tokens=0; write model"
+    ):
         config(tmp_path, path=where).build()
     with pytest.raises(ConfigError, match=r"is a prefix, which model\.backend=hf does not compute"):
         config(tmp_path, path=where, backend="hf").build()
@@ -54,5 +63,8 @@ def test_a_directory_with_a_prefix(base: Path, tmp_path: Path) -> None:
 
 def test_a_prefix_whose_model_is_gone(base: Path, tmp_path: Path) -> None:
     where = str(prefix_of(tmp_path, base / "gone"))
-    with pytest.raises(CheckpointError, match=r"base_model_name_or_path='.*gone': there is no such file or directory"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"base_model_name_or_path='.*gone': there is no such file or directory",
+    ):
         config(tmp_path, path=where, prefix=PrefixSpec(4)).build()

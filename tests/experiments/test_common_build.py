@@ -1,4 +1,7 @@
-"""Shipped experiments: their nodes, keys, sizes, and what is refused before anything runs. None of it loads torch."""
+"""Shipped experiments: their nodes, keys, sizes, and what is refused before anything runs.
+
+None of it loads torch.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,15 @@ NODES = {
     "sft": ["train"],
     "rw": ["train"],
     "dpo": ["ref_inf", "actor_train"],
-    "ppo": ["actor_gen", "rew_inf", "ref_inf", "critic_inf", "advantages", "actor_train", "critic_train"],
+    "ppo": [
+        "actor_gen",
+        "rew_inf",
+        "ref_inf",
+        "critic_inf",
+        "advantages",
+        "actor_train",
+        "critic_train",
+    ],
     "grpo": ["actor_gen", "reward", "ref_inf", "advantages", "actor_train"],
     "online_dpo": ["actor_gen", "reward", "preferences", "ref_inf", "actor_train"],
     "distill": ["actor_gen", "teacher_inf", "actor_train"],
@@ -46,7 +57,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Model directories `m` and `r` of one vocabulary, and rows."""
     for name in ("m", "r"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 50}))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"model_type": "llama", "vocab_size": 50})
+        )
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [], "padding": name}
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -71,7 +84,10 @@ def config_of(name: str, **values: Any) -> Any:
         "distill": {"teacher.path": "r"},
     }.get(name, {})
     nested: dict[str, Any] = {}
-    for dotted, value in {**own, **{key.replace("__", "."): v for key, v in values.items()}}.items():
+    for dotted, value in {
+        **own,
+        **{key.replace("__", "."): v for key, v in values.items()},
+    }.items():
         inner, (*groups, last) = nested, dotted.split(".")
         for group in groups:
             inner = inner.setdefault(group, {})
@@ -105,7 +121,9 @@ for cls in (SFTConfig, RWConfig, DPOConfig, OnlineDPOConfig, PPOConfig, GRPOConf
     config.build().check()
 print([m for m in ("torch", "transformers", "ray", "hydra") if m in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=files)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=files
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
@@ -113,22 +131,35 @@ print([m for m in ("torch", "transformers", "ray", "hydra") if m in sys.modules]
 def test_control_and_configuration_hold_what_was_set(name: str) -> None:
     experiment = build(name, seed=5, max_steps=3, save_freq_steps=2, logger__tensorboard=True)
     control = experiment.control
-    assert (control.experiment_name, control.trial_name, control.seed, control.max_steps) == ("e", "t", 5, 3)
+    assert (control.experiment_name, control.trial_name, control.seed, control.max_steps) == (
+        "e",
+        "t",
+        5,
+        3,
+    )
     assert control.save_freq_steps == 2
     assert control.loggers == {"tensorboard": {}}
     assert experiment.config["seed"] == 5
-    assert to_mapping(read(registry.quickstarts.get(name)(), experiment.config)) == experiment.config
+    assert (
+        to_mapping(read(registry.quickstarts.get(name)(), experiment.config)) == experiment.config
+    )
 
 
 @pytest.mark.parametrize("name", sorted(set(NODES) - {"gen"}))
 def test_every_algorithm_is_evaluated_where_there_are_validation_rows(name: str) -> None:
     assert build(name).evaluation is None
-    experiment = build(name, dataset__valid_path="rows.jsonl", dataset__valid_bs_n_seqs=6, eval_freq_steps=1)
+    experiment = build(
+        name, dataset__valid_path="rows.jsonl", dataset__valid_bs_n_seqs=6, eval_freq_steps=1
+    )
     assert experiment.evaluation is not None
     nodes = experiment.evaluation.graph.nodes
     assert {n.batch_size for n in nodes} == {6}
     assert not any(n.trains for n in nodes)
-    assert {n.method for n in nodes if isinstance(n, MFCDef)} <= {"evaluate", "generate", "inference"}
+    assert {n.method for n in nodes if isinstance(n, MFCDef)} <= {
+        "evaluate",
+        "generate",
+        "inference",
+    }
 
 
 def test_what_trains_is_trained_and_saved() -> None:
@@ -147,31 +178,68 @@ def test_what_trains_is_trained_and_saved() -> None:
 
 def test_sizes_of_a_ppo_step() -> None:
     experiment = build(
-        "ppo", dataset__train_bs_n_seqs=8, ppo__samples_per_prompt=3, ppo__mini_batch_size=6, ppo__ppo_epochs=2
+        "ppo",
+        dataset__train_bs_n_seqs=8,
+        ppo__samples_per_prompt=3,
+        ppo__mini_batch_size=6,
+        ppo__ppo_epochs=2,
     )
-    assert experiment.updates_per_firing == {"actor_train": 8, "critic_train": 8}  # B r e / b = 8 * 3 * 2 / 6
+    # B r e / b = 8 * 3 * 2 / 6
+    assert experiment.updates_per_firing == {"actor_train": 8, "critic_train": 8}
     train = experiment.node("actor_train")
     assert (train.args["num_minibatches"], train.args["epochs"], train.batch_size) == (4, 2, 8)
     assert experiment.plan_notes[0].startswith("completions of at most ")
-    assert experiment.plan_notes[1] == "a step's completions are trained on in minibatches of 6, for 2 epochs"
+    assert (
+        experiment.plan_notes[1]
+        == "a step's completions are trained on in minibatches of 6, for 2 epochs"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("ppo", {"dataset__train_bs_n_seqs": 6, "ppo__ppo_n_minibatches": 4}, "ppo_n_minibatches=4: must divide the 6"),
-        ("ppo", {"dataset__train_bs_n_seqs": 6, "ppo__mini_batch_size": 4}, "mini_batch_size=4: must divide the 6"),
-        ("grpo", {"dataset__train_bs_n_seqs": 3, "grpo__group_size": 3, "grpo__mini_batch_size": 2}, "1, 3, 9 do"),
+        (
+            "ppo",
+            {"dataset__train_bs_n_seqs": 6, "ppo__ppo_n_minibatches": 4},
+            "ppo_n_minibatches=4: must divide the 6",
+        ),
+        (
+            "ppo",
+            {"dataset__train_bs_n_seqs": 6, "ppo__mini_batch_size": 4},
+            "mini_batch_size=4: must divide the 6",
+        ),
+        (
+            "grpo",
+            {"dataset__train_bs_n_seqs": 3, "grpo__group_size": 3, "grpo__mini_batch_size": 2},
+            "1, 3, 9 do",
+        ),
         ("grpo", {"grpo__group_size": 1}, "grpo.group_size=1: a group of 1 is its own baseline"),
-        ("grpo", {"grpo__group_size": 1, "grpo__baseline": "none"}, "a group of 1"),  # scale_rewards=group
+        # scale_rewards=group
+        ("grpo", {"grpo__group_size": 1, "grpo__baseline": "none"}, "a group of 1"),
         ("grpo", {"grpo__gen__greedy": True}, "all the same"),
         ("ppo", {"dataset__train_tokens_per_batch": 4096}, "ppo counts prompts"),
         ("ppo", {"rew__path": None}, "rew.path and reward are both missing"),
-        ("ppo", {"ppo__gen__max_new_tokens": 20000}, "cannot hold the longest sequence, 20001 tokens"),
-        ("ppo", {"ppo__gen__max_new_tokens": 256, "ppo__gen__min_new_tokens": 300}, "min_new_tokens=300 exceeds"),
+        (
+            "ppo",
+            {"ppo__gen__max_new_tokens": 20000},
+            "cannot hold the longest sequence, 20001 tokens",
+        ),
+        (
+            "ppo",
+            {"ppo__gen__max_new_tokens": 256, "ppo__gen__min_new_tokens": 300},
+            "min_new_tokens=300 exceeds",
+        ),
         ("ppo", {"ppo__kl_ctl": 0.0, "ppo__ref_ema_eta": 0.1}, "kl_ctl=0 leaves it out"),
-        ("ppo", {"ppo__kl_ctl": 0.0, "ref_inf__max_tokens_per_microbatch": 4096}, "ref_inf.*: these options change a call"),
-        ("ppo", {"rew__path": None, "reward": "json:dumps", "ppo__critic_init": "rew"}, "there is no reward model"),
+        (
+            "ppo",
+            {"ppo__kl_ctl": 0.0, "ref_inf__max_tokens_per_microbatch": 4096},
+            "ref_inf.*: these options change a call",
+        ),
+        (
+            "ppo",
+            {"rew__path": None, "reward": "json:dumps", "ppo__critic_init": "rew"},
+            "there is no reward model",
+        ),
         ("ppo", {"ppo__eps_clip": 2.0}, "eps_clip=2.0"),
         ("ppo", {"ppo__dual_clip": 0.5}, "dual_clip=0.5"),
         ("dpo", {"dpo__beta": 0.0}, "dpo.beta=0.0 must be above 0"),
@@ -181,17 +249,39 @@ def test_sizes_of_a_ppo_step() -> None:
         ("grpo", {"reward": "gsm8"}, "reward='gsm8': unknown verifier 'gsm8'"),
         ("grpo", {"reward": []}, "nothing is named"),
         ("grpo", {"reward": "nowhere.py:fn"}, "there is no file nowhere.py"),
-        ("grpo", {"rew_weight": 0.5}, "rew_weight=0.5 weighs a reward model against a reward function"),
+        (
+            "grpo",
+            {"rew_weight": 0.5},
+            "rew_weight=0.5 weighs a reward model against a reward function",
+        ),
         ("grpo", {"reward": [{"name": "json:dumps", "wieght": 1}]}, "cannot be read"),
         ("grpo", {"reward": [{"name": "json:dumps", "weight": "1"}]}, "must be a number"),
         ("grpo", {"reward": "json:not a name"}, "must be a function's name"),
-        ("sft", {"dataset__path": "/", "dataset__train_path": None}, "dataset.path='/': holds the whole file system"),
-        ("sft", {"dataset__path": "none", "dataset__train_path": None}, "dataset.path='none': there is no such file"),
-        ("sft", {"dataset__valid_path": "data.jsonl"}, "dataset.valid_path='data.jsonl': there is no such file"),
-        ("sft", {"model__tokenizer__path": "./none"}, "model.tokenizer.path='./none': there is no such file"),
+        (
+            "sft",
+            {"dataset__path": "/", "dataset__train_path": None},
+            "dataset.path='/': holds the whole file system",
+        ),
+        (
+            "sft",
+            {"dataset__path": "none", "dataset__train_path": None},
+            "dataset.path='none': there is no such file",
+        ),
+        (
+            "sft",
+            {"dataset__valid_path": "data.jsonl"},
+            "dataset.valid_path='data.jsonl': there is no such file",
+        ),
+        (
+            "sft",
+            {"model__tokenizer__path": "./none"},
+            "model.tokenizer.path='./none': there is no such file",
+        ),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_by_name_and_rule(name: str, values: dict[str, Any], message: str) -> None:
+)
+def test_what_cannot_be_is_refused_by_name_and_rule(
+    name: str, values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         build(name, **values)
     assert message in str(caught.value)
@@ -210,8 +300,13 @@ def test_dpo_without_a_reference_has_no_ref() -> None:
 def test_kto_measures_its_baseline_in_the_graph() -> None:
     experiment = build("dpo", dpo__loss_type="kto")
     assert set(experiment.graph.order) == {
-        "kto_mismatch", "kl_actor_inf", "kl_ref_inf", "kto_baseline", "ref_inf", "actor_train",
-    }  # fmt: skip
+        "kto_mismatch",
+        "kl_actor_inf",
+        "kl_ref_inf",
+        "kto_baseline",
+        "ref_inf",
+        "actor_train",
+    }
     assert {"label", "kl_baseline", "ref_logprobs"} <= set(experiment.node("actor_train").inputs)
 
 
@@ -223,7 +318,9 @@ def test_names_of_the_hub_are_asked_for_later() -> None:
 
 @pytest.mark.parametrize("size", ["train", "valid"])
 def test_kto_refuses_batches_of_one_prompt(size: str) -> None:
-    with pytest.raises(ConfigError, match=rf"dataset.{size}_bs_n_seqs=1: .*kto.*set it to 2 or more"):
+    with pytest.raises(
+        ConfigError, match=rf"dataset.{size}_bs_n_seqs=1: .*kto.*set it to 2 or more"
+    ):
         build("dpo", dpo__loss_type="kto", **{f"dataset__{size}_bs_n_seqs": 1})
     build("dpo", dpo__loss_type="sigmoid", **{f"dataset__{size}_bs_n_seqs": 1})
 
@@ -236,7 +333,11 @@ def test_cached_reference_logprobs_are_a_flag_of_the_call() -> None:
 def test_a_function_reward_and_a_model_may_both_be_given() -> None:
     experiment = build("ppo", reward="json:dumps", reward_timeout_s=3.0)
     reward, model = experiment.node("reward"), experiment.node("rew_inf")
-    assert "scores" in reward.inputs and model.outputs == ("scores",) and reward.outputs == ("rewards",)
+    assert (
+        "scores" in reward.inputs
+        and model.outputs == ("scores",)
+        and reward.outputs == ("rewards",)
+    )
     assert isinstance(reward, HostFunction) and reward.args["timeout_s"] == 3.0
     alone = build("ppo", rew__path=None, reward="json:dumps")
     assert "rew_inf" not in alone.graph.order and "rew" not in alone.roles
@@ -252,7 +353,9 @@ def test_without_kl_there_is_no_reference() -> None:
 def test_the_reference_may_follow_the_actor() -> None:
     syncs = build("ppo", ppo__ref_ema_eta=0.05).graph.syncs
     assert list(syncs) == [ParamSync("actor", "ref", 0.05, "actor_train")]
-    assert list(build("grpo", grpo__ref_ema_eta=1.0).graph.syncs) == [ParamSync("actor", "ref", 1.0, "actor_train")]
+    assert list(build("grpo", grpo__ref_ema_eta=1.0).graph.syncs) == [
+        ParamSync("actor", "ref", 1.0, "actor_train")
+    ]
 
 
 def test_remax_rewards_a_greedy_completion() -> None:
@@ -262,8 +365,14 @@ def test_remax_rewards_a_greedy_completion() -> None:
     assert set(experiment.node("greedy_rew_inf").inputs) == {"prompt", "greedy_completion"}
     assert experiment.node("greedy_rew_inf").optional_inputs == ("greedy_finished",)
     assert experiment.node("rew_inf").optional_inputs == ("finished",)
-    assert set(experiment.node("greedy_reward").inputs) == {"prompt", "greedy_completion", "greedy_scores"}
-    assert {"greedy_rewards", "greedy_finished", "greedy_completion"} <= set(experiment.node("advantages").inputs)
+    assert set(experiment.node("greedy_reward").inputs) == {
+        "prompt",
+        "greedy_completion",
+        "greedy_scores",
+    }
+    assert {"greedy_rewards", "greedy_finished", "greedy_completion"} <= set(
+        experiment.node("advantages").inputs
+    )
     assert experiment.node("advantages").args["baseline"] == "given"
 
 
@@ -290,7 +399,9 @@ def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:
 
 def test_the_temperature_is_the_samplers_everywhere() -> None:
     experiment = build("grpo", grpo__gen__temperature=0.5)
-    assert {experiment.node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")} == {0.5}
+    assert {
+        experiment.node(n).args["temperature"] for n in ("actor_gen", "ref_inf", "actor_train")
+    } == {0.5}
     greedy = build("ppo", ppo__gen__temperature=0.5, ppo__gen__greedy=True)
     assert {greedy.node(n).args["temperature"] for n in ("ref_inf", "actor_train")} == {1.0}
 
@@ -319,7 +430,9 @@ def test_the_critic_is_the_reward_model_unless_that_reads_other_text(files: Path
     assert build("ppo").roles["critic"].path == "r"
     assert build("ppo", ppo__critic_init="actor").roles["critic"].path == "m"
     assert build("ppo", rew__prompt_prefix="Q: ").roles["critic"].path == "m"
-    (files / "r" / "tokenizer.json").write_text('{"model": {"vocab": {"b": 0}}, "added_tokens": []}')
+    (files / "r" / "tokenizer.json").write_text(
+        '{"model": {"vocab": {"b": 0}}, "added_tokens": []}'
+    )
     assert build("ppo").roles["critic"].path == "m"
     assert build("ppo", ppo__critic_init="rew").roles["critic"].path == "r"
     assert build("ppo", rew__path=None, reward="json:dumps").roles["critic"].path == "m"
@@ -329,7 +442,10 @@ def test_the_critic_is_the_reward_model_unless_that_reads_other_text(files: Path
 
 def test_critic_warmup_freezes_the_actor_alone() -> None:
     roles = build("ppo", ppo__critic_warmup_epochs=2).roles
-    assert (roles["actor"].optimizer.frozen_epochs, roles["critic"].optimizer.frozen_epochs) == (2, 0)
+    assert (roles["actor"].optimizer.frozen_epochs, roles["critic"].optimizer.frozen_epochs) == (
+        2,
+        0,
+    )
 
 
 def test_a_reward_model_with_a_prompt_form_is_called_with_it() -> None:
@@ -391,7 +507,8 @@ def test_a_role_of_a_tokenizer_alone_cannot_be_trained_or_generated_with() -> No
     alone = {"rew__backend": "null", "rew__path": None, "rew__tokenizer__path": "m"}
     with pytest.raises(GraphError, match=r"rew_inf\.interface=NAME"):
         build("ppo", **alone)
-    config_of("ppo", **alone).build().with_mfc("rew_inf", interface="mine").check()  # one that brings its own network
+    # one that brings its own network
+    config_of("ppo", **alone).build().with_mfc("rew_inf", interface="mine").check()
 
 
 def test_hooks_as_users_write_them() -> None:
@@ -412,7 +529,11 @@ def test_a_derived_configuration_changes_what_build_returns() -> None:
 
         def build(self) -> Experiment:
             return (
-                super().build().with_mfc("rew_inf", interface="generate", args={"vowels": self.vowels}, post_hooks=[])
+                super()
+                .build()
+                .with_mfc(
+                    "rew_inf", interface="generate", args={"vowels": self.vowels}, post_hooks=[]
+                )
             )
 
     base = config_of("ppo")
@@ -424,7 +545,9 @@ def test_a_derived_configuration_changes_what_build_returns() -> None:
 def test_a_configuration_made_in_code_is_checked_like_a_command_line() -> None:
     config = config_of("sft")
     config.model.optimizer.lr = "1e-5"
-    with pytest.raises(ConfigError, match=r"model\.optimizer\.lr='1e-5': must be float or null; write 1e-05"):
+    with pytest.raises(
+        ConfigError, match=r"model\.optimizer\.lr='1e-5': must be float or null; write 1e-05"
+    ):
         config.build()
     config = config_of("sft")
     config.model.optimizer.warmup_steps, config.model.optimizer.warmup_epochs = 1, 1.0
@@ -433,7 +556,9 @@ def test_a_configuration_made_in_code_is_checked_like_a_command_line() -> None:
 
 
 def test_groups_of_options_may_be_mappings() -> None:
-    config = DPOConfig("e", "t", actor={"path": "m", "lora": {"r": 4}}, dataset={"path": "rows.jsonl"})  # type: ignore[arg-type]
+    config = DPOConfig(
+        "e", "t", actor={"path": "m", "lora": {"r": 4}}, dataset={"path": "rows.jsonl"}
+    )  # type: ignore[arg-type]
     assert (config.actor.path, config.actor.lora.r, config.actor.optimizer.lr) == ("m", 4, None)
     assert config.build().dataset.train_path == "rows.jsonl"
     with pytest.raises(ConfigError, match=r"unknown option 'actor\.pth'"):
@@ -441,10 +566,15 @@ def test_groups_of_options_may_be_mappings() -> None:
 
 
 def test_imports_are_read_before_names_are_looked_up(files: Path) -> None:
-    code = "from weft import register_dataset\nregister_dataset('test_rows', type('Rows', (), {}))\n"
+    code = (
+        "from weft import register_dataset\nregister_dataset('test_rows', type('Rows', (), {}))\n"
+    )
     (files / "own_rows.py").write_text(code)
     try:
-        assert build("sft", imports=["own_rows.py"], dataset__type="test_rows").dataset_type == "test_rows"
+        assert (
+            build("sft", imports=["own_rows.py"], dataset__type="test_rows").dataset_type
+            == "test_rows"
+        )
     finally:
         registry.datasets._things.pop("test_rows")
 
@@ -458,7 +588,16 @@ def test_loggers_are_on_where_something_is_set() -> None:
 
 
 def test_all_classes_are_exported() -> None:
-    classes = (SFTConfig, RWConfig, DPOConfig, OnlineDPOConfig, PPOConfig, GRPOConfig, DistillConfig, GenConfig)
+    classes = (
+        SFTConfig,
+        RWConfig,
+        DPOConfig,
+        OnlineDPOConfig,
+        PPOConfig,
+        GRPOConfig,
+        DistillConfig,
+        GenConfig,
+    )
     names = ("sft", "rw", "dpo", "online_dpo", "ppo", "grpo", "distill", "gen")
     assert [registry.quickstarts.get(name) for name in names] == list(classes)
     assert ModelSpec().tokenizer == TokenizerSpec()
@@ -467,11 +606,17 @@ def test_all_classes_are_exported() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "rate"),
     [
-        ("dpo", {}, 1e-6), ("dpo", {"actor.lora.r": 4}, 1e-5), ("grpo", {}, 1e-6), ("ppo", {"actor.lora.r": 4}, 1e-5),
-        ("sft", {}, 1e-5), ("dpo", {"actor.optimizer.lr": 3e-7}, 3e-7),
+        ("dpo", {}, 1e-6),
+        ("dpo", {"actor.lora.r": 4}, 1e-5),
+        ("grpo", {}, 1e-6),
+        ("ppo", {"actor.lora.r": 4}, 1e-5),
+        ("sft", {}, 1e-5),
+        ("dpo", {"actor.optimizer.lr": 3e-7}, 3e-7),
     ],
-)  # fmt: skip
-def test_a_run_writes_down_the_learning_rate_that_holds(name: str, options: dict[str, Any], rate: float) -> None:
+)
+def test_a_run_writes_down_the_learning_rate_that_holds(
+    name: str, options: dict[str, Any], rate: float
+) -> None:
     experiment = build(name, **options)
     role = "model" if name == "sft" else "actor"
     assert experiment.roles[role].optimizer.peak_lr == rate
@@ -482,7 +627,15 @@ def test_a_run_writes_down_the_lengths_that_hold(files: Path) -> None:
     values = {"model_type": "llama", "vocab_size": 50, "max_position_embeddings": 512}
     (files / "m" / "config.json").write_text(json.dumps(values))
     config = build("grpo").config
-    assert (config["dataset"]["max_prompt_len"], config["grpo"]["gen"]["max_new_tokens"]) == (256, 256)
+    assert (config["dataset"]["max_prompt_len"], config["grpo"]["gen"]["max_new_tokens"]) == (
+        256,
+        256,
+    )
     with pytest.raises(ConfigError, match="max_prompt_len=512: leaves no room for a completion"):
         build("grpo", **{"dataset.max_prompt_len": 512})
-    assert build("grpo", **{"dataset.max_prompt_len": 512, "grpo.gen.max_new_tokens": 8}).dataset.max_prompt_len == 512
+    assert (
+        build(
+            "grpo", **{"dataset.max_prompt_len": 512, "grpo.gen.max_new_tokens": 8}
+        ).dataset.max_prompt_len
+        == 512
+    )

@@ -1,4 +1,6 @@
-"""Every option that the documentation promises exists under its name, in every experiment that has it."""
+"""Every option that the documentation promises exists under its name, in every experiment that has
+it.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ OWN = {
     "sft": [],
     "rw": [],
     "dpo": ["dpo.beta", "dpo.loss_type", "dpo.label_smoothing"],
-    "ppo": [*(f"ppo.{name}" for name in PPO.split()), *(f"ppo.gen.{name}" for name in GEN.split()), *REWARD.split()],
+    "ppo": [
+        *(f"ppo.{name}" for name in PPO.split()),
+        *(f"ppo.gen.{name}" for name in GEN.split()),
+        *REWARD.split(),
+    ],
     "grpo": ["grpo.group_size", *(f"grpo.gen.{name}" for name in GEN.split()), *REWARD.split()],
     "online_dpo": [
         *(f"online_dpo.{name}" for name in ("loss_type", "beta", "pairs", "samples_per_prompt")),
@@ -60,7 +66,10 @@ OWN = {
         *REWARD.split(),
     ],
     "distill": [
-        *(f"distill.{name}" for name in ["loss_type", "on_policy", "divergence_beta", "top_k", "samples_per_prompt"]),
+        *(
+            f"distill.{name}"
+            for name in ["loss_type", "on_policy", "divergence_beta", "top_k", "samples_per_prompt"]
+        ),
         *(f"distill.gen.{name}" for name in GEN.split()),
     ],
     "gen": [f"gen.{name}" for name in GEN.split()],
@@ -92,7 +101,11 @@ def written(leaf: Leaf) -> str:
     """The option with its default, as a user would type it."""
     if leaf.default is None or isinstance(leaf.default, (bool, int, float)):
         return f"{leaf.name}={'null' if leaf.default is None else str(leaf.default).lower()}"
-    return f"{leaf.name}='{leaf.default}'" if isinstance(leaf.default, str) else f"{leaf.name}={leaf.default}"
+    return (
+        f"{leaf.name}='{leaf.default}'"
+        if isinstance(leaf.default, str)
+        else f"{leaf.name}={leaf.default}"
+    )
 
 
 def test_sampling_defaults_of_rl_leave_the_distribution_as_it_is() -> None:

@@ -1,4 +1,6 @@
-"""`initial_setup`, ReaL's name for what builds an experiment: a subclass may override it in place of `build`."""
+"""`initial_setup`, ReaL's name for what builds an experiment: a subclass may override it in place
+of `build`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ class OwnSetup(PPOConfig):
     bonus: float = 2.0
 
     def initial_setup(self) -> Experiment:
-        return super().initial_setup().with_mfc("rew_inf", interface="mine", args={"bonus": self.bonus}, post_hooks=[])
+        return (
+            super()
+            .initial_setup()
+            .with_mfc("rew_inf", interface="mine", args={"bonus": self.bonus}, post_hooks=[])
+        )
 
 
 class OwnSetupOfAnother(OwnSetup):
@@ -73,7 +79,9 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("config", [OwnSetup, OwnSetupOfAnother, OwnBuild])
-def test_what_a_subclass_overrides_is_what_runs(config: type[PPOConfig], options: dict[str, Any]) -> None:
+def test_what_a_subclass_overrides_is_what_runs(
+    config: type[PPOConfig], options: dict[str, Any]
+) -> None:
     made = build_experiment(config(**options))
     assert made.node("rew_inf").interface == "mine"  # type: ignore[union-attr]
     assert build_experiment(PPOConfig(**options)).node("rew_inf").interface != "mine"  # type: ignore[union-attr]
@@ -87,13 +95,25 @@ def test_a_shipped_configuration_has_both_names_for_one_experiment(options: dict
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Both, "Both overrides build() and initial_setup(), and a run follows one of them; keep one"),
-        (EditsRPCs, 'return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])'),
+        (
+            Both,
+            "Both overrides build() and initial_setup(), and a run follows one of them; keep one",
+        ),
+        (
+            EditsRPCs,
+            'return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])',
+        ),
         (ReadsDegrees, "ReadsDegrees.initial_setup: weft's MFCOptions has no parallel"),
-        (OwnCalls, "OwnCalls defines rpcs, which weft never calls; change a call with experiment.with_mfc(NAME, ...)"),
+        (
+            OwnCalls,
+            "OwnCalls defines rpcs, which weft never calls; change a call with "
+            "experiment.with_mfc(NAME, ...)",
+        ),
     ],
 )
-def test_what_weft_would_not_follow_is_refused(config: type[PPOConfig], message: str, options: dict[str, Any]) -> None:
+def test_what_weft_would_not_follow_is_refused(
+    config: type[PPOConfig], message: str, options: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         build_experiment(config(**options))
     assert message in str(caught.value)

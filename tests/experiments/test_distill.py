@@ -1,4 +1,6 @@
-"""Distillation: its graphs and keys, what it refuses, and short real runs in which the student nears its teacher."""
+"""Distillation: its graphs and keys, what it refuses, and short real runs in which the student
+nears its teacher.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ OFFLINE, MIXED = ("dataset.path=@rows.jsonl", "lmbda=0"), ("dataset.path=@rows.j
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student, a teacher whose distributions are far from flat, and prompts with and without answers."""
+    """A student, a teacher whose distributions are far from flat, and prompts with and without
+    answers.
+    """
     folder = tmp_path_factory.mktemp("material")
     make_llama(folder / "student")
     make_llama(folder / "teacher", seed=1, initializer_range=0.2)
@@ -37,10 +41,16 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(material: Path, *words: str) -> DistillConfig:
     """The configuration as the command line makes it; `@` is the folder of the models and the rows."""
     usual = {
-        "experiment_name": "e", "trial_name": "t", "progress": "false", "actor.path": "@student", "teacher.path": "@teacher",
+        "experiment_name": "e",
+        "trial_name": "t",
+        "progress": "false",
+        "actor.path": "@student",
+        "teacher.path": "@teacher",
         "dataset.path": "@prompts.jsonl",
-    }  # fmt: skip
-    given = [word.split("=")[0].replace("teacher_model_name_or_path", "teacher.path") for word in words]
+    }
+    given = [
+        word.split("=")[0].replace("teacher_model_name_or_path", "teacher.path") for word in words
+    ]
     common = [f"{name}={value}" for name, value in usual.items() if name not in given]
     spelled = [word.replace("@", f"{material}/") for word in (*common, *words)]
     return configure(DistillConfig(), overrides.parse(spelled))[0]
@@ -59,11 +69,26 @@ def test_whole_distributions_of_what_the_student_samples(material: Path) -> None
     experiment = build(material, "dataset.train_bs_n_seqs=4", "beta=0.3")
     assert experiment.graph.order == ("actor_gen", "teacher_inf", "actor_train")
     generate, teacher, train = (experiment.node(name) for name in experiment.graph.order)
-    assert (generate.inputs, generate.outputs) == (("prompt",), ("completion", "loss_mask", "finished"))
-    assert (teacher.inputs, teacher.outputs) == (("prompt", "completion"), ("teacher_ids", "teacher_logprobs"))
+    assert (generate.inputs, generate.outputs) == (
+        ("prompt",),
+        ("completion", "loss_mask", "finished"),
+    )
+    assert (teacher.inputs, teacher.outputs) == (
+        ("prompt", "completion"),
+        ("teacher_ids", "teacher_logprobs"),
+    )
     assert teacher.args == {"outputs": ["top_ids", "top_logprobs"], "temperature": 1.0, "top_k": 64}
-    assert set(train.inputs) == {"prompt", "completion", "loss_mask", "teacher_ids", "teacher_logprobs"}
-    assert (train.args["loss"], train.args["loss_args"]) == ("gkd", {"divergence_beta": 0.3, "sft_coef": 0.0})
+    assert set(train.inputs) == {
+        "prompt",
+        "completion",
+        "loss_mask",
+        "teacher_ids",
+        "teacher_logprobs",
+    }
+    assert (train.args["loss"], train.args["loss_args"]) == (
+        "gkd",
+        {"divergence_beta": 0.3, "sft_coef": 0.0},
+    )
     assert "share" not in generate.args
     assert experiment.dataset_type == "prompt"
     assert {node.batch_size for node in experiment.graph.nodes} == {4}
@@ -78,7 +103,9 @@ def test_on_the_rows_own_completions_nothing_is_sampled(material: Path) -> None:
     assert (train.optional_inputs, train.args["loss_args"]["sft_coef"]) == (("loss_mask",), 0.5)
     assert "sampled" not in train.inputs, "all rows are somebody's"
     assert build(material, *OFFLINE, "dataset.type=chat").dataset_type == "chat"
-    by_tokens = build(material, *OFFLINE, "dataset.train_tokens_per_batch=512", "dataset.max_seqlen=64")
+    by_tokens = build(
+        material, *OFFLINE, "dataset.train_tokens_per_batch=512", "dataset.max_seqlen=64"
+    )
     assert {node.batch_size for node in by_tokens.graph.nodes} == {0}
 
 
@@ -91,25 +118,40 @@ def test_a_share_is_sampled_and_keys_get_names_that_make_no_cycle(material: Path
     assert generate.outputs == ("mixed_completion", "mixed_loss_mask", "sampled")
     assert teacher.inputs == ("prompt", "mixed_completion")
     assert set(train.inputs) == {
-        "prompt", "mixed_completion", "mixed_loss_mask", "teacher_ids", "teacher_logprobs", "sampled",
-    }  # fmt: skip
+        "prompt",
+        "mixed_completion",
+        "mixed_loss_mask",
+        "teacher_ids",
+        "teacher_logprobs",
+        "sampled",
+    }
     assert "sampled" not in build(material, *MIXED).node("actor_train").inputs
 
 
 def test_reverse_kl_is_a_policy_gradient(material: Path) -> None:
-    experiment = build(material, REVERSE, "distill.discount=0.5", "distill.eps_clip=0.1", "top_p=0.9")
+    experiment = build(
+        material, REVERSE, "distill.discount=0.5", "distill.eps_clip=0.1", "top_p=0.9"
+    )
     assert experiment.graph.order == ("actor_gen", "teacher_inf", "advantages", "actor_train")
-    generate, teacher, advantages, train = (experiment.node(name) for name in experiment.graph.order)
-    assert {"completion", "loss_mask", "logprobs", "support", "support_counts"} <= set(generate.outputs)
+    generate, teacher, advantages, train = (
+        experiment.node(name) for name in experiment.graph.order
+    )
+    assert {"completion", "loss_mask", "logprobs", "support", "support_counts"} <= set(
+        generate.outputs
+    )
     assert set(teacher.inputs) == {"prompt", "completion", "support", "support_counts"}
     assert teacher.outputs == ("teacher_logprobs", "teacher_top1")
     assert isinstance(advantages, HostFunction)
     assert (advantages.function, advantages.args) == ("teacher_advantages", {"discount": 0.5})
-    assert {"logprobs", "advantages", "teacher_logprobs", "support", "support_counts"} <= set(train.inputs)
+    assert {"logprobs", "advantages", "teacher_logprobs", "support", "support_counts"} <= set(
+        train.inputs
+    )
     assert train.args["loss"] == "grpo" and train.args["loss_args"]["eps_clip"] == 0.1
     plain = build(material, REVERSE)
     assert not {"support", "support_counts"} & set(plain.node("actor_train").inputs)
-    assert "support" not in build(material, "top_p=0.9").node("actor_gen").outputs, "distributions are compared whole"
+    assert "support" not in build(material, "top_p=0.9").node("actor_gen").outputs, (
+        "distributions are compared whole"
+    )
 
 
 def test_the_temperature_is_the_samplers_everywhere(material: Path) -> None:
@@ -118,7 +160,9 @@ def test_the_temperature_is_the_samplers_everywhere(material: Path) -> None:
         calls = [node for node in experiment.graph.nodes if isinstance(node, MFCDef)]
         assert {node.args["temperature"] for node in calls} == {0.7}
     greedy = build(material, "temperature=0.7", "distill.gen.greedy=true")
-    assert {greedy.node(name).args["temperature"] for name in ("teacher_inf", "actor_train")} == {1.0}
+    assert {greedy.node(name).args["temperature"] for name in ("teacher_inf", "actor_train")} == {
+        1.0
+    }
 
 
 def test_the_learning_rate_is_that_of_supervised_methods_or_of_policies(material: Path) -> None:
@@ -130,7 +174,12 @@ def test_the_learning_rate_is_that_of_supervised_methods_or_of_policies(material
 
 
 def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
-    words = ("dataset.train_bs_n_seqs=8", "num_generations=4", "distill.ppo_epochs=2", "distill.mini_batch_size=16")
+    words = (
+        "dataset.train_bs_n_seqs=8",
+        "num_generations=4",
+        "distill.ppo_epochs=2",
+        "distill.mini_batch_size=16",
+    )
     experiment = build(material, *words, "max_new_tokens=6")
     assert experiment.updates_per_firing == {"actor_train": 4}
     assert experiment.node("actor_train").args["num_minibatches"] == 2
@@ -141,12 +190,18 @@ def test_what_a_step_does_is_counted_and_said(material: Path) -> None:
     )
     mixed = build(material, *MIXED, "dataset.train_bs_n_seqs=8", "max_new_tokens=6")
     assert mixed.plan_notes[0] == (
-        "about 50% of the rows, drawn anew each step, get completions of at most 6 tokens from the student"
+        "about 50% of the rows, drawn anew each step, get completions of at most 6 tokens from "
+        "the student"
     )
-    assert len(build(material, REVERSE).plan_notes) == 1 and len(build(material, *OFFLINE).plan_notes) == 1
+    assert (
+        len(build(material, REVERSE).plan_notes) == 1
+        and len(build(material, *OFFLINE).plan_notes) == 1
+    )
 
 
-def test_validation_asks_how_far_the_students_own_completions_are_from_the_teacher(material: Path) -> None:
+def test_validation_asks_how_far_the_students_own_completions_are_from_the_teacher(
+    material: Path,
+) -> None:
     assert build(material).evaluation is None
     for words, order in (
         ((), ("actor_gen", "teacher_inf", "actor_train")),
@@ -167,7 +222,13 @@ def test_validation_asks_how_far_the_students_own_completions_are_from_the_teach
 
 
 def test_options_may_be_spelled_as_trls(material: Path) -> None:
-    words = ("lmbda=0.25", "beta=0.9", "temperature=0.8", "max_new_tokens=7", "teacher_model_name_or_path=@teacher")
+    words = (
+        "lmbda=0.25",
+        "beta=0.9",
+        "temperature=0.8",
+        "max_new_tokens=7",
+        "teacher_model_name_or_path=@teacher",
+    )
     found = config(material, "dataset.path=@rows.jsonl", *words)
     distill = found.distill
     assert (distill.on_policy, distill.divergence_beta) == (0.25, 0.9)
@@ -185,33 +246,65 @@ def test_options_may_be_spelled_as_trls(material: Path) -> None:
         (("distill.on_policy=1.5",), "distill.on_policy=1.5: must be at most 1"),
         (("distill.divergence_beta=-1",), "distill.divergence_beta=-1.0: must be at least 0"),
         (("distill.top_k=0",), "distill.top_k=0: must be at least 1"),
-        ((*MIXED, REVERSE), "distill.on_policy=0.5: distill.loss_type=reverse_kl is a policy gradient"),
-        ((REVERSE, "beta=0"), "distill.divergence_beta=0.0: has no meaning with distill.loss_type=reverse_kl"),
+        (
+            (*MIXED, REVERSE),
+            "distill.on_policy=0.5: distill.loss_type=reverse_kl is a policy gradient",
+        ),
+        (
+            (REVERSE, "beta=0"),
+            "distill.divergence_beta=0.0: has no meaning with distill.loss_type=reverse_kl",
+        ),
         ((REVERSE, "distill.top_k=8"), "distill.top_k=8: has no meaning"),
         ((REVERSE, "distill.sft_coef=0.1"), "distill.sft_coef=0.1: has no meaning"),
-        (("distill.discount=1",), "distill.discount=1.0: has no meaning with distill.loss_type=gkd"),
-        (("distill.eps_clip=0.1",), "distill.eps_clip=0.1: has no meaning with distill.loss_type=gkd"),
+        (
+            ("distill.discount=1",),
+            "distill.discount=1.0: has no meaning with distill.loss_type=gkd",
+        ),
+        (
+            ("distill.eps_clip=0.1",),
+            "distill.eps_clip=0.1: has no meaning with distill.loss_type=gkd",
+        ),
         (("distill.eps_clip_high=0.1",), "distill.eps_clip_high=0.1: has no meaning"),
         ((REVERSE, "distill.eps_clip=2"), "eps_clip=2.0"),
         (("distill.sft_coef=0.1",), "distill.sft_coef=0.1: does nothing with distill.on_policy=1"),
-        ((*OFFLINE, "max_new_tokens=8"), "distill.gen.max_new_tokens=8: does nothing with distill.on_policy=0.0"),
+        (
+            (*OFFLINE, "max_new_tokens=8"),
+            "distill.gen.max_new_tokens=8: does nothing with distill.on_policy=0.0",
+        ),
         ((*OFFLINE, "top_p=0.9"), "distill.gen.top_p=0.9: does nothing"),
         ((*OFFLINE, "num_generations=2"), "distill.samples_per_prompt=2: does nothing"),
         (
             (*OFFLINE, "actor_gen.max_tokens_per_microbatch=512"),
             "actor_gen.*: these options change a call that this graph",
         ),
-        ((*MIXED, "num_generations=2"), "distill.samples_per_prompt=2: has no meaning with distill.on_policy=0.5"),
+        (
+            (*MIXED, "num_generations=2"),
+            "distill.samples_per_prompt=2: has no meaning with distill.on_policy=0.5",
+        ),
         ((REVERSE, "distill.gen.greedy=true"), "a greedy completion is no sample"),
-        (("distill.gen.greedy=true", "num_generations=2"), "the 2 greedy completions of a prompt are all the same"),
+        (
+            ("distill.gen.greedy=true", "num_generations=2"),
+            "the 2 greedy completions of a prompt are all the same",
+        ),
         (("dataset.train_tokens_per_batch=512",), "distill counts rows, unless nothing is sampled"),
-        ((*OFFLINE, "dataset.train_tokens_per_batch=512", "distill.ppo_n_minibatches=2"), "distill counts rows"),
-        (("distill.ppo_n_minibatches=3",), "distill.ppo_n_minibatches=3: must divide the 32 completions"),
-        (("teacher.prompt_prefix=Q",), "teacher.prompt_prefix=Q: the teacher reads the student's own tokens"),
+        (
+            (*OFFLINE, "dataset.train_tokens_per_batch=512", "distill.ppo_n_minibatches=2"),
+            "distill counts rows",
+        ),
+        (
+            ("distill.ppo_n_minibatches=3",),
+            "distill.ppo_n_minibatches=3: must divide the 32 completions",
+        ),
+        (
+            ("teacher.prompt_prefix=Q",),
+            "teacher.prompt_prefix=Q: the teacher reads the student's own tokens",
+        ),
         ((*MIXED, "dataset.type=prompt"), "wants key 'completion'"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name_and_rule(material: Path, words: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_is_refused_by_name_and_rule(
+    material: Path, words: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         build(material, *words)
     assert message in str(caught.value)
@@ -226,10 +319,13 @@ def other_tokens(material: Path, tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_a_teacher_of_other_tokens_is_refused_with_the_options(material: Path, tmp_path: Path) -> None:
+def test_a_teacher_of_other_tokens_is_refused_with_the_options(
+    material: Path, tmp_path: Path
+) -> None:
     path = other_tokens(material, tmp_path)
     with pytest.raises(
-        ConfigError, match=r"teacher\.path='.*other': \d+ tokens of its tokenizer are not those of actor"
+        ConfigError,
+        match=r"teacher\.path='.*other': \d+ tokens of its tokenizer are not those of actor",
     ):
         build(material, f"teacher.path={path}")
     build(material, f"teacher.path={path}", f"teacher.tokenizer.path={material}/student")
@@ -238,7 +334,12 @@ def test_a_teacher_of_other_tokens_is_refused_with_the_options(material: Path, t
 def test_habits_of_a_tokenizer_may_differ(material: Path, tmp_path: Path) -> None:
     path = other_tokens(material, tmp_path)
     written = json.loads((material / "student" / "tokenizer.json").read_text())
-    written["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    written["truncation"] = {
+        "direction": "Right",
+        "max_length": 8,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     written["added_tokens"] = written["added_tokens"][:-1]  # the configuration may add it
     (path / "tokenizer.json").write_text(json.dumps(written))
     build(material, f"teacher.path={path}")
@@ -247,12 +348,18 @@ def test_habits_of_a_tokenizer_may_differ(material: Path, tmp_path: Path) -> Non
 def test_a_teacher_of_other_tokens_is_refused_before_the_start(
     material: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the options did not tell, as for names on the hub: when tokenizers are there and before any weights are."""
+    """Where the options did not tell, as for names on the hub: when tokenizers are there and before
+    any weights are.
+    """
     monkeypatch.setattr(module, "check_same_vocabulary", lambda *roles: None)
-    monkeypatch.setattr("weft.launch.assemble.LocalGroup", lambda *parts: pytest.fail("engines are built"))
+    monkeypatch.setattr(
+        "weft.launch.assemble.LocalGroup", lambda *parts: pytest.fail("engines are built")
+    )
     path = other_tokens(material, tmp_path)
     for words, keys in (((), "top_ids, top_logprobs"), ((REVERSE,), "logprobs, top1")):
-        with pytest.raises(ConfigError, match=rf"role 'teacher' has another tokenizer .* cannot give {keys}"):
+        with pytest.raises(
+            ConfigError, match=rf"role 'teacher' has another tokenizer .* cannot give {keys}"
+        ):
             run(config(material, f"teacher.path={path}", f"fileroot={tmp_path}/runs", *words))
     assert not (tmp_path / "runs").exists()
 
@@ -262,17 +369,24 @@ def test_a_teacher_of_other_tokens_is_refused_before_the_start(
 
 def trained(material: Path, root: Path, *words: str) -> RunResult:
     usual = {
-        "fileroot": f"{root}", "learning_rate": "3e-3", "dataset.train_bs_n_seqs": "8", "total_train_epochs": "15",
+        "fileroot": f"{root}",
+        "learning_rate": "3e-3",
+        "dataset.train_bs_n_seqs": "8",
+        "total_train_epochs": "15",
         "recover_mode": "disabled",
-    }  # fmt: skip
+    }
     given = [word.split("=")[0] for word in words]
     return run(config(material, *(f"{n}={v}" for n, v in usual.items() if n not in given), *words))
 
 
 def apart(material: Path, student: Path) -> float:
-    """KL(student || teacher) at the answers of the rows, of the whole vocabulary, by `transformers`."""
+    """KL(student || teacher) at the answers of the rows, of the whole vocabulary, by
+    `transformers`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(material / "student")
-    models = [AutoModelForCausalLM.from_pretrained(path) for path in (student, material / "teacher")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(path) for path in (student, material / "teacher")
+    ]
     found = []
     for row in prompt_answer_rows(16):
         start = len(tokenizer.encode(row["prompt"]))
@@ -287,7 +401,9 @@ WHOLE = "distill.top_k=1000"  # more than there are tokens
 
 
 def kl_of(words: tuple[str, ...]) -> str:
-    """What the KL to the teacher is called: whole distributions are compared exactly, a policy's samples by k3."""
+    """What the KL to the teacher is called: whole distributions are compared exactly, a policy's
+    samples by k3.
+    """
     return "kl" if REVERSE in words else "kl_exact"
 
 
@@ -300,14 +416,40 @@ def kl_of(words: tuple[str, ...]) -> str:
         ((*OFFLINE, "beta=0", WHOLE, "distill.sft_coef=0.02"), 0.5),
         ((*MIXED, "max_new_tokens=8", "beta=0"), 0.6),
         ((REVERSE, "max_new_tokens=8", "num_generations=8", "distill.ppo_n_minibatches=2"), 0.9),
-        ((REVERSE, "max_new_tokens=4", "num_generations=8", "top_p=0.95", "distill.discount=0.5"), 0.95),
+        (
+            (
+                REVERSE,
+                "max_new_tokens=4",
+                "num_generations=8",
+                "top_p=0.95",
+                "distill.discount=0.5",
+            ),
+            0.95,
+        ),
     ],
-    ids=["jsd", "forward", "offline-reverse", "offline-forward-sft", "mixed-forward", "policy-gradient", "top-p"],
+    ids=[
+        "jsd",
+        "forward",
+        "offline-reverse",
+        "offline-forward-sft",
+        "mixed-forward",
+        "policy-gradient",
+        "top-p",
+    ],
 )
-def test_the_student_nears_its_teacher(material: Path, tmp_path: Path, words: tuple[str, ...], share: float) -> None:
-    """Over the whole vocabulary, by another library; and as the run itself says, on prompts that it was not trained on."""
+def test_the_student_nears_its_teacher(
+    material: Path, tmp_path: Path, words: tuple[str, ...], share: float
+) -> None:
+    """Over the whole vocabulary, by another library; and as the run itself says, on prompts that it
+    was not trained on.
+    """
     before = apart(material, material / "student")
-    course = ("learning_rate=5e-3", "total_train_epochs=25", "dataset.valid_split=0.25", "eval_freq_epochs=25")
+    course = (
+        "learning_rate=5e-3",
+        "total_train_epochs=25",
+        "dataset.valid_split=0.25",
+        "eval_freq_epochs=25",
+    )
     result = trained(material, tmp_path, *words, *course)
     after = apart(material, result.checkpoint("actor"))
     assert after < share * before, f"{before:.3f} -> {after:.3f}"
@@ -316,7 +458,11 @@ def test_the_student_nears_its_teacher(material: Path, tmp_path: Path, words: tu
     assert 0 < last[f"eval/{kl}"] < 0.95 * first[f"actor_train/{kl}"]
     assert 0 <= last["eval/teacher_agreement"] <= 1
     if REVERSE in words:
-        assert {"advantages/kl_k1", "advantages/teacher_agreement", "actor_train/entropy"} <= last.keys()
+        assert {
+            "advantages/kl_k1",
+            "advantages/teacher_agreement",
+            "actor_train/entropy",
+        } <= last.keys()
     else:
         assert last["eval/forward_kl"] < 0.95 * first["actor_train/forward_kl"]
         assert (last["actor_train/teacher_mass"] > 0.99) == (WHOLE in words)
@@ -328,30 +474,46 @@ def test_the_student_nears_its_teacher(material: Path, tmp_path: Path, words: tu
     assert (result.directory / "samples.jsonl").read_text()
 
 
-@pytest.mark.parametrize("words", [OFFLINE, (*MIXED, "max_new_tokens=6"), (REVERSE, "max_new_tokens=6")])
-def test_the_modules_of_transformers_learn_the_same(material: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words", [OFFLINE, (*MIXED, "max_new_tokens=6"), (REVERSE, "max_new_tokens=6")]
+)
+def test_the_modules_of_transformers_learn_the_same(
+    material: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     more = ("max_steps=3", "learning_rate=1e-3", "distill.ppo_epochs=2")
     own = trained(material, tmp_path / "torch", *words, *more)
-    theirs = trained(material, tmp_path / "hf", *words, *more, "actor.backend=hf", "teacher.backend=hf")
+    theirs = trained(
+        material, tmp_path / "hf", *words, *more, "actor.backend=hf", "teacher.backend=hf"
+    )
     for one, other in zip(own.metrics, theirs.metrics, strict=True):
         for name in ("loss", kl_of(words), "grad_norm"):
-            assert one[f"actor_train/{name}"] == pytest.approx(other[f"actor_train/{name}"], rel=1e-3)
+            assert one[f"actor_train/{name}"] == pytest.approx(
+                other[f"actor_train/{name}"], rel=1e-3
+            )
 
 
 def test_the_cut_into_micro_batches_does_not_matter(material: Path, tmp_path: Path) -> None:
     words = (*OFFLINE, "max_steps=3", "distill.sft_coef=0.1")
     whole = trained(material, tmp_path / "whole", *words)
-    cut = trained(material, tmp_path / "cut", *words, "max_tokens_per_microbatch=48", "dataset.max_seqlen=48")
+    cut = trained(
+        material, tmp_path / "cut", *words, "max_tokens_per_microbatch=48", "dataset.max_seqlen=48"
+    )
     for one, other in zip(whole.metrics, cut.metrics, strict=True):
         for name in ("loss", "kl_exact", "nll", "grad_norm"):
-            assert one[f"actor_train/{name}"] == pytest.approx(other[f"actor_train/{name}"], rel=1e-4)
+            assert one[f"actor_train/{name}"] == pytest.approx(
+                other[f"actor_train/{name}"], rel=1e-4
+            )
 
 
 def test_a_teacher_that_is_the_student_without_adapters(material: Path, tmp_path: Path) -> None:
     """One engine serves both; a new adapter changes nothing yet, so they are not apart."""
     more = ("teacher.path=@student", "lora_r=4", "max_steps=2", "distill.sft_coef=1")
     result = trained(material, tmp_path, *OFFLINE, *more)
-    assert abs(result.metrics[0]["actor_train/kl_exact"]) < 1e-6 < result.metrics[1]["actor_train/kl_exact"]
+    assert (
+        abs(result.metrics[0]["actor_train/kl_exact"])
+        < 1e-6
+        < result.metrics[1]["actor_train/kl_exact"]
+    )
 
 
 def test_a_teacher_with_more_outputs_than_tokens(material: Path, tmp_path: Path) -> None:
@@ -366,7 +528,9 @@ def test_a_teacher_with_more_outputs_than_tokens(material: Path, tmp_path: Path)
     for beta in (0, 1):
         words = (*OFFLINE, "max_steps=1", f"beta={beta}", f"teacher.path={tmp_path}/wide")
         for count in (1000, 16):
-            result = trained(material, tmp_path / f"{beta}-{count}", *words, f"distill.top_k={count}")
+            result = trained(
+                material, tmp_path / f"{beta}-{count}", *words, f"distill.top_k={count}"
+            )
             assert 0 < result.metrics[0]["actor_train/loss"] < 5
 
 

@@ -1,4 +1,6 @@
-"""What holds where nobody says: the table of changed defaults in CHANGELOG.md, and what is refused beside them."""
+"""What holds where nobody says: the table of changed defaults in CHANGELOG.md, and what is refused
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +70,19 @@ def test_completions_have_1024_tokens_where_the_context_allows(files: Path) -> N
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_validation_samples_at_the_training_temperature(name: str, files: Path) -> None:
-    options = {"dataset.valid_path": "rows.jsonl", f"{name}.gen.temperature": 0.7, f"{name}.eval_samples": 4}
+    options = {
+        "dataset.valid_path": "rows.jsonl",
+        f"{name}.gen.temperature": 0.7,
+        f"{name}.eval_samples": 4,
+    }
     experiment = build(name, **options)
     assert experiment.evaluation is not None
-    sampling = [call for call in experiment.evaluation.graph.model_calls() if call.method == "generate"]
-    assert [(call.args["temperature"], call.args["samples_per_prompt"]) for call in sampling] == [(0.7, 4)]
+    sampling = [
+        call for call in experiment.evaluation.graph.model_calls() if call.method == "generate"
+    ]
+    assert [(call.args["temperature"], call.args["samples_per_prompt"]) for call in sampling] == [
+        (0.7, 4)
+    ]
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
@@ -92,32 +102,49 @@ def test_a_mask_of_the_sampling_call_reaches_advantages_and_losses(name: str) ->
         assert "loss_mask" in (*node.input_keys, *node.optional_inputs), reader
 
 
-# Parameters that share the name of an option, and stand for something else where no configuration is.
+# Parameters that share the name of an option, and stand for something else where no configuration
+# is.
 OF_THEIR_OWN = {
     "kl_coef": "without a node that scores with a reference there is no KL to weigh",
     "kl_estimator": "the option is settled by whether the KL is in the reward or in the loss",
-    "samples_per_prompt": "the algorithm compares completions of a prompt, generation alone does not",
-    "top_k": "of distillation it is how many of the teacher's tokens are kept, of inference alone no tokens are asked for",
+    "samples_per_prompt": (
+        "the algorithm compares completions of a prompt, generation alone does not"
+    ),
+    "top_k": (
+        "of distillation it is how many of the teacher's tokens are kept, of inference alone "
+        "no tokens are asked for"
+    ),
 }
 
 
 def own_defaults(node: Node) -> dict[str, Any]:
-    """Return parameter -> default of what a node runs: its host function, or its interface and its loss."""
+    """Return parameter -> default of what a node runs: its host function, or its interface and its
+    loss.
+    """
     if isinstance(node, HostFunction):
         things = [registry.functions.get(node.function)]
     else:
         things = [registry.interfaces.get(node.interface)]
         things += [registry.losses.get(node.args["loss"])] if "loss" in node.args else []
     parameters = [each for thing in things for each in inspect.signature(thing).parameters.values()]
-    return {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
+    return {
+        each.name: each.default
+        for each in parameters
+        if each.default is not inspect.Parameter.empty
+    }
 
 
 @pytest.mark.parametrize("name", ["dpo", "distill", "grpo", "online_dpo", "ppo", "rw", "sft"])
 def test_an_option_has_one_default_wherever_it_is_set(name: str) -> None:
-    """What a node is built with where an option is left out is what it has by itself, without a configuration."""
+    """What a node is built with where an option is left out is what it has by itself, without a
+    configuration.
+    """
     group = f"{registry.quickstarts.get(name).algorithm}."
-    options = {leaf.name.removeprefix(group): leaf.default for leaf in leaves(registry.quickstarts.get(name)())
-               if leaf.name.startswith(group)}  # fmt: skip
+    options = {
+        leaf.name.removeprefix(group): leaf.default
+        for leaf in leaves(registry.quickstarts.get(name)())
+        if leaf.name.startswith(group)
+    }
     for node in build(name).graph.nodes:
         own = own_defaults(node)
         shared = own.keys() & options.keys() - OF_THEIR_OWN.keys()

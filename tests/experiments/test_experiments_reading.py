@@ -1,4 +1,6 @@
-"""What a reader has to open to follow an algorithm: PPO and GRPO each stand in one file and lean on two more of the folder."""
+"""What a reader has to open to follow an algorithm: PPO and GRPO each stand in one file and lean on
+two more of the folder.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ def neighbours(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "weft.experiments":
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("weft.experiments."):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "weft.experiments."
+        ):
             found.add(str(node.module).removeprefix("weft.experiments."))
         elif isinstance(node, ast.Import):
             found |= {
-                a.name.removeprefix("weft.experiments.") for a in node.names if a.name.startswith("weft.experiments.")
+                a.name.removeprefix("weft.experiments.")
+                for a in node.names
+                if a.name.startswith("weft.experiments.")
             }
     return found
 

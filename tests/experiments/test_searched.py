@@ -1,4 +1,6 @@
-"""`allocation_mode=search` of whole experiments: what is placed, what stays where it is, what is reckoned with."""
+"""`allocation_mode=search` of whole experiments: what is placed, what stays where it is, what is
+reckoned with.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,20 @@ from weft.experiments._searched import _load, _network
 from weft.topology import Layout, Mesh
 
 LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +48,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c"]}\n')
+    (tmp_path / "pairs.jsonl").write_text(
+        '{"prompt": "a", "pos_answers": ["b"], "neg_answers": ["c"]}\n'
+    )
     return tmp_path
 
 
@@ -87,7 +101,8 @@ def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> No
     sft = config(SFTConfig, folder, "pairs.jsonl", "model")
     sft.search.memory_gb = 1.0
     with pytest.raises(
-        ConfigError, match=r"no placement on 8 devices fits; the least takes \d+\.\d GiB of a device's 1\.0"
+        ConfigError,
+        match=r"no placement on 8 devices fits; the least takes \d+\.\d GiB of a device's 1\.0",
     ):
         sft.build()
 
@@ -95,7 +110,9 @@ def test_where_nothing_fits_the_error_says_what_the_least_is(folder: Path) -> No
 def test_a_cluster_of_gpus_is_named_where_this_machine_has_none(folder: Path) -> None:
     sft = config(SFTConfig, folder, "pairs.jsonl", "model")
     sft.search.gpu, sft.device = None, "cuda"
-    with pytest.raises(ConfigError, match=r"this machine has no GPU to look at; name the cluster's by search.gpu"):
+    with pytest.raises(
+        ConfigError, match=r"this machine has no GPU to look at; name the cluster's by search.gpu"
+    ):
         sft.build()
 
 
@@ -104,7 +121,8 @@ def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
     grpo.reward, grpo.grpo.group_size, grpo.grpo.gen.max_new_tokens = "length", 4, 256
     made = grpo.build()
     network: Network = _network(made.roles["actor"], "bfloat16")
-    assert network.parameters == 8_030_261_248 - (2 * 32 + 1) * 4096  # all of Llama 3 8B but its norms
+    # all of Llama 3 8B but its norms
+    assert network.parameters == 8_030_261_248 - (2 * 32 + 1) * 4096
     loads = {call.name: _load(made, grpo, call) for call in made.graph.model_calls()}
     assert {(load.sequences, load.prompt, load.new) for load in loads.values()} == {(256, 512, 256)}
     assert loads["actor_train"].updates == made.updates_per_firing.get("actor_train", 1)
@@ -116,18 +134,37 @@ def test_sizes_of_a_network_and_loads_of_its_calls(folder: Path) -> None:
 
 
 EXPERTS = {
-    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 256, "moe_intermediate_size": 32, "num_experts": 4,
-    "num_experts_per_tok": 2, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "vocab_size": 100, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-    "norm_topk_prob": True, "hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [1],
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "norm_topk_prob": True,
+    "hidden_act": "silu",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 
 
 @pytest.mark.parametrize("targets", [[], ["q", "down"]])
 @pytest.mark.parametrize("shape", [LLAMA_8B, EXPERTS], ids=["dense", "experts"])
-def test_adapters_are_as_many_as_the_network_has(tmp_path: Path, shape: dict[str, Any], targets: list[str]) -> None:
+def test_adapters_are_as_many_as_the_network_has(
+    tmp_path: Path, shape: dict[str, Any], targets: list[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    spec = ModelSpec(path=str(tmp_path), trained=True, dtype="bfloat16", lora=LoRASpec(r=4, targets=targets))
+    spec = ModelSpec(
+        path=str(tmp_path), trained=True, dtype="bfloat16", lora=LoRASpec(r=4, targets=targets)
+    )
     facts = planned_facts(spec, Mesh.first(Layout()), torch.device("cpu"))
     assert _network(spec, "bfloat16").num_trained == facts["num_trainable"]
 
@@ -157,7 +194,11 @@ SMALL = LLAMA_8B | {
 def heuristic(folder: Path, shape: dict[str, Any]) -> Any:
     ppo = config(PPOConfig, folder, "prompts.jsonl", "actor", "critic", "ref", "rew")
     (folder / "config.json").write_text(json.dumps(shape))
-    ppo.allocation_mode, ppo.dataset.max_prompt_len, ppo.ppo.gen.max_new_tokens = "heuristic", 64, 64
+    ppo.allocation_mode, ppo.dataset.max_prompt_len, ppo.ppo.gen.max_new_tokens = (
+        "heuristic",
+        64,
+        64,
+    )
     return ppo
 
 
@@ -172,7 +213,11 @@ def test_the_heuristic_has_a_small_model_in_one_process_where_processes_share_th
     made = ppo.build()
     assert made.num_devices == 1
     notes = [note for note in made.plan_notes if "allocation_mode=heuristic" in note]
-    assert len(notes) == 1 and "per step on cpu as estimated" in notes[0] and "  actor_gen: d1 on 0" in made.plan_notes
+    assert (
+        len(notes) == 1
+        and "per step on cpu as estimated" in notes[0]
+        and "  actor_gen: d1 on 0" in made.plan_notes
+    )
     ppo.actor.layout = "d2f2"
     assert str(ppo.build().meshes()["actor"].layout) == "d2f2t1p1c1e1"
 
@@ -198,17 +243,30 @@ def test_where_nothing_is_known_of_the_devices_the_heuristic_takes_all(
     ppo.search.gpu, ppo.device = gpu, "cuda"
     made = ppo.build()
     assert made.num_devices == 8 and str(made.meshes()["actor"].layout) == "d8f8t1p1c1e1"
-    assert told in made.plan_notes[-1] and made.plan_notes[-1].endswith("until then every call is on all devices")
+    assert told in made.plan_notes[-1] and made.plan_notes[-1].endswith(
+        "until then every call is on all devices"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_on_two_devices_that_the_search_has_placed(tmp_path: Path) -> None:
     prepare(tmp_path)
     code, out = run_forked(
-        "ppo", "experiment_name=e", "trial_name=t", f"fileroot={tmp_path}/runs", f"actor.path={tmp_path}/model",
-        f"critic.path={tmp_path}/model", f"rew.path={tmp_path}/model", f"dataset.path={tmp_path}/prompts.jsonl",
-        "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "max_steps=2", "allocation_mode=search", "n_gpus_per_node=2",
-        "device=cpu", cwd=tmp_path,
-    )  # fmt: skip
+        "ppo",
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={tmp_path}/runs",
+        f"actor.path={tmp_path}/model",
+        f"critic.path={tmp_path}/model",
+        f"rew.path={tmp_path}/model",
+        f"dataset.path={tmp_path}/prompts.jsonl",
+        "dataset.train_bs_n_seqs=4",
+        "ppo.gen.max_new_tokens=6",
+        "max_steps=2",
+        "allocation_mode=search",
+        "n_gpus_per_node=2",
+        "device=cpu",
+        cwd=tmp_path,
+    )
     assert code == 0 and "allocation_mode=search:" in " ".join(out.split()), out
     assert "actor_train: d" in (tmp_path / "runs" / "e" / "t" / "log.txt").read_text()

@@ -19,13 +19,23 @@ from weft.options import read, validate
 
 
 def config_of(data_dir: Path, tmp_path: Path) -> SFTConfig:
-    made = SFTConfig(experiment_name="e", trial_name="t", fileroot=str(tmp_path), progress=False, total_train_epochs=2)
+    made = SFTConfig(
+        experiment_name="e",
+        trial_name="t",
+        fileroot=str(tmp_path),
+        progress=False,
+        total_train_epochs=2,
+    )
     model, data = made.model, made.dataset
     model.path = str(make_llama(tmp_path / "hf", num_hidden_layers=3))
     model.tokenizer.chat_template, model.tokenizer.add_tokens = "oasst_v25", ["template"]
     model.freeze_layers, model.residual_dropout, model.residual_dropout_lima = 1, 0.3, True
     text = tmp_path / "text.jsonl"
-    text.write_text("\n".join(json.dumps({"text": "Once upon a time there was a girl. " * 20}) for _ in range(4)))
+    text.write_text(
+        "\n".join(
+            json.dumps({"text": "Once upon a time there was a girl. " * 20}) for _ in range(4)
+        )
+    )
     data.sources = [
         {"path": str(data_dir / "oasst" / "en_100_tree.jsonl"), "type": "chat", "size": 24},
         {"path": str(text), "type": "text"},
@@ -43,17 +53,22 @@ def test_the_options_together(data_dir: Path, tmp_path: Path) -> None:
     done = run(config)
     losses = [line["train/loss"] for line in done.metrics]
     assert len(losses) >= 6 and all(math.isfinite(loss) for loss in losses)
-    assert all(line["train/loss"] > line["train/nll"] for line in done.metrics), "1 - p is added to every token's loss"
+    assert all(line["train/loss"] > line["train/nll"] for line in done.metrics), (
+        "1 - p is added to every token's loss"
+    )
     assert sum(losses[-2:]) < sum(losses[:2])
     saved = done.checkpoint("model")
-    tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(saved),
+        AutoModelForCausalLM.from_pretrained(saved),
+    )
     assert model.config.vocab_size % 16 == 0 and model.config.vocab_size >= len(tokenizer)
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False
     )
-    assert ids[0] == tokenizer.convert_tokens_to_ids("<|prompter|>") and ids[-1] == tokenizer.convert_tokens_to_ids(
-        "<|assistant|>"
-    )
+    assert ids[0] == tokenizer.convert_tokens_to_ids("<|prompter|>") and ids[
+        -1
+    ] == tokenizer.convert_tokens_to_ids("<|assistant|>")
     old = AutoModelForCausalLM.from_pretrained(config.model.path).get_input_embeddings().weight
     assert model.get_input_embeddings().weight[: len(old)].equal(old), "embeddings are frozen"
 
@@ -68,9 +83,12 @@ def test_sample_mixing_is_for_sft(data_dir: Path, tmp_path: Path) -> None:
 
 def test_the_options_as_they_are_typed() -> None:
     words = [
-        "model.rope_scaling={type: linear, factor: 2}", "model.tokenizer.add_tokens=[template,'<|x|>']",
-        "dataset.system_prefix='You are Joi, a bot.'", "sft.loss_type=poly", "model.freeze_layers=2",
-    ]  # fmt: skip
+        "model.rope_scaling={type: linear, factor: 2}",
+        "model.tokenizer.add_tokens=[template,'<|x|>']",
+        "dataset.system_prefix='You are Joi, a bot.'",
+        "sft.loss_type=poly",
+        "model.freeze_layers=2",
+    ]
     values: dict[str, Any] = {}
     for override in overrides.parse(words):
         overrides.merge(values, override)

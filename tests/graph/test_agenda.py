@@ -47,7 +47,9 @@ def test_firings_begin_when_what_they_read_is_there_and_calls_in_the_order_they_
             for edge in graph.waits_for(firing.node):
                 trained = [f for f in log[: log.index(firing)] if f.node == edge.producer]
                 assert over.get(edge.producer, 0) >= len(trained), "the weights are in place"
-            assert firing.node not in {other.node for other in running}, "a node does not run beside itself"
+            assert firing.node not in {other.node for other in running}, (
+                "a node does not run beside itself"
+            )
             begun.append(firing)
             running.append(firing)
         assert running, "nothing runs and nothing may begin"
@@ -79,13 +81,17 @@ def test_weights_that_may_be_old_let_a_role_overtake_another():
 
 
 def test_training_does_not_wait_for_calls_with_a_lane_of_their_own_and_keeps_the_weights_that_they_want():
-    """With weights up to 2 steps old: completions 1 and 2 are sampled with the first weights, completion 3 with the next."""
+    """With weights up to 2 steps old: completions 1 and 2 are sampled with the first weights,
+    completion 3 with the next.
+    """
     agenda, _, over = decided(ppo(1, staleness=2), 4, {"gen": "copy"})
 
     def go(*ends: str) -> list[tuple[str, int, int | None, bool]]:
         for node in ends:
             over[node] = over.get(node, 0) + 1
-        found = [(each.firing.node, each.firing.step, each.version, each.keeps) for each in agenda.take()]
+        found = [
+            (each.firing.node, each.firing.step, each.version, each.keeps) for each in agenda.take()
+        ]
         return [each for each in found if each[0] in ("gen", "actor_train")]
 
     assert go() == [("gen", 0, 0, False)]
@@ -93,7 +99,9 @@ def test_training_does_not_wait_for_calls_with_a_lane_of_their_own_and_keeps_the
     go("reward", "ref_inf")
     go("filter")
     go("critic_inf")
-    assert go("advantages") == [("actor_train", 0, None, True)], "the sampling of 1 goes on, that of 2 has not begun"
+    assert go("advantages") == [("actor_train", 0, None, True)], (
+        "the sampling of 1 goes on, that of 2 has not begun"
+    )
     assert go("actor_train") == []
     assert go("gen") == [("gen", 2, 0, False)]
     assert go("gen") == [("gen", 3, 1, False)]

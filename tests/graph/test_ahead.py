@@ -22,11 +22,15 @@ def test_calls_that_may_run_ahead_come_first_and_training_last() -> None:
 
 
 def sampled(staleness: int, batches: int, size: int = 2) -> Buffer:
-    """A buffer in which all rows of so many batches of two have been sampled, and nothing has been trained."""
+    """A buffer in which all rows of so many batches of two have been sampled, and nothing has been
+    trained.
+    """
     buffer = Buffer()
     for number in range(batches):
         buffer.add([f"{number}a", f"{number}b"], ["prompt"])
-        (firing,) = [f for f in ready(ppo(size, staleness), buffer, buffer.finished, []) if f.node == "gen"]
+        (firing,) = [
+            f for f in ready(ppo(size, staleness), buffer, buffer.finished, []) if f.node == "gen"
+        ]
         buffer.start(firing)
         buffer.finish(firing, firing.ids, ["completion"], 9)
     return buffer

@@ -20,7 +20,12 @@ def test_blocks_know_of_every_id_what_a_dict_would(calls):
     found, wanted = blocks(), dict[str, list[int]]()
     for number, (forget, ids) in enumerate(calls):
         if forget:
-            gone = [id for known, chosen, _ in found.discard(ids) for id in chosen if known == wanted[id]]
+            gone = [
+                id
+                for known, chosen, _ in found.discard(ids)
+                for id in chosen
+                if known == wanted[id]
+            ]
             assert set(gone) == set(ids) & wanted.keys()
             for id in gone:
                 del wanted[id]
@@ -29,7 +34,9 @@ def test_blocks_know_of_every_id_what_a_dict_would(calls):
                 known.append(number)
             for id in ids:
                 wanted.setdefault(id, []).append(number)
-        assert dict(found.items()) == wanted and list(found.items()) == [(id, found[id]) for id in wanted]
+        assert dict(found.items()) == wanted and list(found.items()) == [
+            (id, found[id]) for id in wanted
+        ]
         assert len(found) == len(wanted) and all(id in found for id in wanted)
 
 

@@ -20,12 +20,28 @@ PAIR = ("prompt", "completion")
 def ppo() -> DataflowGraph:
     return DataflowGraph(
         [
-            MFCDef("actor_gen", "actor", "generate", "generate", 8, ("prompt",), ("completion", "logprobs")),
+            MFCDef(
+                "actor_gen",
+                "actor",
+                "generate",
+                "generate",
+                8,
+                ("prompt",),
+                ("completion", "logprobs"),
+            ),
             MFCDef("rew_inf", "reward", "infer", "inference", 8, PAIR, ("rewards",)),
             MFCDef("ref_inf", "ref", "infer", "inference", 8, PAIR, ("ref_logprobs",)),
             MFCDef("critic_inf", "critic", "infer", "inference", 8, PAIR, ("values",)),
-            HostFunction("advantages", "gae", 8, ("rewards", "ref_logprobs", "values"), ("advantages", "returns")),
-            MFCDef("actor_train", "actor", "train", "train_step", 8, (*PAIR, "advantages", "logprobs")),
+            HostFunction(
+                "advantages",
+                "gae",
+                8,
+                ("rewards", "ref_logprobs", "values"),
+                ("advantages", "returns"),
+            ),
+            MFCDef(
+                "actor_train", "actor", "train", "train_step", 8, (*PAIR, "advantages", "logprobs")
+            ),
             MFCDef("critic_train", "critic", "train", "train_step", 8, (*PAIR, "returns")),
         ],
         ("prompt",),
@@ -47,7 +63,9 @@ def test_every_node_and_edge_is_drawn() -> None:
     names = {element.text for element in classes(root, "name")}
     assert names == {"dataset", *graph.order}
     titles = [
-        path.findtext(f"{SVG}title") for path in root.iter(f"{SVG}path") if "edge" in path.get("class", "").split()
+        path.findtext(f"{SVG}title")
+        for path in root.iter(f"{SVG}path")
+        if "edge" in path.get("class", "").split()
     ]
     told = {title for title in titles if title}
     assert {f"{e.producer} to {e.consumer}: {', '.join(e.keys)}" for e in graph.edges} == told
@@ -57,8 +75,15 @@ def test_host_functions_have_another_shape_and_lines_their_own_style() -> None:
     root = drawn(ppo())
     assert [group.findtext(f"{SVG}text") for group in classes(root, "host")] == ["advantages"]
     assert all(group.find(f"{SVG}polygon") is not None for group in classes(root, "host"))
-    lanes = [lane.findtext(f"{SVG}title") for lane in classes(root, "version") if lane.find(f"{SVG}title") is not None]
-    assert lanes == ["actor_gen runs on weights of actor_train", "critic_inf runs on weights of critic_train"]
+    lanes = [
+        lane.findtext(f"{SVG}title")
+        for lane in classes(root, "version")
+        if lane.find(f"{SVG}title") is not None
+    ]
+    assert lanes == [
+        "actor_gen runs on weights of actor_train",
+        "critic_inf runs on weights of critic_train",
+    ]
     (sync,) = (lane for lane in classes(root, "sync") if lane.find(f"{SVG}title") is not None)
     assert sync.findtext(f"{SVG}title") == "ref moves by 0.1 toward actor after actor_train"
 
@@ -66,7 +91,9 @@ def test_host_functions_have_another_shape_and_lines_their_own_style() -> None:
 def test_a_role_has_one_colour() -> None:
     root = drawn(ppo())
     kinds = {g.findtext(f"{SVG}text"): g.get("class", "").split()[1] for g in classes(root, "node")}
-    assert kinds["actor_gen"] == kinds["actor_train"] != kinds["critic_train"] == kinds["critic_inf"]
+    assert (
+        kinds["actor_gen"] == kinds["actor_train"] != kinds["critic_train"] == kinds["critic_inf"]
+    )
 
 
 def test_edges_that_follow_from_others_carry_no_label() -> None:
@@ -89,7 +116,9 @@ def test_edges_that_follow_from_others_carry_no_label() -> None:
 def test_nodes_do_not_overlap_and_lie_inside_the_picture() -> None:
     graph = DataflowGraph(
         [
-            HostFunction(f"n{i}", "f", 1, tuple(f"k{j}" for j in range(i) if (i * 7 + j) % 3), (f"k{i}",))
+            HostFunction(
+                f"n{i}", "f", 1, tuple(f"k{j}" for j in range(i) if (i * 7 + j) % 3), (f"k{i}",)
+            )
             for i in range(14)
         ]
     )
@@ -102,10 +131,15 @@ def test_nodes_do_not_overlap_and_lie_inside_the_picture() -> None:
     left, top, width, height = (float(value) for value in root.get("viewBox", "").split())
     for (x, y), (u, v) in itertools.combinations(spots, 2):
         assert abs(x - u) >= WIDTH or abs(y - v) >= HEIGHT
-    assert all(left + WIDTH / 2 <= x <= left + width - WIDTH / 2 and top <= y <= top + height for x, y in spots)
+    assert all(
+        left + WIDTH / 2 <= x <= left + width - WIDTH / 2 and top <= y <= top + height
+        for x, y in spots
+    )
 
 
-@pytest.mark.parametrize("name", ["<script>alert(1)</script>", 'a"b&c', "a very long name of a call that does not fit"])
+@pytest.mark.parametrize(
+    "name", ["<script>alert(1)</script>", 'a"b&c', "a very long name of a call that does not fit"]
+)
 def test_any_name_is_text(name: str) -> None:
     root = drawn(DataflowGraph([HostFunction(name, name, 1, ("x",), (name,))], ("x",)))
     assert name in {element.text for element in classes(root, "name")}
@@ -119,7 +153,9 @@ def test_the_picture_needs_nothing_from_outside() -> None:
 
 
 def test_a_graph_without_rows_or_edges_is_drawn() -> None:
-    assert {e.text for e in classes(drawn(DataflowGraph([HostFunction("alone", "f", 1)])), "name")} == {"alone"}
+    assert {
+        e.text for e in classes(drawn(DataflowGraph([HostFunction("alone", "f", 1)])), "name")
+    } == {"alone"}
 
 
 def test_implied_edges_are_those_with_a_longer_way() -> None:
@@ -132,11 +168,16 @@ def test_layers_go_down_and_bundled_edges_share_a_trunk() -> None:
     edges = [("a", "b"), ("b", "c"), ("c", "d"), ("c", "e"), ("a", "d"), ("a", "e")]
     placed = place(names, edges, {("a", "d"), ("a", "e")}, 100, 20)
     assert dict(placed.layer) == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 3}
-    assert placed.bends["a", "d"] == placed.bends["a", "e"] and [layer for _, layer in placed.bends["a", "d"]] == [1, 2]
+    assert placed.bends["a", "d"] == placed.bends["a", "e"] and [
+        layer for _, layer in placed.bends["a", "d"]
+    ] == [1, 2]
     assert abs(placed.x["d"] - placed.x["e"]) >= 100
 
 
 def test_keys_are_shortened_to_fit() -> None:
     assert shortened(["prompt", "completion"]) == "prompt, completion"
     assert shortened(["prompt", "completion", "logprobs", "versions"]) == "prompt, completion +2"
-    assert shortened(["one_key_that_is_longer_than_any_edge"]) == "one_key_that_is_longer_than_any_edge"
+    assert (
+        shortened(["one_key_that_is_longer_than_any_edge"])
+        == "one_key_that_is_longer_than_any_edge"
+    )

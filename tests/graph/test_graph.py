@@ -44,7 +44,9 @@ def test_edges_come_from_keys_with_their_remaps():
 
 
 def test_input_remap_reads_another_key():
-    reads = HostFunction("adv", "f", 4, input_keys=["rewards"], input_key_remap={"rewards": "scores"})
+    reads = HostFunction(
+        "adv", "f", 4, input_keys=["rewards"], input_key_remap={"rewards": "scores"}
+    )
     maker = MFCDef("rew", "reward", "infer", "inference", 4, ["completion"], ["scores"])
     graph = DataflowGraph([reads, maker], ["completion"])
     assert Edge("rew", "adv", ("scores",)) in graph.edges
@@ -62,7 +64,9 @@ def test_optional_keys_make_edges_only_where_somebody_makes_them():
 
 def test_version_edges_come_from_training_and_from_syncs():
     graph = DataflowGraph(
-        [gen(max_staleness=1), ref(), train()], ["prompt"], [ParamSync("actor", "ref", 0.1, "actor_train")]
+        [gen(max_staleness=1), ref(), train()],
+        ["prompt"],
+        [ParamSync("actor", "ref", 0.1, "actor_train")],
     )
     assert set(graph.version_edges) == {
         VersionEdge("actor_train", "actor_gen", 1),
@@ -81,7 +85,11 @@ def test_a_missing_key_names_the_node_the_key_and_what_there_is():
         DataflowGraph([gen(), train()], ["prompt"])
     text = str(caught.value)
     assert "'actor_train' wants key 'ref_logprobs'" in text
-    assert "prompt (dataset)" in text and "logprobs (actor_gen)" in text and "did you mean logprobs" in text
+    assert (
+        "prompt (dataset)" in text
+        and "logprobs (actor_gen)" in text
+        and "did you mean logprobs" in text
+    )
 
 
 def test_a_cycle_names_the_nodes_and_keys_on_it():

@@ -10,9 +10,13 @@ from weft.graph.mfc import HostFunction, MFCDef
 
 
 def chain() -> DataflowGraph:
-    sample = MFCDef("gen", "actor", "generate", "generate", 8, ("prompt",), ("completion", "logprobs"))
+    sample = MFCDef(
+        "gen", "actor", "generate", "generate", 8, ("prompt",), ("completion", "logprobs")
+    )
     reward = HostFunction("reward", "reward", 8, ("prompt", "completion"), ("rewards",))
-    train = MFCDef("train", "actor", "train", "train_step", 8, ("prompt", "completion", "rewards", "logprobs"))
+    train = MFCDef(
+        "train", "actor", "train", "train_step", 8, ("prompt", "completion", "rewards", "logprobs")
+    )
     return DataflowGraph([sample, reward, train], ["prompt"])
 
 
@@ -31,7 +35,9 @@ def test_what_both_make_comes_from_the_new_node() -> None:
     assert ("centre", "train", ("rewards",)) in edges(graph)
     assert graph.node("centre").batch_size == 8
     assert graph.node("reward").outputs == ("rewards_before_centre",)
-    assert graph.node("centre").input_keys == ("rewards",), "the function sees its own name of the key"
+    assert graph.node("centre").input_keys == ("rewards",), (
+        "the function sees its own name of the key"
+    )
 
 
 def test_two_stand_in_a_row() -> None:

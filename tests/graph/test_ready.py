@@ -20,30 +20,60 @@ def ppo(
 ) -> DataflowGraph:
     size = sizes if isinstance(sizes, dict) else defaultdict(lambda: sizes)
     nodes = [
-        MFCDef("gen", "actor", "g", "generate", size["gen"], ["prompt"], ["completion"], max_staleness=staleness),
-        MFCDef("ref_inf", "ref", "i", "inference", size["ref_inf"], ["completion"], ["ref"], max_staleness=staleness),
+        MFCDef(
+            "gen",
+            "actor",
+            "g",
+            "generate",
+            size["gen"],
+            ["prompt"],
+            ["completion"],
+            max_staleness=staleness,
+        ),
+        MFCDef(
+            "ref_inf",
+            "ref",
+            "i",
+            "inference",
+            size["ref_inf"],
+            ["completion"],
+            ["ref"],
+            max_staleness=staleness,
+        ),
         HostFunction("reward", "r", size["reward"], ["completion"], ["rewards"]),
         HostFunction("filter", "f", size["filter"], ["rewards"], ["kept"], refill_rounds=rounds),
         MFCDef(
-            "critic_inf", "critic", "i", "inference", size["critic_inf"], ["kept"], ["values"], max_staleness=staleness
+            "critic_inf",
+            "critic",
+            "i",
+            "inference",
+            size["critic_inf"],
+            ["kept"],
+            ["values"],
+            max_staleness=staleness,
         ),
         HostFunction("advantages", "a", size["advantages"], ["values", "ref", "kept"], ["adv"]),
         MFCDef("actor_train", "actor", "t", "train_step", size["actor_train"], ["adv"]),
         MFCDef("critic_train", "critic", "t", "train_step", size["critic_train"], ["adv"]),
     ]
-    return DataflowGraph(nodes, ["prompt"], [ParamSync("actor", "ref", 0.1, "actor_train")] if ref_follows else [])
+    return DataflowGraph(
+        nodes, ["prompt"], [ParamSync("actor", "ref", 0.1, "actor_train")] if ref_follows else []
+    )
 
 
 class Simulation:
     """A loader, a filter and workers that finish at once: what is left is the schedule."""
 
-    def __init__(self, graph: DataflowGraph, num_ids: int, batch: int, epochs: int = 1, drop=lambda id: False) -> None:
+    def __init__(
+        self, graph: DataflowGraph, num_ids: int, batch: int, epochs: int = 1, drop=lambda id: False
+    ) -> None:
         self.graph, self.drop = graph, drop
         self.epochs = [[f"{e}-{i}" for i in range(num_ids)] for e in range(epochs)]
         self.batch, self.buffer, self.versions = batch, Buffer(), {}
         self.log: list[Firing] = []
         self.surplus: list[str] = []
-        self.used: dict[tuple[str, str], dict[str, int]] = {}  # (node, id) -> versions when it was taken
+        # (node, id) -> versions when it was taken
+        self.used: dict[tuple[str, str], dict[str, int]] = {}
 
     def run(self) -> Simulation:
         for ids in self.epochs:
@@ -54,7 +84,9 @@ class Simulation:
                 if firings:
                     self.fire(firings[0])
                     continue
-                assert waiting and wants_rows(self.graph, self.buffer, self.versions), "the schedule is stuck"
+                assert waiting and wants_rows(self.graph, self.buffer, self.versions), (
+                    "the schedule is stuck"
+                )
                 self.buffer.add(waiting[: self.batch], ["prompt"])
                 waiting = waiting[self.batch :]
                 self.buffer.closed = not waiting
@@ -85,7 +117,14 @@ SIZES = st.fixed_dictionaries({name: st.integers(1, 7) for name in NAMES})
 
 
 @settings(max_examples=60, deadline=None)
-@given(SIZES, st.integers(0, 2), st.integers(1, 25), st.integers(1, 6), st.booleans(), st.sets(st.integers(0, 24)))
+@given(
+    SIZES,
+    st.integers(0, 2),
+    st.integers(1, 25),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sets(st.integers(0, 24)),
+)
 def test_every_id_goes_through_every_node_once_and_weights_are_never_too_old(
     sizes, staleness, num_ids, batch, ref_follows, dropped
 ):
@@ -101,9 +140,9 @@ def test_every_id_goes_through_every_node_once_and_weights_are_never_too_old(
     assert all(len(f.ids) <= sizes[f.node] for f in done.log)
     for edge in graph.version_edges:
         for id in kept:
-            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[edge.consumer, id].get(
-                edge.producer, 0
-            )
+            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[
+                edge.consumer, id
+            ].get(edge.producer, 0)
             assert 0 <= age <= edge.max_staleness
     assert not done.buffer.entries
     for name in NAMES:
@@ -123,7 +162,9 @@ def test_a_filter_is_refilled_before_training():
     dropped = {"0-0", "0-1", "0-5", "0-9"}
     done = Simulation(ppo(4), 12, 4, drop=dropped.__contains__).run()
     assert [len(f.ids) for f in done.log if f.node == "actor_train"] == [4, 4]
-    assert [len(f.ids) for f in done.log if f.node == "gen"][:2] == [4, 2], "only what is missing is sampled again"
+    assert [len(f.ids) for f in done.log if f.node == "gen"][:2] == [4, 2], (
+        "only what is missing is sampled again"
+    )
     assert set(done.ids("critic_inf")).isdisjoint(dropped)
 
 
@@ -145,7 +186,13 @@ def test_a_filter_that_refills_samples_whole_batches():
 def test_what_a_refill_brings_too_much_is_let_go_of():
     dropped = {"0-0"}
     done = Simulation(ppo(4, rounds=5), 12, 4, drop=dropped.__contains__).run()
-    assert done.ids("actor_train") == ["0-1", "0-2", "0-3", "0-4", *(f"0-{i}" for i in range(8, 12))]
+    assert done.ids("actor_train") == [
+        "0-1",
+        "0-2",
+        "0-3",
+        "0-4",
+        *(f"0-{i}" for i in range(8, 12)),
+    ]
     assert done.surplus == ["0-5", "0-6", "0-7"], "sampled with weights that are old by then"
     lagging = Simulation(ppo(4, staleness=1, rounds=5), 12, 4, drop=dropped.__contains__).run()
     assert len(lagging.ids("actor_train")) >= len(done.ids("actor_train"))
@@ -153,9 +200,13 @@ def test_what_a_refill_brings_too_much_is_let_go_of():
 
 def test_rounds_are_bounded_and_what_is_there_is_trained_on():
     keep = {"0-3", "0-9"}
-    done = Simulation(ppo(4, rounds=3), 40, 4, drop=lambda id: id not in keep and int(id[2:]) < 20).run()
+    done = Simulation(
+        ppo(4, rounds=3), 40, 4, drop=lambda id: id not in keep and int(id[2:]) < 20
+    ).run()
     assert sizes_of(done, "actor_train")[0] == 2, "two of twelve"
-    assert [f.node for f in done.log].index("actor_train") > [i for i, f in enumerate(done.log) if f.node == "gen"][2]
+    assert [f.node for f in done.log].index("actor_train") > [
+        i for i, f in enumerate(done.log) if f.node == "gen"
+    ][2]
 
 
 def test_rounds_that_leave_nothing_are_seen():
@@ -171,8 +222,16 @@ def test_rounds_that_leave_nothing_are_seen():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2), st.integers(1, 30), st.integers(1, 6), st.integers(1, 5), st.sets(st.integers(0, 29)))
-def test_no_weights_are_too_old_behind_a_filter_that_refills(staleness, num_ids, batch, size, dropped):
+@given(
+    st.integers(0, 2),
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.sets(st.integers(0, 29)),
+)
+def test_no_weights_are_too_old_behind_a_filter_that_refills(
+    staleness, num_ids, batch, size, dropped
+):
     drop = lambda id: int(id.split("-")[1]) in dropped  # noqa: E731
     graph = ppo(size, staleness, rounds=100)
     done = Simulation(graph, num_ids, batch, epochs=2, drop=drop).run()
@@ -184,9 +243,9 @@ def test_no_weights_are_too_old_behind_a_filter_that_refills(staleness, num_ids,
     assert set(kept) - set(done.ids("actor_train")) == set(done.surplus)
     for edge in graph.version_edges:
         for id in done.ids("actor_train"):
-            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[edge.consumer, id].get(
-                edge.producer, 0
-            )
+            age = done.used[edge.producer, id].get(edge.producer, 0) - done.used[
+                edge.consumer, id
+            ].get(edge.producer, 0)
             assert 0 <= age <= edge.max_staleness
     assert not done.buffer.entries
 
@@ -199,9 +258,13 @@ def test_generation_waits_for_the_weights_of_the_step_before():
     buffer.start(first[0])
     assert ready(graph, buffer, {}, first) == []
     buffer.finish(first[0], first[0].ids, ["completion"], 8)
-    assert [f.node for f in ready(graph, buffer, {}, [])] == ["ref_inf", "reward"], "both at the same time"
+    assert [f.node for f in ready(graph, buffer, {}, [])] == ["ref_inf", "reward"], (
+        "both at the same time"
+    )
     lagging = ppo(2, staleness=1)
-    assert [f.node for f in ready(lagging, buffer, {}, [])] == ["ref_inf", "reward", "gen"], "oldest ids first"
+    assert [f.node for f in ready(lagging, buffer, {}, [])] == ["ref_inf", "reward", "gen"], (
+        "oldest ids first"
+    )
 
 
 def test_training_under_way_holds_generation_back_until_its_weights_are_in_place():
@@ -286,7 +349,9 @@ def test_blocks_are_split_where_nodes_take_parts_of_them_and_keep_the_loaders_or
     firing = next(each for each in ready(graph, buffer, {}, []) if each.node == "reward")
     assert firing.ids == ("a", "b", "c", "d")
     buffer.start(firing)
-    assert buffer.finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(buffer.entries) == ["a", "d"]
+    assert buffer.finish(firing, ["a", "d"], ["rewards"], 8) == ["b", "c"] and list(
+        buffer.entries
+    ) == ["a", "d"]
 
 
 def test_a_loader_that_repeats_an_id_is_caught():

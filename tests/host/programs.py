@@ -1,4 +1,7 @@
-"""Programs that try to score without being right, by name. Each begins with a function that is wrong."""
+"""Programs that try to score without being right, by name.
+
+Each begins with a function that is wrong.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +80,15 @@ CHEATS = {
     "does not compile": "def add(",
     "ends its process when called": "def add(a, b):\n    import os; os._exit(0)",
     "raises SystemExit when called": "def add(a, b):\n    raise SystemExit(0)",
-    "exits late": WRONG + "import atexit, os, signal\natexit.register(os._exit, 0)\nsignal.signal(15, lambda *a: None)",
+    "exits late": WRONG
+    + "import atexit, os, signal\natexit.register(os._exit, 0)\nsignal.signal(15, lambda *a: None)",
     "equals everything": EQUALS_EVERYTHING,
     "is an int that equals everything": (
         "class Same(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Same(7)"
     ),
     "changes modules": WRONG + CHANGES_MODULES,
-    "changes its end of the channel": WRONG + "import sys\nsys.modules['_peer'].DO['call'] = lambda *a: 5",
+    "changes its end of the channel": WRONG
+    + "import sys\nsys.modules['_peer'].DO['call'] = lambda *a: 5",
     "looks everywhere": WRONG + LOOKS_EVERYWHERE,
     "reads frames": WRONG + READS_FRAMES,
     "writes everywhere": WRONG + WRITES_EVERYWHERE,

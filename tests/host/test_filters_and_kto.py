@@ -11,7 +11,9 @@ from weft.host.base import HostContext, make_host_function
 from weft.host.kto import kto_baseline, kto_mismatch
 
 
-def grouped(key: str, groups: list[list[list[float]]], dtype: torch.dtype = torch.float32) -> SequenceSample:
+def grouped(
+    key: str, groups: list[list[list[float]]], dtype: torch.dtype = torch.float32
+) -> SequenceSample:
     """`groups[i][k]` lists the values of completion k of id i under one key."""
     ids = [f"p{n}" for n in range(len(groups))]
     flat = [value for group in groups for sequence in group for value in sequence]
@@ -29,7 +31,9 @@ def test_dynamic_sampling_drops_groups_of_one_reward() -> None:
 
 
 def test_dynamic_sampling_may_drop_everything() -> None:
-    made = make_host_function("dynamic_sampling", {})(grouped("rewards", [[[1.0], [1.0]]]), HostContext())
+    made = make_host_function("dynamic_sampling", {})(
+        grouped("rewards", [[[1.0], [1.0]]]), HostContext()
+    )
     assert made is not None
     assert made.ids == ()
     assert made.num_ids == 0
@@ -37,7 +41,9 @@ def test_dynamic_sampling_may_drop_everything() -> None:
 
 def test_dynamic_sampling_refuses_groups_of_one() -> None:
     with pytest.raises(ConfigError, match="group_size"):
-        make_host_function("dynamic_sampling", {})(grouped("rewards", [[[1.0]], [[0.0], [1.0]]]), HostContext())
+        make_host_function("dynamic_sampling", {})(
+            grouped("rewards", [[[1.0]], [[0.0], [1.0]]]), HostContext()
+        )
 
 
 COMPLETIONS = [[[1, 2], [3]], [[4, 5, 6]], [[7], [8], [9]]]
@@ -48,7 +54,14 @@ def test_mismatch_gives_each_prompt_the_next_ids_completions() -> None:
     made = make_host_function("kto_mismatch", {})(batch, HostContext())
     assert made is not None
     assert made.ids == batch.ids
-    assert [s.tolist() for s in made.sequences("kl_completion")] == [[4, 5, 6], [7], [8], [9], [1, 2], [3]]
+    assert [s.tolist() for s in made.sequences("kl_completion")] == [
+        [4, 5, 6],
+        [7],
+        [8],
+        [9],
+        [1, 2],
+        [3],
+    ]
     assert made.group_of("kl_completion").tolist() == [0, 1, 1, 1, 2, 2]
     assert made.data["kl_mask"].tolist() == [1.0] * 9
     assert batch.update(made).ids == batch.ids
@@ -62,7 +75,9 @@ def test_mismatch_takes_the_mask_along() -> None:
 
 
 def scored(
-    logprobs: list[list[list[float]]], reference: list[list[list[float]]], mask: list[list[list[float]]]
+    logprobs: list[list[list[float]]],
+    reference: list[list[list[float]]],
+    mask: list[list[list[float]]],
 ) -> SequenceSample:
     made = grouped("kl_logprobs", logprobs).update(grouped("kl_ref_logprobs", reference))
     return made.update(grouped("kl_mask", mask))
@@ -70,7 +85,11 @@ def scored(
 
 def test_the_baseline_by_hand() -> None:
     # Differences 0.5 + 0.25 (one of 9 masked) and -0.25: mean of 0.75 and -0.25 is 0.25.
-    batch = scored([[[-1.0, -1.0, 0.0]], [[-1.0]]], [[[-1.5, -1.25, -9.0]], [[-0.75]]], [[[1.0, 1.0, 0.0]], [[1.0]]])
+    batch = scored(
+        [[[-1.0, -1.0, 0.0]], [[-1.0]]],
+        [[[-1.5, -1.25, -9.0]], [[-0.75]]],
+        [[[1.0, 1.0, 0.0]], [[1.0]]],
+    )
     context = HostContext()
     made = kto_baseline(batch, context)
     assert made.data["kl_baseline"].tolist() == [0.25, 0.25]

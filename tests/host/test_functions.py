@@ -17,7 +17,9 @@ from weft.registry import register_advantage, register_filter
 
 @register_advantage("test-centred")
 def centred(rewards: Any, group: Any, scale: float = 1.0) -> Any:
-    return scale * (rewards - np.array([rewards[group == one].mean() for one in range(group.max() + 1)])[group])
+    return scale * (
+        rewards - np.array([rewards[group == one].mean() for one in range(group.max() + 1)])[group]
+    )
 
 
 @register_advantage("test-late", per="token")
@@ -36,16 +38,23 @@ def batch() -> SequenceSample:
     return SequenceSample.from_groups(
         ["a", "b"],
         {
-            "prompt": [[1], [1]], "completion": counts, "loss_mask": counts, "logprobs": counts,
-            "rewards": [[1, 1], [1, 1]], "finished": [[1, 1], [1, 1]],
+            "prompt": [[1], [1]],
+            "completion": counts,
+            "loss_mask": counts,
+            "logprobs": counts,
+            "rewards": [[1, 1], [1, 1]],
+            "finished": [[1, 1], [1, 1]],
         },
         {
-            "prompt": torch.zeros(2, dtype=torch.int64), "completion": torch.arange(7),
-            "loss_mask": torch.tensor([1.0, 0, 1, 1, 1, 1, 1]), "logprobs": -torch.arange(7.0),
-            "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0]), "finished": torch.ones(4),
+            "prompt": torch.zeros(2, dtype=torch.int64),
+            "completion": torch.arange(7),
+            "loss_mask": torch.tensor([1.0, 0, 1, 1, 1, 1, 1]),
+            "logprobs": -torch.arange(7.0),
+            "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0]),
+            "finished": torch.ones(4),
         },
         {"level": [3, 1]},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
@@ -83,12 +92,16 @@ def test_a_filter_sees_one_prompt_and_its_columns() -> None:
 
 
 def test_wrong_readings_and_options() -> None:
-    with pytest.raises(ConfigError, match="argument of host function 'test-hard': 'mots'; did you mean most"):
+    with pytest.raises(
+        ConfigError, match="argument of host function 'test-hard': 'mots'; did you mean most"
+    ):
         make_host_function("test-hard", {"mots": 1})
     with pytest.raises(ConfigError, match="argument of host function 'test-hard': 'level'"):
         make_host_function("test-hard", {"level": 1})
     with pytest.raises(DataError, match="no key 'rewards'"):
-        make_host_function("test-centred", {})(batch().select(keys=["prompt", "completion"]), HostContext())
+        make_host_function("test-centred", {})(
+            batch().select(keys=["prompt", "completion"]), HostContext()
+        )
     with pytest.raises(DataError, match=r"reads 'rewards'.*there are: level"):
         make_host_function("test-hard", {})(batch().meta(), HostContext())
 
@@ -99,7 +112,8 @@ def test_a_result_of_another_shape_is_refused() -> None:
 
     register_advantage("test-short", short)
     with pytest.raises(
-        ConfigError, match=r"short returned advantages of the shape \(3,\); it is one number a completion, 4"
+        ConfigError,
+        match=r"short returned advantages of the shape \(3,\); it is one number a completion, 4",
     ):
         make_host_function("test-short", {})(batch(), HostContext())
     register_advantage("test-odd", short, per="row")
@@ -114,5 +128,7 @@ def huge(logprobs: Any, value: float = 0.0) -> Any:
 
 @pytest.mark.parametrize("value", [1e308, -1e19, float("nan"), float("inf")])
 def test_an_advantage_with_which_the_loss_is_not_finite_is_named(value: float) -> None:
-    with pytest.raises(UserError, match=re.escape(f"huge returned the advantage {value:g} for a completion of b")):
+    with pytest.raises(
+        UserError, match=re.escape(f"huge returned the advantage {value:g} for a completion of b")
+    ):
         make_host_function("test-huge", {"value": value})(batch(), HostContext())

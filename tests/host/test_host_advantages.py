@@ -1,4 +1,6 @@
-"""Advantages as host functions: by hand, through the graph's keys, with state that survives a restart."""
+"""Advantages as host functions: by hand, through the graph's keys, with state that survives a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,17 @@ from weft.host.base import HostContext, PlainFunction, make_host_function
 PER_SEQUENCE = {"rewards", "finished", "scores", "baseline_rewards", "baseline_finished"}
 
 
-def sample(completions: list[list[int]], prompts: list[int] | None = None, **keys: Any) -> SequenceSample:
-    """Groups of completions; keys hold one value a token (`values` one more), a completion, or an id."""
+def sample(
+    completions: list[list[int]], prompts: list[int] | None = None, **keys: Any
+) -> SequenceSample:
+    """Groups of completions; keys hold one value a token (`values` one more), a completion, or an
+    id.
+    """
     ids = [f"p{n}" for n in range(len(completions))]
     lengths: dict[str, list[list[int]]] = {"completion": completions}
-    data: dict[str, Any] = {"completion": torch.zeros(sum(map(sum, completions)), dtype=torch.int64)}
+    data: dict[str, Any] = {
+        "completion": torch.zeros(sum(map(sum, completions)), dtype=torch.int64)
+    }
     if prompts is not None:
         lengths["prompt"] = [[n] for n in prompts]
         data["prompt"] = torch.zeros(sum(prompts), dtype=torch.int64)
@@ -38,18 +46,22 @@ def sample(completions: list[list[int]], prompts: list[int] | None = None, **key
     return SequenceSample.from_groups(ids, lengths, data)
 
 
-def call(function: Any, batch: SequenceSample) -> tuple[Mapping[str, list[float]], dict[str, float]]:
+def call(
+    function: Any, batch: SequenceSample
+) -> tuple[Mapping[str, list[float]], dict[str, float]]:
     context = HostContext()
     made = function(batch, context)
     return {key: made.data[key].tolist() for key in made.keys}, context.metrics
 
 
 PLAIN = {"adv_norm": False, "value_norm": False}
-by_hand = partial(GAEAdvantages, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")  # sums that a reader can follow
+# sums that a reader can follow
+by_hand = partial(GAEAdvantages, kl_ctl=0.1, gae_lambda=1.0, truncated="bootstrap")
 
 
 def test_ppo_by_hand() -> None:
-    # Two completions of one prompt. The first has ended with reward 1; the second was cut off with V = 0.4 after it.
+    # Two completions of one prompt. The first has ended with reward 1; the second was cut off with
+    # V = 0.4 after it.
     batch = sample(
         [[2, 1]],
         logprobs=[-1.0, -1.0, -2.0],
@@ -79,14 +91,18 @@ def test_a_cut_completion_may_keep_its_reward() -> None:
 
 def test_reward_shaping() -> None:
     batch = sample([[1], [1]], rewards=[3.0, -100.0], values=[0.0] * 4, finished=[1.0, 1.0])
-    function = by_hand(kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN)
+    function = by_hand(
+        kl_ctl=0.0, reward_output_bias=1.0, reward_output_scaling=0.5, max_reward_clip=5.0, **PLAIN
+    )
     assert call(function, batch)[0]["advantages"] == [1.0, -5.0]
 
 
 def test_masked_tokens_take_no_time() -> None:
     """What somebody else wrote in the middle is passed over: the same as if it were not there."""
     keys = {"rewards": [1.0], "finished": [1.0]}
-    whole = sample([[2]], logprobs=[-1.0, -2.0], ref_logprobs=[-1.2, -1.8], values=[0.1, 0.2, 0.9], **keys)
+    whole = sample(
+        [[2]], logprobs=[-1.0, -2.0], ref_logprobs=[-1.2, -1.8], values=[0.1, 0.2, 0.9], **keys
+    )
     gapped = sample(
         [[4]],
         logprobs=[-1.0, -5.0, -5.0, -2.0],
@@ -103,12 +119,16 @@ def test_masked_tokens_take_no_time() -> None:
 
 
 def test_the_reward_goes_to_the_last_trained_token() -> None:
-    batch = sample([[3]], rewards=[1.0], finished=[1.0], values=[0.0] * 4, loss_mask=[1.0, 1.0, 0.0])
+    batch = sample(
+        [[3]], rewards=[1.0], finished=[1.0], values=[0.0] * 4, loss_mask=[1.0, 1.0, 0.0]
+    )
     assert call(by_hand(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
 
 
 def test_a_token_that_nothing_precedes_is_not_trained() -> None:
-    batch = sample([[2], [2]], prompts=[0, 1], rewards=[1.0, 1.0], finished=[1.0, 1.0], values=[0.0] * 6)
+    batch = sample(
+        [[2], [2]], prompts=[0, 1], rewards=[1.0, 1.0], finished=[1.0, 1.0], values=[0.0] * 6
+    )
     assert call(by_hand(kl_ctl=0.0, **PLAIN), batch)[0]["advantages"] == [0.0, 1.0, 1.0, 1.0]
 
 
@@ -120,7 +140,9 @@ def test_whitening_is_over_the_whole_batch() -> None:
 
 
 def test_values_are_normalised_and_back() -> None:
-    """The critic speaks in units of past returns; the second batch is brought to rewards' units by the first's statistics."""
+    """The critic speaks in units of past returns; the second batch is brought to rewards' units by
+    the first's statistics.
+    """
     rng = np.random.default_rng(0)
     function = by_hand(kl_ctl=0.0, adv_norm=False, value_norm_type="ma")
     plain = by_hand(kl_ctl=0.0, **PLAIN)
@@ -153,7 +175,12 @@ def random_batch(seed: int) -> SequenceSample:
 
 
 def test_state_survives_a_restart() -> None:
-    args = {"kl_ctl": 0.1, "use_adaptive_kl_ctl": True, "adaptive_kl_target": 1.0, "adaptive_kl_horizon": 20.0}
+    args = {
+        "kl_ctl": 0.1,
+        "use_adaptive_kl_ctl": True,
+        "adaptive_kl_target": 1.0,
+        "adaptive_kl_horizon": 20.0,
+    }
     whole = make_host_function("gae_advantages", args)
     for step in range(3):
         call(whole, random_batch(step))
@@ -205,19 +232,33 @@ def with_greedy(batch: SequenceSample, lengths: list[int]) -> SequenceSample:
 
 def test_remax_by_hand() -> None:
     given = {"baseline_rewards": [0.5, 3.0], "baseline_finished": [1.0, 1.0]}
-    batch = with_greedy(sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4, **given), [2, 1])
+    batch = with_greedy(
+        sample([[2, 1], [1, 1]], rewards=[1.0, 0.0, 2.0, 2.0], finished=[1.0] * 4, **given), [2, 1]
+    )
     made, metrics = call(GroupAdvantages(baseline="given", scale="none"), batch)
     assert made["advantages"] == [0.5, 0.5, -0.5, -1.0, -1.0]
     assert metrics["baseline_reward"] == pytest.approx(1.75)
 
 
 def test_remax_penalises_the_greedy_completion_as_it_does_samples() -> None:
-    """A policy that always does what greedy decoding does has no advantage, however long it runs and whether it ends."""
+    """A policy that always does what greedy decoding does has no advantage, however long it runs
+    and whether it ends.
+    """
     given = {"baseline_rewards": [1.0, 1.0], "baseline_finished": [1.0, 0.0]}
-    batch = with_greedy(sample([[8, 3], [10, 3]], rewards=[1.0] * 4, finished=[1.0, 1.0, 0.0, 1.0], **given), [8, 10])
-    penalties = {"overlong_buffer": 4, "max_new_tokens": 10, "overlong_penalty": 2.0, "missing_eos_penalty": 0.5}
+    batch = with_greedy(
+        sample([[8, 3], [10, 3]], rewards=[1.0] * 4, finished=[1.0, 1.0, 0.0, 1.0], **given),
+        [8, 10],
+    )
+    penalties = {
+        "overlong_buffer": 4,
+        "max_new_tokens": 10,
+        "overlong_penalty": 2.0,
+        "missing_eos_penalty": 0.5,
+    }
     made, metrics = call(GroupAdvantages(baseline="given", scale="none", **penalties), batch)
-    assert [made["advantages"][start] for start in (0, 8, 11, 21)] == pytest.approx([0.0, 1.0, 0.0, 2.5])
+    assert [made["advantages"][start] for start in (0, 8, 11, 21)] == pytest.approx(
+        [0.0, 1.0, 0.0, 2.5]
+    )
     assert metrics["baseline_reward"] == 1.0, "as the reward gave it"
 
 
@@ -247,7 +288,9 @@ def test_truncated_completions_can_be_left_out() -> None:
 
 
 def test_masks_hold_for_groups_too() -> None:
-    batch = sample([[2, 2]], rewards=[1.0, 0.0], finished=[1.0, 1.0], loss_mask=[1.0, 0.0, 1.0, 1.0])
+    batch = sample(
+        [[2, 2]], rewards=[1.0, 0.0], finished=[1.0, 1.0], loss_mask=[1.0, 0.0, 1.0, 1.0]
+    )
     assert call(GroupAdvantages(scale="none"), batch)[0]["advantages"] == [0.5, 0.0, -0.5, -0.5]
 
 
@@ -275,17 +318,27 @@ def test_wrong_arguments_are_refused(name: str, args: dict[str, Any], message: s
 
 def test_groups_of_one_are_refused() -> None:
     batch = sample([[2], [1]], rewards=[1.0, 0.0], finished=[1.0, 1.0])
-    for args in ({}, {"baseline": "leave_one_out", "scale": "none"}, {"baseline": "none", "scale": "group"}):
+    for args in (
+        {},
+        {"baseline": "leave_one_out", "scale": "none"},
+        {"baseline": "none", "scale": "group"},
+    ):
         with pytest.raises(ConfigError, match="group_size"):
             call(GroupAdvantages(**args), batch)
-    assert call(GroupAdvantages(baseline="none", scale="none"), batch)[0]["advantages"] == [1.0, 1.0, 0.0]
+    assert call(GroupAdvantages(baseline="none", scale="none"), batch)[0]["advantages"] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 def test_missing_and_misshapen_keys_are_named() -> None:
     batch = sample([[2]], rewards=[1.0], values=[0.0] * 3, finished=[1.0])
     with pytest.raises(DataError, match="ref_logprobs"):
         call(by_hand(), batch)
-    short = batch.update(SequenceSample.from_groups(["p0"], {"values": [[2]]}, {"values": torch.zeros(2)}))
+    short = batch.update(
+        SequenceSample.from_groups(["p0"], {"values": [[2]]}, {"values": torch.zeros(2)})
+    )
     with pytest.raises(DataError, match="'values'"):
         call(by_hand(kl_ctl=0.0), short)
 
@@ -320,9 +373,15 @@ def test_plain_functions_become_host_functions() -> None:
 def test_no_clip_unless_asked_and_what_is_clipped_is_told() -> None:
     batch = sample([[1, 1], [1, 1]], rewards=[100.0, 0.0, 60.0, 10.0], finished=[1.0] * 4)
     made, metrics = call(GroupAdvantages(scale="none"), batch)
-    assert made["advantages"] == pytest.approx([50.0, -50.0, 25.0, -25.0]) and "reward_clipped_fraction" not in metrics
+    assert (
+        made["advantages"] == pytest.approx([50.0, -50.0, 25.0, -25.0])
+        and "reward_clipped_fraction" not in metrics
+    )
     made, metrics = call(GroupAdvantages(scale="none", max_reward_clip=20.0), batch)
-    assert made["advantages"] == pytest.approx([10.0, -10.0, 5.0, -5.0]) and metrics["reward_clipped_fraction"] == 0.5
+    assert (
+        made["advantages"] == pytest.approx([10.0, -10.0, 5.0, -5.0])
+        and metrics["reward_clipped_fraction"] == 0.5
+    )
     values = sample([[1, 1]], rewards=[100.0, 1.0], values=[0.0] * 4, finished=[1.0, 1.0])
     _, metrics = call(by_hand(kl_ctl=0.0, **PLAIN), values)
     assert metrics["reward_clipped_fraction"] == 0.5
@@ -330,15 +389,24 @@ def test_no_clip_unless_asked_and_what_is_clipped_is_told() -> None:
 
 def test_kl_in_the_reward_by_hand() -> None:
     # KL (k1) 0.5, 0.5 in the first completion, 0 in the second; coefficient 2.
-    keys = {"logprobs": [-1.0] * 3, "ref_logprobs": [-1.5, -1.5, -1.0], "rewards": [3.0, 0.0], "finished": [1.0, 1.0]}
+    keys = {
+        "logprobs": [-1.0] * 3,
+        "ref_logprobs": [-1.5, -1.5, -1.0],
+        "rewards": [3.0, 0.0],
+        "finished": [1.0, 1.0],
+    }
     batch = sample([[2, 1]], **keys)
     made, metrics = call(GroupAdvantages(scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([0.5, 0.5, -0.5]), "3 - 2 against 0, mean 0.5"
-    assert metrics["kl_k1"] == pytest.approx(1 / 3) and metrics["kl_k1_per_completion"] == pytest.approx(0.5)
+    assert metrics["kl_k1"] == pytest.approx(1 / 3) and metrics[
+        "kl_k1_per_completion"
+    ] == pytest.approx(0.5)
     made, _ = call(GroupAdvantages(baseline="leave_one_out", scale="none", kl_coef=2.0), batch)
     assert made["advantages"] == pytest.approx([1.0, 1.0, -1.0])
     made, _ = call(GroupAdvantages(baseline="none", scale="none", kl_coef=2.0), batch)
-    assert made["advantages"] == pytest.approx([1.0, 2.0, 0.0]), "a token feels its own penalty and those after it"
+    assert made["advantages"] == pytest.approx([1.0, 2.0, 0.0]), (
+        "a token feels its own penalty and those after it"
+    )
 
 
 def test_opo_pass_k_and_gpg_as_nodes() -> None:
@@ -358,7 +426,9 @@ def test_parts_are_normalised_one_by_one() -> None:
     batch = sample([[1, 1], [1, 1]], rewards=[0.0] * 4, finished=[1.0] * 4)
     parts = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 9.0], [0.0, 3.0]])
     with_parts = batch.update(
-        SequenceSample.from_groups(batch.ids, {"reward_parts": [[1, 1]] * 2}, {"reward_parts": parts})
+        SequenceSample.from_groups(
+            batch.ids, {"reward_parts": [[1, 1]] * 2}, {"reward_parts": parts}
+        )
     )
     made, _ = call(GroupAdvantages(part_weights=[1.0, 1.0]), with_parts)
     half = 1 / math.sqrt(2)
@@ -368,11 +438,18 @@ def test_parts_are_normalised_one_by_one() -> None:
 
 def test_rewards_of_steps_have_advantages_of_their_own() -> None:
     nan = math.nan
-    batch = sample([[2, 2]], rewards=[3.0, 1.0], token_rewards=[1.0, 0.0, nan, 1.0], finished=[1.0, 1.0])
+    batch = sample(
+        [[2, 2]], rewards=[3.0, 1.0], token_rewards=[1.0, 0.0, nan, 1.0], finished=[1.0, 1.0]
+    )
     made, _ = call(GroupAdvantages(scale="none"), batch)
-    # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed to the end.
-    assert made["advantages"] == pytest.approx([1 + 1 / 3 - 2 / 3, 1 - 2 / 3, -1 + 1 / 3, -1 + 1 / 3])
-    values = batch.update(SequenceSample.from_groups(batch.ids, {"values": [[3, 3]]}, {"values": torch.zeros(6)}))
+    # What is no step's reward: 2 and 0, so 1 and -1. Steps 1, 0 and 1 less their mean 2/3, summed
+    # to the end.
+    assert made["advantages"] == pytest.approx(
+        [1 + 1 / 3 - 2 / 3, 1 - 2 / 3, -1 + 1 / 3, -1 + 1 / 3]
+    )
+    values = batch.update(
+        SequenceSample.from_groups(batch.ids, {"values": [[3, 3]]}, {"values": torch.zeros(6)})
+    )
     made, _ = call(by_hand(kl_ctl=0.0, gae_lambda=1.0, **PLAIN), values)
     assert made["returns"] == pytest.approx([3.0, 2.0, 1.0, 1.0]), (
         "1, then 0 and the outcome 2; 0, then 1 and the outcome 0"
@@ -380,15 +457,28 @@ def test_rewards_of_steps_have_advantages_of_their_own() -> None:
 
 
 def test_a_loss_mask_reaches_ppos_advantages() -> None:
-    batch = sample([[3]], rewards=[1.0], values=[0.0] * 4, finished=[1.0], loss_mask=[1.0, 0.0, 1.0])
+    batch = sample(
+        [[3]], rewards=[1.0], values=[0.0] * 4, finished=[1.0], loss_mask=[1.0, 0.0, 1.0]
+    )
     made, _ = call(by_hand(kl_ctl=0.0, discount=0.5, **PLAIN), batch)
-    assert made["advantages"] == pytest.approx([0.5, 0.0, 1.0]), "what is not trained takes no time and gets no reward"
+    assert made["advantages"] == pytest.approx([0.5, 0.0, 1.0]), (
+        "what is not trained takes no time and gets no reward"
+    )
 
 
 @pytest.mark.parametrize("large", [3e38, -1e19])
 @pytest.mark.parametrize("function", [GAEAdvantages(kl_ctl=0.0, **PLAIN), GroupAdvantages()])
 def test_a_reward_with_which_the_loss_is_not_finite_is_named(function: Any, large: float) -> None:
     keys = {"values": [0.0] * 8} if isinstance(function, GAEAdvantages) else {}
-    batch = sample([[1, 1], [1, 1]], rewards=[1.0, 2.0, 1.0, large], finished=[1.0] * 4, logprobs=[-1.0] * 4, **keys)
-    with pytest.raises(DataError, match=r"p1: a completion's reward is .*e\+\d\d; a reward is at most 1e\+18 in size"):
+    batch = sample(
+        [[1, 1], [1, 1]],
+        rewards=[1.0, 2.0, 1.0, large],
+        finished=[1.0] * 4,
+        logprobs=[-1.0] * 4,
+        **keys,
+    )
+    with pytest.raises(
+        DataError,
+        match=r"p1: a completion's reward is .*e\+\d\d; a reward is at most 1e\+18 in size",
+    ):
         function(batch, HostContext())

@@ -1,4 +1,6 @@
-"""The 25 instructions: each with a response that follows it and one that does not, and the real rows."""
+"""The 25 instructions: each with a response that follows it and one that does not, and the real
+rows.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +16,87 @@ from weft.host.verifiers.ifeval import follows, ifeval
 
 BOTH = [  # instruction, arguments, a response that follows it, one that does not
     ("keywords:existence", {"keywords": ["cat", "dog"]}, "A Cat and a dog.", "A cat."),
-    ("keywords:frequency", {"keyword": "war", "relation": "at least", "frequency": 2}, "War and war.", "War."),
-    ("keywords:frequency", {"keyword": "war", "relation": "less than", "frequency": 2}, "War.", "war WAR"),
+    (
+        "keywords:frequency",
+        {"keyword": "war", "relation": "at least", "frequency": 2},
+        "War and war.",
+        "War.",
+    ),
+    (
+        "keywords:frequency",
+        {"keyword": "war", "relation": "less than", "frequency": 2},
+        "War.",
+        "war WAR",
+    ),
     ("keywords:forbidden_words", {"forbidden_words": ["cat"]}, "A category.", "A cat."),
-    ("keywords:letter_frequency", {"letter": "Q", "let_relation": "at least", "let_frequency": 2}, "quiQ", "queen"),
-    ("language:response_language", {"language": "de"}, "Das ist ein Satz und er ist nicht lang.", "This is the one."),
-    ("length_constraints:number_sentences", {"relation": "at least", "num_sentences": 2}, "One. Two!", "One of Mr. X."),
-    ("length_constraints:number_sentences", {"relation": "less than", "num_sentences": 2}, "Just 3.5 of it", "A. b? c"),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One\n***\nTwo", "One\n***\n\n***\nTwo"),
-    ("length_constraints:number_words", {"relation": "at least", "num_words": 3}, "one two three", "one two"),
+    (
+        "keywords:letter_frequency",
+        {"letter": "Q", "let_relation": "at least", "let_frequency": 2},
+        "quiQ",
+        "queen",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist ein Satz und er ist nicht lang.",
+        "This is the one.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"relation": "at least", "num_sentences": 2},
+        "One. Two!",
+        "One of Mr. X.",
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"relation": "less than", "num_sentences": 2},
+        "Just 3.5 of it",
+        "A. b? c",
+    ),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "One\n***\nTwo",
+        "One\n***\n\n***\nTwo",
+    ),
+    (
+        "length_constraints:number_words",
+        {"relation": "at least", "num_words": 3},
+        "one two three",
+        "one two",
+    ),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
         'One\n\n"Then, two',
         "Then\n\nTwo",
     ),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] at [place]", "[name]"),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        "[name] at [place]",
+        "[name]",
+    ),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S. more", "Bye."),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP.P.S more", "P.S. more"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n- two", "* one\n* two\n* three"),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.P.S"},
+        "Bye.\nP.P.S more",
+        "P.S. more",
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        "* one\n- two",
+        "* one\n* two\n* three",
+    ),
     ("detectable_format:constrained_response", {}, "Well: My answer is maybe.", "Maybe."),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* and **two**", "*one* and **"),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        "*one* and **two**",
+        "*one* and **",
+    ),
     (
         "detectable_format:multiple_sections",
         {"section_spliter": "SECTION", "num_sections": 2},
@@ -45,7 +107,12 @@ BOTH = [  # instruction, arguments, a response that follows it, one that does no
     ("detectable_format:title", {}, "<<My title>>\ntext", "<<>> <title>"),
     ("combination:two_responses", {}, "One\n******\nTwo", "Same******Same"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say it."}, "say it. Said.", "Said."),
-    ("startend:end_checker", {"end_phrase": "The end."}, 'So "it was. the end."', "The end. Or not."),
+    (
+        "startend:end_checker",
+        {"end_phrase": "The end."},
+        'So "it was. the end."',
+        "The end. Or not.",
+    ),
     ("startend:quotation", {}, ' "All of it." ', '"Part" of it'),
     (
         "change_case:capital_word_frequency",
@@ -75,9 +142,13 @@ def test_the_real_rows(data_dir: Path) -> None:
     """Every row can be scored; answers made for one instruction follow it."""
     rows = [json.loads(line) for line in (data_dir / "ifeval" / "input_data.jsonl").open()]
     assert {id for row in rows for id in row["instruction_id_list"]} == set(CHECKS)
-    columns = {name: [row[name] for row in rows] for name in ("instruction_id_list", "kwargs", "key")}
+    columns = {
+        name: [row[name] for row in rows] for name in ("instruction_id_list", "kwargs", "key")
+    }
     prompts = [row["prompt"] for row in rows]
-    made = ifeval(prompts, ["A plain reply, with a comma."] * len(rows), completion_ids=[], **columns)
+    made = ifeval(
+        prompts, ["A plain reply, with a comma."] * len(rows), completion_ids=[], **columns
+    )
     assert len(made) == 541
     assert all(reward is not None and 0.0 <= reward <= 1.0 for reward in made)
     strict = ifeval(prompts, prompts, completion_ids=[], score="all", **columns)
@@ -115,7 +186,13 @@ def test_wrong_rows_are_refused() -> None:
     with pytest.raises(DataError, match="num_words"):
         follows("x", "length_constraints:number_words", {"relation": "at least", "num_words": None})
     with pytest.raises(DataError, match="kwargs"):
-        ifeval([""], ["x"], completion_ids=[], instruction_id_list=[["punctuation:no_comma"]], kwargs=[[]])
+        ifeval(
+            [""],
+            ["x"],
+            completion_ids=[],
+            instruction_id_list=[["punctuation:no_comma"]],
+            kwargs=[[]],
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,17 @@ Reply = tuple[int, Mapping[str, str], Any]  # status, headers, body
 def said(text: str | None, *, paid: int = 10, made: int = 3, reason: str = "stop") -> Reply:
     """A chat completion."""
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
-    return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": paid, "completion_tokens": made}}
+    return (
+        200,
+        {},
+        {"choices": [choice], "usage": {"prompt_tokens": paid, "completion_tokens": made}},
+    )
 
 
 class Stub:
-    """A server whose answers a function of the request's last message and its number makes; it keeps what it was sent."""
+    """A server whose answers a function of the request's last message and its number makes; it
+    keeps what it was sent.
+    """
 
     def __init__(self) -> None:
         self.reply: Callable[[str, int], Reply] = lambda text, number: said("Score: 10")
@@ -65,7 +71,9 @@ class Stub:
                 with stub.lock:
                     number = len(stub.bodies)
                     stub.bodies.append(body)
-                    stub.headers.append({name.lower(): value for name, value in self.headers.items()})
+                    stub.headers.append(
+                        {name.lower(): value for name, value in self.headers.items()}
+                    )
                     stub.paths.append(self.path)
                     stub.times.append(time.monotonic())
                     stub.open += 1
@@ -79,7 +87,9 @@ class Stub:
                     for name, value in {"Content-Length": str(len(content)), **headers}.items():
                         self.send_header(name, value)
                     self.end_headers()
-                    for piece in [content] if not stub.drip else [bytes([byte]) for byte in content]:
+                    for piece in (
+                        [content] if not stub.drip else [bytes([byte]) for byte in content]
+                    ):
                         self.wfile.write(piece)
                         time.sleep(stub.drip)
 
@@ -118,16 +128,25 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(http, "BACKOFF_S", 0.01)
 
 
-def judged(url: str, *completions: str, prompt_text: str = "p", columns: Any = None, **options: Any) -> Any:
+def judged(
+    url: str, *completions: str, prompt_text: str = "p", columns: Any = None, **options: Any
+) -> Any:
     """(rewards, metrics) of some completions; without a cache where none is named."""
     given = {"url": url, "model": "m", "cache": False, **(columns or {}), **options}
-    result = judge([prompt_text] * len(completions), completions, completion_ids=[[]] * len(completions), **given)
+    result = judge(
+        [prompt_text] * len(completions),
+        completions,
+        completion_ids=[[]] * len(completions),
+        **given,
+    )
     return result if isinstance(result, tuple) else asyncio.run(result)
 
 
 def of_each(scores: Mapping[str, Any]) -> Callable[[str, int], Reply]:
     """Answers by what a request's message is; a list gives one after the other."""
-    left = {text: list(value) if isinstance(value, list) else value for text, value in scores.items()}
+    left = {
+        text: list(value) if isinstance(value, list) else value for text, value in scores.items()
+    }
 
     def reply(text: str, number: int) -> Reply:
         value = left[text]
@@ -140,20 +159,36 @@ def of_each(scores: Mapping[str, Any]) -> Callable[[str, int], Reply]:
 # -- what is asked, and how the answer is read
 
 
-def test_completions_are_asked_about_and_scored(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_are_asked_about_and_scored(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    stub.reply = lambda text, number: said("Good. Score: 10" if "right" in text else "Bad.\n**Score: 1/10**")
+    stub.reply = lambda text, number: said(
+        "Good. Score: 10" if "right" in text else "Bad.\n**Score: 1/10**"
+    )
     options = {"system": "You are fair.", "extra": {"seed": 3}, "max_tokens": 99}
-    made, metrics = judged(stub.url + "/", "right", "false", "right too", prompt_text="2+2?", **options)
+    made, metrics = judged(
+        stub.url + "/", "right", "false", "right too", prompt_text="2+2?", **options
+    )
     assert made == [1.0, 0.0, 1.0]
-    counts = {"calls": 3, "cached": 0, "failed": 0, "unreadable": 0, "input_tokens": 30, "output_tokens": 9}
+    counts = {
+        "calls": 3,
+        "cached": 0,
+        "failed": 0,
+        "unreadable": 0,
+        "input_tokens": 30,
+        "output_tokens": 9,
+    }
     assert metrics == counts
     assert set(stub.paths) == {"/v1/chat/completions"}
     assert {head["authorization"] for head in stub.headers} == {f"Bearer {KEY}"}
     body = next(b for b in stub.bodies if "<answer>\nright\n" in b["messages"][1]["content"])
     assert {name: body[name] for name in ("model", "temperature", "max_tokens", "seed")} == {
-        "model": "m", "temperature": 0.0, "max_tokens": 99, "seed": 3,
-    }  # fmt: skip
+        "model": "m",
+        "temperature": 0.0,
+        "max_tokens": 99,
+        "seed": 3,
+    }
     assert body["messages"][0] == {"role": "system", "content": "You are fair."}
     assert "2+2?" in body["messages"][1]["content"]
     assert "from 1 (useless) to 10 (" in body["messages"][1]["content"]
@@ -168,15 +203,33 @@ def test_what_the_server_decides_is_not_sent(stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        ("Score: 7", 7), ("[[7]]", 7), (" 7\n", 7), ("7/10", 7), ("**7.**", 7), ("Score: 2, no: score: 8", 8),
-        ("**Score:** 7/10", 7), ("Final score: [[ 9 ]]", 9), ("Rating (1-10): 4", 4), ('{"final_score": 7.5}', 7.5),
-        ("_Score_ - 5", 5), ("the grade is 2", 2), ("Score:\n10", 10), ("<think>score: 3</think>[[6]]", 6),
-        ("Score: 11", None), ("Score: -3", None), ("Score: 5. Score: 0", None), ("7 apples", None), ("", None),
-        ("Score: ten", None), ("underscore 5", None),
+        ("Score: 7", 7),
+        ("[[7]]", 7),
+        (" 7\n", 7),
+        ("7/10", 7),
+        ("**7.**", 7),
+        ("Score: 2, no: score: 8", 8),
+        ("**Score:** 7/10", 7),
+        ("Final score: [[ 9 ]]", 9),
+        ("Rating (1-10): 4", 4),
+        ('{"final_score": 7.5}', 7.5),
+        ("_Score_ - 5", 5),
+        ("the grade is 2", 2),
+        ("Score:\n10", 10),
+        ("<think>score: 3</think>[[6]]", 6),
+        ("Score: 11", None),
+        ("Score: -3", None),
+        ("Score: 5. Score: 0", None),
+        ("7 apples", None),
+        ("", None),
+        ("Score: ten", None),
+        ("underscore 5", None),
     ],
-)  # fmt: skip
+)
 def test_scores_are_found_in_answers(answer: str, score: float | None) -> None:
-    assert Scale(SCORE, 1, 10).reward(answer) == (None if score is None else pytest.approx((score - 1) / 9))
+    assert Scale(SCORE, 1, 10).reward(answer) == (
+        None if score is None else pytest.approx((score - 1) / 9)
+    )
 
 
 def test_scales_and_patterns_of_ones_own(stub: Stub) -> None:
@@ -188,18 +241,29 @@ def test_scales_and_patterns_of_ones_own(stub: Stub) -> None:
 
 
 def test_templates_take_columns_and_leave_braces_alone(stub: Stub) -> None:
-    text = 'Q {prompt} A {completion} R {answer} T {tags} {low}-{high} JSON {"score": 1} {{answer}} {}'
-    columns = {"answer": ["{prompt} {0}", None, "x"], "tags": [["ä", 1]] * 3, "model_name": ["z"] * 3}
-    made, metrics = judged(stub.url, "{completion}{answer}{", "b", "c", prompt_text="{x}", prompt=text, columns=columns)
+    text = (
+        'Q {prompt} A {completion} R {answer} T {tags} {low}-{high} JSON {"score": 1} {{answer}} {}'
+    )
+    columns = {
+        "answer": ["{prompt} {0}", None, "x"],
+        "tags": [["ä", 1]] * 3,
+        "model_name": ["z"] * 3,
+    }
+    made, metrics = judged(
+        stub.url, "{completion}{answer}{", "b", "c", prompt_text="{x}", prompt=text, columns=columns
+    )
     assert made == [1.0, None, 1.0], "the second row has no answer to be compared with"
     assert metrics["calls"] == 2
-    asked = 'Q {x} A {completion}{answer}{ R {prompt} {0} T ["ä", 1] 1-10 JSON {"score": 1} {answer} {}'
+    asked = (
+        'Q {x} A {completion}{answer}{ R {prompt} {0} T ["ä", 1] 1-10 JSON {"score": 1} {answer} {}'
+    )
     assert asked in [body["messages"][0]["content"] for body in stub.bodies]
 
 
 def test_a_placeholder_must_be_a_column(stub: Stub) -> None:
     with pytest.raises(
-        DataError, match=r"names \{anser\}.*did you mean answer\? .*columns are: answer, id; write \{\{anser\}\}"
+        DataError,
+        match=r"names \{anser\}.*did you mean answer\? .*columns are: answer, id; write \{\{anser\}\}",
     ):
         judged(stub.url, "c", prompt="{completion} {anser}", columns={"id": [1], "answer": ["a"]})
     assert not stub.bodies
@@ -210,10 +274,14 @@ def test_votes_are_averaged(stub: Stub) -> None:
     stub.reply = of_each(answers)
     options = {"prompt": "{completion}", "votes": 4, "temperature": 0.7}
     made, metrics = judged(stub.url, "a", "b", on_unreadable=-1.0, **options)
-    assert made == [pytest.approx(2 / 3), -1.0], "a vote that cannot be read is left out where others can"
+    assert made == [pytest.approx(2 / 3), -1.0], (
+        "a vote that cannot be read is left out where others can"
+    )
     assert (metrics["calls"], metrics["unreadable"]) == (8, 5)
     stub.reply = of_each(answers)
-    assert judged(stub.url, "a", **options)[0] == [pytest.approx(2 / 3)], "one readable vote is enough to go on"
+    assert judged(stub.url, "a", **options)[0] == [pytest.approx(2 / 3)], (
+        "one readable vote is enough to go on"
+    )
 
 
 def test_costs_are_counted(stub: Stub) -> None:
@@ -223,7 +291,9 @@ def test_costs_are_counted(stub: Stub) -> None:
     assert (metrics["input_tokens"], metrics["output_tokens"]) == (2000, 40)
     assert judged(stub.url, "a", output_price=10.0)[1]["cost"] == pytest.approx(2e-4)
     stub.reply = lambda text, number: (200, {}, {"choices": [{"message": {"content": "7"}}]})
-    assert judged(stub.url, "a", input_price=1.0)[1]["cost"] == 0.0, "the server does not say what was used"
+    assert judged(stub.url, "a", input_price=1.0)[1]["cost"] == 0.0, (
+        "the server does not say what was used"
+    )
 
 
 # -- requests that fail
@@ -253,7 +323,10 @@ def test_a_busy_server_is_asked_again_when_it_says(stub: Stub) -> None:
 def test_waits_grow(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "BACKOFF_S", 0.1)
     stub.reply = lambda text, number: (500, {}, b"")
-    with pytest.raises(UserError, match=r"status 500 \(asked 4 times\); look at the server's log, or set on_failure"):
+    with pytest.raises(
+        UserError,
+        match=r"status 500 \(asked 4 times\); look at the server's log, or set on_failure",
+    ):
         judged(stub.url, "a", retries=3)
     gaps = [after - before for before, after in zip(stub.times, stub.times[1:], strict=False)]
     assert len(gaps) == 3
@@ -262,10 +335,20 @@ def test_waits_grow(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
-    assert seconds(format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)) == pytest.approx(30, abs=2)
-    assert seconds("Wed, 21 Oct 2015 07:28:00 GMT") == seconds("soon") == seconds("-1") == seconds(None) == 0.0
+    assert seconds(
+        format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    ) == pytest.approx(30, abs=2)
+    assert (
+        seconds("Wed, 21 Oct 2015 07:28:00 GMT")
+        == seconds("soon")
+        == seconds("-1")
+        == seconds(None)
+        == 0.0
+    )
     stub.reply = lambda text, number: (429, {"Retry-After": "3600"}, {})
-    with pytest.raises(UserError, match=r"status 429, to be asked again in 3600 seconds: '\{\}'; lower concurrency"):
+    with pytest.raises(
+        UserError, match=r"status 429, to be asked again in 3600 seconds: '\{\}'; lower concurrency"
+    ):
         judged(stub.url, "a")
     assert len(stub.bodies) == 1
 
@@ -273,15 +356,35 @@ def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("reply", "message", "times"),
     [
-        ((401, {}, {"error": f"wrong key {KEY[:7]}"}), "status 401; put a valid key into the environment variable", 1),
-        ((404, {}, {"error": "no model m"}), r"status 404: .*no model m.*; check model, and url", 1),
+        (
+            (401, {}, {"error": f"wrong key {KEY[:7]}"}),
+            "status 401; put a valid key into the environment variable",
+            1,
+        ),
+        (
+            (404, {}, {"error": "no model m"}),
+            r"status 404: .*no model m.*; check model, and url",
+            1,
+        ),
         ((400, {}, {"error": KEY}), r"status 400: '\{\"error\": \"\[key\]\"\}'; check model", 1),
-        ((307, {"Location": "/v1/elsewhere"}, {}), "status 307; redirects are not followed; set url", 1),
-        ((200, {}, b"<html>hello</html>"), r"no chat completion \(asked 2 times\): '<html>hello</html>'; check that url", 2),
+        (
+            (307, {"Location": "/v1/elsewhere"}, {}),
+            "status 307; redirects are not followed; set url",
+            1,
+        ),
+        (
+            (200, {}, b"<html>hello</html>"),
+            r"no chat completion \(asked 2 times\): '<html>hello</html>'; check that url",
+            2,
+        ),
         ((200, {}, {"error": "overloaded"}), "no chat completion .*overloaded", 2),
-        ((500, {}, KEY.replace("/", "\\/").encode()), r"status 500 \(asked 2 times\): .*\[key\].*server's log", 2),
+        (
+            (500, {}, KEY.replace("/", "\\/").encode()),
+            r"status 500 \(asked 2 times\): .*\[key\].*server's log",
+            2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_failures_name_url_status_and_fix(
     stub: Stub, monkeypatch: pytest.MonkeyPatch, reply: Reply, message: str, times: int
 ) -> None:
@@ -322,7 +425,8 @@ def test_a_server_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(
-        UserError, match=rf"127.0.0.1:{port}/v1/chat/completions: ConnectError \(asked 3 times\).*; start"
+        UserError,
+        match=rf"127.0.0.1:{port}/v1/chat/completions: ConnectError \(asked 3 times\).*; start",
     ):
         judged(f"http://127.0.0.1:{port}/v1", "a", retries=2)
 
@@ -330,27 +434,38 @@ def test_a_server_that_is_not_there() -> None:
 def test_a_server_that_does_not_answer(stub: Stub) -> None:
     gone = threading.Event()
     stub.reply = lambda text, number: (gone.wait(5), said("5"))[1]
-    with pytest.raises(UserError, match=r"no answer within timeout_s=0.2 seconds \(asked 2 times\); raise timeout_s"):
+    with pytest.raises(
+        UserError,
+        match=r"no answer within timeout_s=0.2 seconds \(asked 2 times\); raise timeout_s",
+    ):
         judged(stub.url, "a", timeout_s=0.2, retries=1)
     gone.set()
     stub.reply, stub.drip = lambda text, number: said("5"), 0.02
-    with pytest.raises(UserError, match=r"no answer within timeout_s=0\.2 seconds; raise timeout_s"):
+    with pytest.raises(
+        UserError, match=r"no answer within timeout_s=0\.2 seconds; raise timeout_s"
+    ):
         judged(stub.url, "a", timeout_s=0.2, retries=0)
 
 
 def test_answers_without_a_score(stub: Stub) -> None:
-    stub.reply = lambda text, number: said("It is hard " * 40 + "to say.") if number else said(None, reason="length")
+    stub.reply = lambda text, number: (
+        said("It is hard " * 40 + "to say.") if number else said(None, reason="length")
+    )
     with pytest.raises(
-        UserError, match="no score from 0 to 5 in the answer '', which was cut at max_tokens=512; change"
+        UserError,
+        match="no score from 0 to 5 in the answer '', which was cut at max_tokens=512; change",
     ):
         judged(stub.url, "a", low=0, high=5)
     with pytest.raises(
-        UserError, match=r"in the answer '\.\.\..*hard to say\.'; change prompt, pattern or max_tokens, or set"
+        UserError,
+        match=r"in the answer '\.\.\..*hard to say\.'; change prompt, pattern or max_tokens, or set",
     ):
         judged(stub.url, "a")
     made, metrics = judged(stub.url, "a", "b", on_unreadable=0.25)
     assert made == [0.25, 0.25]
-    assert (metrics["unreadable"], metrics["failed"], metrics["output_tokens"]) == (2, 0, 6), "it was paid for"
+    assert (metrics["unreadable"], metrics["failed"], metrics["output_tokens"]) == (2, 0, 6), (
+        "it was paid for"
+    )
 
 
 # -- the cache
@@ -367,14 +482,29 @@ def test_answers_are_kept(stub: Stub, tmp_path: Path) -> None:
     )
     made, metrics = judged(stub.url, "a", "b", **options)
     assert made == [pytest.approx(1 / 3), 0.0]
-    assert (metrics["calls"], metrics["cached"]) == (1, 1), "what could not be read is asked for again"
+    assert (metrics["calls"], metrics["cached"]) == (1, 1), (
+        "what could not be read is asked for again"
+    )
     made, metrics = judged(stub.url, "a", **options)
-    assert (metrics["calls"], metrics["cached"], metrics["cost"], metrics["output_tokens"]) == (0, 1, 0.0, 0)
-    for other in ({"model": "n"}, {"max_tokens": 7}, {"system": "s"}, {"extra": {"seed": 1}}, {"temperature": 0.5}):
+    assert (metrics["calls"], metrics["cached"], metrics["cost"], metrics["output_tokens"]) == (
+        0,
+        1,
+        0.0,
+        0,
+    )
+    for other in (
+        {"model": "n"},
+        {"max_tokens": 7},
+        {"system": "s"},
+        {"extra": {"seed": 1}},
+        {"temperature": 0.5},
+    ):
         assert judged(stub.url, "a", **options | other)[1]["calls"] == 1, other
     made, metrics = judged(stub.url, "a", **options | {"high": 7})
     assert (made, metrics["calls"]) == ([0.5], 0), "the scale is the reader's"
-    assert judged(stub.url, "a", **options | {"high": 3})[1]["calls"] == 1, "what was read then cannot be read now"
+    assert judged(stub.url, "a", **options | {"high": 3})[1]["calls"] == 1, (
+        "what was read then cannot be read now"
+    )
     assert judged(stub.url, "a", "a", **options | {"cache": False})[1]["calls"] == 2
 
 
@@ -416,12 +546,19 @@ print(asyncio.run(judge(["p"] * len(texts), texts, completion_ids=[[]] * len(tex
 
 
 def test_processes_share_the_cache(stub: Stub, tmp_path: Path) -> None:
-    """They open a file that is not there yet, and write, at the same time; nothing is lost, and nobody complains."""
+    """They open a file that is not there yet, and write, at the same time; nothing is lost, and
+    nobody complains.
+    """
     given = [sys.executable, "-c", PROCESS, stub.url, str(tmp_path)]
     running = [
-        subprocess.Popen([*given, str(20 * n), str(20 * n + 20)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*given, str(20 * n), str(20 * n + 20)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for n in range(2)
-    ]  # fmt: skip
+    ]
     for process in running:
         out, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (0, ""), err
@@ -468,7 +605,9 @@ def test_a_broken_cache_is_told_of_once_and_left(stub: Stub, tmp_path: Path) -> 
         assert judged(stub.url, "a", cache=str(tmp_path / "plain" / "folder"))[0] == [1.0]
 
 
-def test_a_locked_cache_is_left(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_cache_is_left(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_judge_cache, "BUSY_S", 0.05)
     judged(stub.url, "a", cache=str(tmp_path))
     held = sqlite3.connect(tmp_path / "answers.sqlite", isolation_level=None)
@@ -483,11 +622,17 @@ def test_a_locked_cache_is_left(stub: Stub, tmp_path: Path, monkeypatch: pytest.
 # -- the key
 
 
-def test_the_key_is_written_nowhere(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_written_nowhere(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not even where a server repeats it."""
     monkeypatch.setenv("MY_KEY", f" {KEY}\n")
     hidden = "".join(f"\\u{ord(letter):04x}" for letter in KEY)
-    escaped = json.dumps({"choices": [{"message": {"content": "KEY Score: 7"}}]}).replace("KEY", hidden).encode()
+    escaped = (
+        json.dumps({"choices": [{"message": {"content": "KEY Score: 7"}}]})
+        .replace("KEY", hidden)
+        .encode()
+    )
     stub.reply = lambda text, number: (200, {}, escaped)
     options = {"cache": str(tmp_path), "api_key_env": "MY_KEY"}
     assert judged(stub.url, "a", **options)[1]["calls"] == 1
@@ -505,8 +650,18 @@ def test_the_key_is_written_nowhere(stub: Stub, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("url", "variable", "insecure", "message"),
     [
-        ("http://judge.example/v1", "MY_KEY", False, "url='http://judge.example/v1' would send the key unencrypted"),
-        ("http://10.0.0.5:8000/v1", "MY_KEY", False, "use https, set api_key_env to null .* or set insecure to true"),
+        (
+            "http://judge.example/v1",
+            "MY_KEY",
+            False,
+            "url='http://judge.example/v1' would send the key unencrypted",
+        ),
+        (
+            "http://10.0.0.5:8000/v1",
+            "MY_KEY",
+            False,
+            "use https, set api_key_env to null .* or set insecure to true",
+        ),
         ("http://127.0.0.1.example/v1", "MY_KEY", False, "unencrypted"),
         ("http://judge.example/v1", "MY_KEY", True, None),
         ("http://judge.example/v1", None, False, None),
@@ -514,20 +669,39 @@ def test_the_key_is_written_nowhere(stub: Stub, tmp_path: Path, monkeypatch: pyt
         ("http://localhost:1/v1", "MY_KEY", False, None),
         ("http://[::1]:1/v1", "MY_KEY", False, None),
         ("http://0.0.0.0:8000/v1/chat/completions", "MY_KEY", False, None),
-        ("https://me:pass-secret@judge.example/v1", None, False, "url must hold no user, password, query or fragment"),
+        (
+            "https://me:pass-secret@judge.example/v1",
+            None,
+            False,
+            "url must hold no user, password, query or fragment",
+        ),
         ("me:pass-secret@judge.example/v1", None, False, "url must hold no user"),
         ("https://judge.example/v1?key=secret", None, False, "url must hold no user"),
         ("judge.example/v1", None, False, "url='judge.example/v1' must be a base URL such as http"),
         ("ftp://judge.example", None, False, "must be a base URL"),
         ("http://x:y/v1", None, False, "must be a base URL"),
-        ("https://x/v1", "sk-secret", False, "api_key_env must be the name of an environment variable, not a key"),
-        ("https://x/v1", "sk_secret", False, "api_key_env names an environment variable that is not set"),
+        (
+            "https://x/v1",
+            "sk-secret",
+            False,
+            "api_key_env must be the name of an environment variable, not a key",
+        ),
+        (
+            "https://x/v1",
+            "sk_secret",
+            False,
+            "api_key_env names an environment variable that is not set",
+        ),
         ("https://x/v1", "TWO_LINES", False, "must hold ASCII characters without spaces"),
         ("https://x/v1", "MY_KEY", "no", "insecure='no' must be true or false"),
     ],
 )
 def test_where_a_key_may_go(
-    monkeypatch: pytest.MonkeyPatch, url: str, variable: str | None, insecure: Any, message: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    variable: str | None,
+    insecure: Any,
+    message: str | None,
 ) -> None:
     monkeypatch.setenv("MY_KEY", KEY)
     monkeypatch.setenv("TWO_LINES", "sk-secret\nsk-secret")
@@ -541,7 +715,9 @@ def test_where_a_key_may_go(
     assert "secret" not in str(refusal.value)
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -598,15 +774,21 @@ def test_right_options_ask_nobody() -> None:
     assert judged(str(args["url"])) == ([], {})
 
 
-def test_it_runs_in_the_reward_processes(stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_in_the_reward_processes(
+    stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They have the key and the URL from the environment."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("OPENAI_BASE_URL", stub.url)
-    stub.reply = of_each({"2+2? a": 1, "2+2? ab": 10, "2+2? c": 4, "1+1? a": 7, "1+1? b": 1, "1+1? c": 1})
+    stub.reply = of_each(
+        {"2+2? a": 1, "2+2? ab": 10, "2+2? c": 4, "1+1? a": 7, "1+1? b": 1, "1+1? c": 1}
+    )
     args = {"model": "m", "prompt": "{question} {completion}", "cache": str(tmp_path)}
     function = RewardFunction([{"name": "judge", "weight": 2.0, "args": args}], num_workers=2)
     told, again = context(), context()
-    whole = batch([["a", "ab", "c"], ["a", "b", "c"]], question=["2+2?", "1+1?"], model=["gpt", "gpt"])
+    whole = batch(
+        [["a", "ab", "c"], ["a", "b", "c"]], question=["2+2?", "1+1?"], model=["gpt", "gpt"]
+    )
     try:
         function.begin(whole.select(ids=["p1"]), context())
         assert rewards(function(whole, told)) == pytest.approx([0, 2, 2 / 3, 4 / 3, 0, 0])
@@ -634,11 +816,14 @@ def test_what_stops_a_run_names_the_samples(stub: Stub, monkeypatch: pytest.Monk
     function = RewardFunction([{"name": "judge", "args": args}], num_workers=1, timeout_s=2.0)
     try:
         with pytest.raises(
-            UserError, match=r"reward 'judge' failed on p0\[0\]: judge: url=.* status 403; put a key"
+            UserError,
+            match=r"reward 'judge' failed on p0\[0\]: judge: url=.* status 403; put a key",
         ) as told:
             function(batch([["a"]]), context())
         assert "secret" not in str(told.value)
-        with pytest.raises(UserError, match=r"did not finish within reward_timeout_s=2 seconds on p0\[0\]"):
+        with pytest.raises(
+            UserError, match=r"did not finish within reward_timeout_s=2 seconds on p0\[0\]"
+        ):
             function(batch([["b"]]), context())
     finally:
         gone.set()

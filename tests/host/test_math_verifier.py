@@ -1,4 +1,6 @@
-"""The verifier `math`: pairs of answers by hand, pairs made up, and answers that computer algebra never ends on."""
+"""The verifier `math`: pairs of answers by hand, pairs made up, and answers that computer algebra
+never ends on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from weft.runtime.processes import descendants
 
 
 def spent() -> float:
-    """Processor seconds of this process, of children that have ended, and of those that run: the algebra runs in one."""
+    """Processor seconds of this process, of children that have ended, and of those that run: the
+    algebra runs in one.
+    """
     found = sum(os.times()[:4])
     for each in descendants():
         with suppress(OSError):  # it has ended just now
@@ -46,22 +50,68 @@ def one(completion: str, *, strict: bool = False, **columns: list[str | None]) -
 
 
 SAME = [
-    (r"\frac{1}{2}", "0.5"), (r"\frac12", r"\dfrac{1}{2}"), ("1/2", r"\tfrac{1}{2}"), (r"\sqrt3", r"\sqrt{3}"),
-    (r"2\sqrt{3}", r"\sqrt{12}"), (r"50\%", "50"), (r"5\text{ cm}", "5"), (r"5 \text{ cm}^2", "5"), ("10 inches", "10"),
-    (r"\$1,000", "1000"), (r"1{,}000", "1000"), ("11,\\! 111", "11111"), (r"90^\circ", "90"), ("x=5", "5"), ("6.0", "6"),
-    ("[0,1)", r"\left[0, 1\right)"), (r"(-\infty,2]\cup[3,\infty)", r"(-\infty, 2] \cup [3, \infty)"), ("$5$", "5"),
-    (r"\{1,2\}", r"\{2, 1\}"), ("3, -3", "-3,3"), (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"), ("5 or 6", "6,5"),
-    (r"\text{Evelyn}", "Evelyn"), (r"\text{(C)}", "C"), (r"3\frac{1}{5}", "3.2"), ("x^2+2x+1", "(x+1)^2"), ("5.", "5"),
-    (r"\frac{\pi}{4}", r"0.25\pi"), (r"\left(\frac{1}{2},3\right)", "(0.5, 3)"), (r"\frac{x+2}{7}", r"\frac17x+\frac27"),
-    (r"\frac{-3}{4}", "-0.75"), ("3!", "6"), (r"\sin x", r"\sin(x)"), ("2^{10}", "1024"), (r"\sqrt[3]{27}", "3"),
-    ("y=2x+3", "3+2x"), (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), ("|x-1|", "| x - 1 |"), (r"10\,000", "10000"),
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac12", r"\dfrac{1}{2}"),
+    ("1/2", r"\tfrac{1}{2}"),
+    (r"\sqrt3", r"\sqrt{3}"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"50\%", "50"),
+    (r"5\text{ cm}", "5"),
+    (r"5 \text{ cm}^2", "5"),
+    ("10 inches", "10"),
+    (r"\$1,000", "1000"),
+    (r"1{,}000", "1000"),
+    ("11,\\! 111", "11111"),
+    (r"90^\circ", "90"),
+    ("x=5", "5"),
+    ("6.0", "6"),
+    ("[0,1)", r"\left[0, 1\right)"),
+    (r"(-\infty,2]\cup[3,\infty)", r"(-\infty, 2] \cup [3, \infty)"),
+    ("$5$", "5"),
+    (r"\{1,2\}", r"\{2, 1\}"),
+    ("3, -3", "-3,3"),
+    (r"1 \pm \sqrt{2}", r"1+\sqrt{2}, 1-\sqrt{2}"),
+    ("5 or 6", "6,5"),
+    (r"\text{Evelyn}", "Evelyn"),
+    (r"\text{(C)}", "C"),
+    (r"3\frac{1}{5}", "3.2"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("5.", "5"),
+    (r"\frac{\pi}{4}", r"0.25\pi"),
+    (r"\left(\frac{1}{2},3\right)", "(0.5, 3)"),
+    (r"\frac{x+2}{7}", r"\frac17x+\frac27"),
+    (r"\frac{-3}{4}", "-0.75"),
+    ("3!", "6"),
+    (r"\sin x", r"\sin(x)"),
+    ("2^{10}", "1024"),
+    (r"\sqrt[3]{27}", "3"),
+    ("y=2x+3", "3+2x"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    ("|x-1|", "| x - 1 |"),
+    (r"10\,000", "10000"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-]  # fmt: skip
+]
 APART = [
-    ("1/3", "0.333"), ("(0,1)", "[0,1]"), ("(1,2)", "(2,1)"), ("5", "-5"), ("x", "y"), ("1,2", "1,2,3"), ("", "5"),
-    (r"\{1\}", r"\{2\}"), ("(1,2)", "1,2"), ("50", "0.5"), ("A", "B"), ("3.14", r"\pi"), ("x+1", "x+2"), ("1,1,2", "1,2,2"),
-    ("9^{9^{9^9}}", "1"), ("(" * 500, "1"), (r"\frac{1}{0}", r"\frac{2}{0}"), (r"\sqrt{-1}", "1"), ("171!", "1"),
-]  # fmt: skip
+    ("1/3", "0.333"),
+    ("(0,1)", "[0,1]"),
+    ("(1,2)", "(2,1)"),
+    ("5", "-5"),
+    ("x", "y"),
+    ("1,2", "1,2,3"),
+    ("", "5"),
+    (r"\{1\}", r"\{2\}"),
+    ("(1,2)", "1,2"),
+    ("50", "0.5"),
+    ("A", "B"),
+    ("3.14", r"\pi"),
+    ("x+1", "x+2"),
+    ("1,1,2", "1,2,2"),
+    ("9^{9^{9^9}}", "1"),
+    ("(" * 500, "1"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"),
+    (r"\sqrt{-1}", "1"),
+    ("171!", "1"),
+]
 
 
 @pytest.mark.parametrize(("a", "b"), SAME)
@@ -74,31 +124,70 @@ def test_unequal_answers(a: str, b: str) -> None:
     assert not equal(a, b) and not equal(b, a)
 
 
-# Pairs whose difference the library's parser drops or evaluates away; and what stays equal all the same.
+# Pairs whose difference the library's parser drops or evaluates away; and what stays equal all the
+# same.
 DROPPED = [
-    (r"\frac{dy}{dx}=2", r"\frac{dy}{dx}=3"), (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}-y=0"), ("y''+y=0", "y'+y=0"),
-    (r"1 \bmod 4", r"3 \bmod 4"), (r"n\equiv 1 \mod 4", r"n\equiv 1 \mod 8"), (r"n\equiv 1 \pmod 4", r"n\equiv 3 \pmod 4"),
-    (r"\gcd(a,b)", r"\gcd(c,d)"), ("a:b:c", "a:c:b"), ("1:2:3", "1:3:2"), ("1:2", "1:2:3"),
-    (r"1, 2, \ldots, n", r"5, 6, 7, \ldots, 2n"), (r"1+2+\cdots+n", r"1+3+\cdots+n"),
-    (r"\lim_{n\to\infty} a_n", r"\lim_{n\to 0} a_n"), (r"\lim_{x\to 0^+} f(x)", r"\lim_{x\to 0^-} f(x)"),
-    (r"\lim_{x\to 0} f(x)", r"\lim_{x\to 1} f(x)"), ("A-a", "a-A"), (r"\Delta", r"\delta"), ("f'(x)", "f(x)"),
-    (r"\angle ABC", r"\angle ACB"), ("A^T", "A"), (r"x \choose 2", r"y \choose 2"), (r"x \cong 3", r"y \cong 3"),
-    (r"x \text{ is even}", r"x \text{ is odd}"), (r"\frac{\partial f}{\partial x}", r"\frac{\partial f}{\partial y}"),
-    ("3 pm", "3 am"), ("5 cm", "5 m"), (r"5\text{ cm}^2", r"5\text{ cm}^3"), (r"2 \text{ and a half}", "2"), ("0x1F", "0x2F"),
-    ("5 million", "5"), (r"5\text{ million}", "5"), (r"(1\ 2\ 3)", r"(1\ 3\ 2)"), ("f(2)=3", "f(3)=3"), ("x^2=4", "4"),
-    (r"3\heartsuit 4", r"4\heartsuit 3"), ("y=2x+1", "z=2x+1"),
-]  # fmt: skip
+    (r"\frac{dy}{dx}=2", r"\frac{dy}{dx}=3"),
+    (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}-y=0"),
+    ("y''+y=0", "y'+y=0"),
+    (r"1 \bmod 4", r"3 \bmod 4"),
+    (r"n\equiv 1 \mod 4", r"n\equiv 1 \mod 8"),
+    (r"n\equiv 1 \pmod 4", r"n\equiv 3 \pmod 4"),
+    (r"\gcd(a,b)", r"\gcd(c,d)"),
+    ("a:b:c", "a:c:b"),
+    ("1:2:3", "1:3:2"),
+    ("1:2", "1:2:3"),
+    (r"1, 2, \ldots, n", r"5, 6, 7, \ldots, 2n"),
+    (r"1+2+\cdots+n", r"1+3+\cdots+n"),
+    (r"\lim_{n\to\infty} a_n", r"\lim_{n\to 0} a_n"),
+    (r"\lim_{x\to 0^+} f(x)", r"\lim_{x\to 0^-} f(x)"),
+    (r"\lim_{x\to 0} f(x)", r"\lim_{x\to 1} f(x)"),
+    ("A-a", "a-A"),
+    (r"\Delta", r"\delta"),
+    ("f'(x)", "f(x)"),
+    (r"\angle ABC", r"\angle ACB"),
+    ("A^T", "A"),
+    (r"x \choose 2", r"y \choose 2"),
+    (r"x \cong 3", r"y \cong 3"),
+    (r"x \text{ is even}", r"x \text{ is odd}"),
+    (r"\frac{\partial f}{\partial x}", r"\frac{\partial f}{\partial y}"),
+    ("3 pm", "3 am"),
+    ("5 cm", "5 m"),
+    (r"5\text{ cm}^2", r"5\text{ cm}^3"),
+    (r"2 \text{ and a half}", "2"),
+    ("0x1F", "0x2F"),
+    ("5 million", "5"),
+    (r"5\text{ million}", "5"),
+    (r"(1\ 2\ 3)", r"(1\ 3\ 2)"),
+    ("f(2)=3", "f(3)=3"),
+    ("x^2=4", "4"),
+    (r"3\heartsuit 4", r"4\heartsuit 3"),
+    ("y=2x+1", "z=2x+1"),
+]
 KEPT = [
-    (r"n\equiv 1 \mod 4", r"n \equiv 1 \pmod{4}"), (r"n\equiv 1 \pmod 4", r"n\equiv 5 \pmod 4"),
-    (r"x \equiv 1, 3 \pmod 8", r"x\equiv 3,1 \pmod 8"), ("a:b:c", "2a : 2b : 2c"), ("6:9", "2:3"),
+    (r"n\equiv 1 \mod 4", r"n \equiv 1 \pmod{4}"),
+    (r"n\equiv 1 \pmod 4", r"n\equiv 5 \pmod 4"),
+    (r"x \equiv 1, 3 \pmod 8", r"x\equiv 3,1 \pmod 8"),
+    ("a:b:c", "2a : 2b : 2c"),
+    ("6:9", "2:3"),
     (r"\gcd(a,b)", r"\gcd( a, b )"),
-    (r"1, 2, \ldots, n", r"1,2,\ldots,n"), (r"\frac{dy}{dx}=2", r"\frac{dy}{dx} = 2"), ("5 million", "5,000,000"),
-    (r"\$2.5\text{ million}", "2500000"), ("5 cm", "5 centimeters"), ("5 cm^2", "5 square cm"), ("0x1F", "31"), ("B", "b"),
-    (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"), (r"\int_0^1 x\,dx", r"\frac12"), (r"\sum_{k=1}^{10} k^2", "385"),
+    (r"1, 2, \ldots, n", r"1,2,\ldots,n"),
+    (r"\frac{dy}{dx}=2", r"\frac{dy}{dx} = 2"),
+    ("5 million", "5,000,000"),
+    (r"\$2.5\text{ million}", "2500000"),
+    ("5 cm", "5 centimeters"),
+    ("5 cm^2", "5 square cm"),
+    ("0x1F", "31"),
+    ("B", "b"),
+    (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"),
+    (r"\int_0^1 x\,dx", r"\frac12"),
+    (r"\sum_{k=1}^{10} k^2", "385"),
     (r"\log_a b", r"\frac{\ln b}{\ln a}"),
     (r"\begin{bmatrix}x+1&0\\0&1\end{bmatrix}", r"\begin{pmatrix}1+x&0\\0&1\end{pmatrix}"),
-    (r"{n\choose 2}", r"\frac{n(n-1)}{2}"), (r"\frac{x}{y}=\frac{2}{3}", "3x=2y"), ("a<b", "b>a"),
-]  # fmt: skip
+    (r"{n\choose 2}", r"\frac{n(n-1)}{2}"),
+    (r"\frac{x}{y}=\frac{2}{3}", "3x=2y"),
+    ("a<b", "b>a"),
+]
 
 
 @pytest.mark.parametrize(("a", "b"), DROPPED)
@@ -144,7 +233,10 @@ def test_completions_that_do_not(reference: str, completion: str) -> None:
 
 def test_more_is_judged_rightly_than_by_the_library_alone() -> None:
     """The same pairs, each as its `parse` and `verify` read them."""
-    targets = (math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig())
+    targets = (
+        math_verify.LatexExtractionConfig(boxed_match_priority=0),
+        math_verify.ExprExtractionConfig(),
+    )
 
     def alone(reference: str, completion: str) -> bool:
         gold = math_verify.parse(reference if "$" in reference else f"${reference}$", targets)
@@ -200,12 +292,22 @@ def whole_numbers(draw: st.DrawFn) -> tuple[str, int]:
         n = draw(st.integers(36, 90))
         return rf"\binom{{{n}}}{{{n // 2}}}", comb(n, n // 2)
     a, b = draw(st.integers(10**5, 10**9)), draw(st.integers(10**5, 10**9))
-    return (rf"{a} \cdot {b}", a * b) if kind == "product" else (rf"\frac{{{a * b * 7}}}{{{7 * b}}}", a)
+    return (
+        (rf"{a} \cdot {b}", a * b)
+        if kind == "product"
+        else (rf"\frac{{{a * b * 7}}}{{{7 * b}}}", a)
+    )
 
 
 @settings(max_examples=200, deadline=None)
-@given(whole_numbers(), st.integers(-3, 3), st.sampled_from(["2^{-40}", r"\frac{1}{10^{12}}", "1", "3^{20}"]))
-def test_large_numbers_are_compared_to_the_last_digit(number: tuple[str, int], off: int, added: str) -> None:
+@given(
+    whole_numbers(),
+    st.integers(-3, 3),
+    st.sampled_from(["2^{-40}", r"\frac{1}{10^{12}}", "1", "3^{20}"]),
+)
+def test_large_numbers_are_compared_to_the_last_digit(
+    number: tuple[str, int], off: int, added: str
+) -> None:
     text, value = number
     assert right(box(str(value + off)), text) == right(box(text), str(value + off)) == (off == 0)
     assert not right(box(f"{text}+{added}"), text)
@@ -214,8 +316,15 @@ def test_large_numbers_are_compared_to_the_last_digit(number: tuple[str, int], o
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(10**11, 10**12 - 1), st.integers(1, 10), st.integers(1, 9), st.sampled_from([1, 2, 4, 5, 8, 10]))
-def test_decimals_are_right_to_their_last_digit(digits: int, point: int, off: int, factor: int) -> None:
+@given(
+    st.integers(10**11, 10**12 - 1),
+    st.integers(1, 10),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 4, 5, 8, 10]),
+)
+def test_decimals_are_right_to_their_last_digit(
+    digits: int, point: int, off: int, factor: int
+) -> None:
     """Twelve digits, as a fraction and as a decimal."""
     scale = 10**point
 
@@ -235,15 +344,26 @@ def test_decimals_are_right_to_their_last_digit(digits: int, point: int, off: in
 def test_roots_and_functions_are_compared_to_many_digits(a: int, b: int, added: str) -> None:
     root = rf"{a}\sqrt{{{b}}}"
     assert right(box(rf"\sqrt{{{a * a * b}}}"), root)
-    for wrong in (rf"\sqrt{{{a * a * b + 1}}}", f"{root}+{added}", rf"\sqrt{{{a * a * b}+{added}}}"):
+    for wrong in (
+        rf"\sqrt{{{a * a * b + 1}}}",
+        f"{root}+{added}",
+        rf"\sqrt{{{a * a * b}+{added}}}",
+    ):
         assert not right(box(wrong), root)
     assert right(box(rf"\ln {a}+\ln {b}"), rf"\ln {a * b}")
     assert not right(box(rf"\ln {a}+\ln {b}+{added}"), rf"\ln {a * b}")
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 40), st.sampled_from(["1", "10^{-12}", "x", "y"]))
-def test_polynomials_are_compared_to_the_last_coefficient(a: int, b: int, power: int, added: str) -> None:
+@given(
+    st.integers(1, 20),
+    st.integers(1, 20),
+    st.integers(1, 40),
+    st.sampled_from(["1", "10^{-12}", "x", "y"]),
+)
+def test_polynomials_are_compared_to_the_last_coefficient(
+    a: int, b: int, power: int, added: str
+) -> None:
     product, expanded = f"(x+{a})(x+{b}y)", f"x^2+{a}x+{b}xy+{a * b}y"
     assert right(box(expanded), product)
     assert not right(box(f"{expanded}+{added}"), product)
@@ -254,7 +374,9 @@ def test_polynomials_are_compared_to_the_last_coefficient(a: int, b: int, power:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(-50, 50), st.integers(1, 50), st.booleans(), st.booleans())
-def test_conditions_are_compared_as_intervals(low: int, width: int, left: bool, right_closed: bool) -> None:
+def test_conditions_are_compared_as_intervals(
+    low: int, width: int, left: bool, right_closed: bool
+) -> None:
     high, opening, closing = low + width, "[" if left else "(", "]" if right_closed else ")"
     interval = f"{opening}{low}, {high}{closing}"
     signs = r"\le" if left else "<", r"\leq" if right_closed else "<"
@@ -275,17 +397,24 @@ def test_large_powers_are_decided_without_algebra(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Engine, "ask", lambda *given: pytest.fail("the library is asked"))
     completions = [rf"\boxed{{(x+{k})^{{999}}}}" for k in range(16)]
     for reference in ("x^2+1", "5", r"\{1,2\}", "x^2=1"):
-        assert math_answer([""] * 16, completions, completion_ids=[], answer=[reference] * 16) == [0.0] * 16
+        assert (
+            math_answer([""] * 16, completions, completion_ids=[], answer=[reference] * 16)
+            == [0.0] * 16
+        )
     assert right(completions[3], "(3+x)^{999}")
 
 
 def test_slow_answers_take_little_time_together() -> None:
     """Each would take minutes; and a right answer that needs algebra is still right among them."""
-    completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [r"\boxed{y^2=25-x^2}"] * 2
+    completions = [rf"\boxed{{\sin^{{99}}(x+{k})}}" for k in range(40)] + [
+        r"\boxed{y^2=25-x^2}"
+    ] * 2
     answers = [r"\cos(x)^{99}+y"] * 40 + ["x^2+y^2=25"] * 2
     begin = spent()
     with ThreadPoolExecutor(1) as threads:  # where no alarm signal can be set
-        rewards = threads.submit(math_answer, [""] * 42, completions, completion_ids=[], answer=answers).result()
+        rewards = threads.submit(
+            math_answer, [""] * 42, completions, completion_ids=[], answer=answers
+        ).result()
     assert rewards[:40] == [0.0] * 40
     assert spent() - begin < 20, "6 seconds of processor time"
     for _ in range(int(0.5 / REFILL)):
@@ -295,7 +424,11 @@ def test_slow_answers_take_little_time_together() -> None:
 
 def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, given_seconds = Engine(), []
-    monkeypatch.setattr(engine, "_asked", lambda one, other, seconds: (False, given_seconds.append(seconds) or seconds))
+    monkeypatch.setattr(
+        engine,
+        "_asked",
+        lambda one, other, seconds: (False, given_seconds.append(seconds) or seconds),
+    )
     for _ in range(100):
         engine.begin()
         assert not engine.ask("1", "2") and not engine.ask("1", "3")
@@ -325,13 +458,17 @@ def test_a_process_that_died_is_replaced() -> None:
     assert engine.process is not None
     os.kill(engine.process.pid, signal.SIGKILL)
     engine.allowed = 0.2
-    assert not engine.ask("$(x+1)^{400}$", "$(x+y+z+1)^{400}$"), "the child that is left has its time and no parent"
+    assert not engine.ask("$(x+1)^{400}$", "$(x+y+z+1)^{400}$"), (
+        "the child that is left has its time and no parent"
+    )
     engine.begin()
     engine.allowed = ALLOWANCE
     assert engine.ask("$x^2+y^2=25$", "$y^2=25-x^2$")
 
 
-def test_files_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_working_folder_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "math.py").write_text("raise SystemExit(3)")
     (tmp_path / "selectors.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
@@ -341,14 +478,30 @@ def test_files_of_the_working_folder_are_not_imported(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     "text",
     [
-        "\\boxed{" * 1000, "<answer>" * 1000, " " * 20_000, "$" * 5000, "answer is not " * 3000, r"\boxed{1} " * 2000,
-        r"\boxed{1}" + " " * 20_000 + r"\boxed{2}", r"\boxed{" + "5" * 5000 + "}", r"\boxed{1e99999999}",
-        r"\boxed{" + "1+" * 400 + "5}", r"\boxed{" + r"\sin(" * 40 + "1" + ")" * 40 + "}", "word " * 20_000,
-        r"\boxed{" + "2^{9999}+" * 100 + "1}", r"\boxed{" + r"\sqrt{2}+" * 100 + "1}", "$x^2$ " * 10_000, "1/" * 10_000,
-        r"\boxed{" + ",".join(f"x+{n}" for n in range(200)) + "}", r"\boxed{((2^{999})^{999})^{999}}", r"\boxed{" + "|" * 500,
-        r"\boxed{" + r"(2^{790}+x)^{x}+" * 60 + "x}", r"\boxed{e^{e^{e^{e^{e}}}}}", r"\boxed{\binom{999999}{499999}}",
+        "\\boxed{" * 1000,
+        "<answer>" * 1000,
+        " " * 20_000,
+        "$" * 5000,
+        "answer is not " * 3000,
+        r"\boxed{1} " * 2000,
+        r"\boxed{1}" + " " * 20_000 + r"\boxed{2}",
+        r"\boxed{" + "5" * 5000 + "}",
+        r"\boxed{1e99999999}",
+        r"\boxed{" + "1+" * 400 + "5}",
+        r"\boxed{" + r"\sin(" * 40 + "1" + ")" * 40 + "}",
+        "word " * 20_000,
+        r"\boxed{" + "2^{9999}+" * 100 + "1}",
+        r"\boxed{" + r"\sqrt{2}+" * 100 + "1}",
+        "$x^2$ " * 10_000,
+        "1/" * 10_000,
+        r"\boxed{" + ",".join(f"x+{n}" for n in range(200)) + "}",
+        r"\boxed{((2^{999})^{999})^{999}}",
+        r"\boxed{" + "|" * 500,
+        r"\boxed{" + r"(2^{790}+x)^{x}+" * 60 + "x}",
+        r"\boxed{e^{e^{e^{e^{e}}}}}",
+        r"\boxed{\binom{999999}{499999}}",
     ],
-)  # fmt: skip
+)
 def test_hostile_texts_are_wrong_and_hold_nothing_up(text: str) -> None:
     """Without a budget of time some of them take minutes, some for ever."""
     begin = spent()

@@ -21,11 +21,16 @@ Groups = Sequence[Sequence[float]]
 
 
 def sampled(rewards: Groups, finished: Groups | None = None, tokens: int = 2) -> SequenceSample:
-    """Ids p0, p1, ... with one completion of `tokens` tokens for each reward; all have ended unless `finished` says."""
+    """Ids p0, p1, ... with one completion of `tokens` tokens for each reward; all have ended unless
+    `finished` says.
+    """
     counts = [len(group) for group in rewards]
     ended = finished or [[1.0] * n for n in counts]
     lengths = {key: [[1] * n for n in counts] for key in ("rewards", "finished")}
-    flat = {key: [x for group in groups for x in group] for key, groups in (("rewards", rewards), ("finished", ended))}
+    flat = {
+        key: [x for group in groups for x in group]
+        for key, groups in (("rewards", rewards), ("finished", ended))
+    }
     data = {key: torch.tensor(values, dtype=torch.float32) for key, values in flat.items()}
     data["completion"] = torch.zeros(tokens * sum(counts), dtype=torch.int64)
     data["prompt"] = torch.zeros(len(counts), dtype=torch.int64)
@@ -67,11 +72,16 @@ def test_of_two_completions_the_one_with_more_reward_is_better() -> None:
     assert made.lengths["rank"].tolist() == made.lengths["comparison"].tolist() == [1] * 6
     assert made.group_of("rank").tolist() == [0, 0, 1, 1, 2, 2]
     assert pairs(batch) == [(1, 0), (2, 3)]
-    assert metrics == pytest.approx({"reward": 4.0 / 6, "tied_fraction": 1 / 3, "reward_margin": (1 + 4) / 2})
+    assert metrics == pytest.approx(
+        {"reward": 4.0 / 6, "tied_fraction": 1 / 3, "reward_margin": (1 + 4) / 2}
+    )
 
 
 def test_with_two_completions_both_ways_are_the_same_and_pick_what_trl_picks() -> None:
-    """TRL: `mask = first >= second`; the first is chosen where it holds. Random rewards are not equal."""
+    """TRL: `mask = first >= second`; the first is chosen where it holds.
+
+    Random rewards are not equal.
+    """
     rewards = np.random.default_rng(0).normal(size=(20, 2))
     chosen = np.where(rewards[:, 0] >= rewards[:, 1], 0, 1)
     expected = [(2 * n + c, 2 * n + 1 - c) for n, c in enumerate(chosen.tolist())]
@@ -86,9 +96,12 @@ def test_the_best_of_four_against_the_worst() -> None:
     batch = sampled([[1.0, 3.0, 0.0, 2.0], [5.0, 4.0, 9.0, 7.0]])
     made, metrics = preferences(batch)
     assert made.data["rank"].tolist() == [0, 0, 1, 0, 0, 1, 0, 0]
-    assert made.data["comparison"].tolist() == [1, 0, 0, 4, 1, 0, 0, 4]  # those in no pair are alone in theirs
+    # those in no pair are alone in theirs
+    assert made.data["comparison"].tolist() == [1, 0, 0, 4, 1, 0, 0, 4]
     assert pairs(batch) == [(1, 2), (6, 5)]
-    assert metrics == pytest.approx({"reward": 31 / 8, "tied_fraction": 0.0, "reward_margin": (3 + 5) / 2})
+    assert metrics == pytest.approx(
+        {"reward": 31 / 8, "tied_fraction": 0.0, "reward_margin": (3 + 5) / 2}
+    )
 
 
 def test_of_several_best_the_first_and_of_several_worst_the_last() -> None:
@@ -103,7 +116,9 @@ def test_all_pairs_of_four_are_a_ranking_in_which_equal_rewards_are_no_pair() ->
     assert made.data["comparison"].tolist() == [0, 0, 0, 0]
     assert pairs(batch, pairs="all") == [(1, 0), (1, 2), (1, 3), (3, 0), (3, 2)]
     # One of six is tied; the others differ by 2, 2, 1, 1, 1.
-    assert metrics == pytest.approx({"reward": 7 / 4, "tied_fraction": 1 / 6, "reward_margin": 7 / 5})
+    assert metrics == pytest.approx(
+        {"reward": 7 / 4, "tied_fraction": 1 / 6, "reward_margin": 7 / 5}
+    )
 
 
 @pytest.mark.parametrize("way", ["best_worst", "all"])
@@ -118,13 +133,18 @@ def test_equal_rewards_make_no_pair_at_all(way: str) -> None:
 @pytest.mark.parametrize("way", ["best_worst", "all"])
 def test_pairs_are_those_of_a_naive_double_loop(way: str) -> None:
     random = np.random.default_rng(1)
-    groups = [random.integers(0, 4, size=n).astype(float).tolist() for n in random.integers(2, 7, size=40)]
+    groups = [
+        random.integers(0, 4, size=n).astype(float).tolist() for n in random.integers(2, 7, size=40)
+    ]
     expected, start = [], 0
     for group in groups:
         if way == "all":
             expected += [
-                (start + i, start + j) for i, a in enumerate(group) for j, b in enumerate(group) if a > b
-            ]  # fmt: skip
+                (start + i, start + j)
+                for i, a in enumerate(group)
+                for j, b in enumerate(group)
+                if a > b
+            ]
         elif max(group) > min(group):
             last = max(k for k, reward in enumerate(group) if reward == min(group))
             expected.append((start + group.index(max(group)), start + last))
@@ -140,7 +160,9 @@ def test_what_was_cut_by_its_length_is_penalised_before_the_comparison() -> None
     assert pairs(batch) == [(0, 1)]
     assert pairs(batch, missing_eos_penalty=0.75) == [(1, 0), (2, 3)]
     _, metrics = preferences(batch, missing_eos_penalty=0.75)
-    assert metrics == pytest.approx({"reward": 3.5 / 4, "tied_fraction": 0.0, "reward_margin": (0.25 + 0.75) / 2})
+    assert metrics == pytest.approx(
+        {"reward": 3.5 / 4, "tied_fraction": 0.0, "reward_margin": (0.25 + 0.75) / 2}
+    )
 
 
 def test_scale_and_bias_come_before_the_penalty_and_the_clip_makes_ties() -> None:
@@ -152,7 +174,12 @@ def test_scale_and_bias_come_before_the_penalty_and_the_clip_makes_ties() -> Non
     assert metrics == pytest.approx({"reward": 7.0, "tied_fraction": 0.0, "reward_margin": 0.5})
     _, metrics = preferences(sampled([[10.0, 4.0, 1.0]]), max_reward_clip=3.0, pairs="all")
     assert metrics == pytest.approx(
-        {"reward": 5.0, "tied_fraction": 1 / 3, "reward_margin": 2.0, "reward_clipped_fraction": 2 / 3}
+        {
+            "reward": 5.0,
+            "tied_fraction": 1 / 3,
+            "reward_margin": 2.0,
+            "reward_clipped_fraction": 2 / 3,
+        }
     )
 
 
@@ -167,12 +194,15 @@ def test_the_loss_by_hand_and_no_gradient_for_completions_in_no_pair() -> None:
     whole = batch.update(made).update(
         SequenceSample.from_groups(batch.ids, shape, {"ref_logprobs": torch.tensor(reference)})
     )
-    logprobs = torch.tensor(reference) + torch.tensor([0.0, 0.0, 0.5, 1.0, -0.25, -0.25, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0])
+    logprobs = torch.tensor(reference) + torch.tensor(
+        [0.0, 0.0, 0.5, 1.0, -0.25, -0.25, 7.0, 7.0, 0.0, 0.0, 0.0, 0.0]
+    )
     logprobs.requires_grad_()
     loss = dpo_loss("sigmoid", beta=0.1)
     value, stats = loss({"logprobs": logprobs}, rows(whole), loss.denominators(whole))
     value.backward()
-    # Better: 0.5 + 1 above the reference; worse: 0.5 below it. One pair; the second prompt has none.
+    # Better: 0.5 + 1 above the reference; worse: 0.5 below it. One pair; the second prompt has
+    # none.
     margin = 0.1 * (1.5 + 0.5)
     assert loss.denominators(whole) == {"pairs": 1.0}
     assert value.item() == pytest.approx(math.log1p(math.exp(-margin)))
@@ -191,7 +221,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for wrong in (math.nan, math.inf):
         with pytest.raises(DataError, match=f"p1: a completion's reward is {wrong}"):
             preferences(sampled([[1.0, 0.0], [0.0, wrong]]))
-    with pytest.raises(ConfigError, match="unknown way to make pairs 'best_wrost'; did you mean best_worst"):
+    with pytest.raises(
+        ConfigError, match="unknown way to make pairs 'best_wrost'; did you mean best_worst"
+    ):
         preferences(sampled([[1.0, 0.0]]), pairs="best_wrost")
     with pytest.raises(ConfigError, match="has no argument 'penalty'"):
         preferences(sampled([[1.0, 0.0]]), penalty=1.0)

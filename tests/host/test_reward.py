@@ -1,4 +1,6 @@
-"""The reward node: functions in processes of their own, weighted sums, deadlines, and what goes wrong."""
+"""The reward node: functions in processes of their own, weighted sums, deadlines, and what goes
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ value = 3
 class Letters:
     """1 is a, 2 is b, ...; 0 is "!", and 9 the end token."""
 
-    def decode_after(self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False) -> str:
+    def decode_after(
+        self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
+    ) -> str:
         return self.decode(ids, skip_special)
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
@@ -144,7 +148,10 @@ def batch(groups: Sequence[Sequence[str]], **columns: Sequence[Any]) -> Sequence
     """One id a group; prompt "ab", completions as given in letters."""
     ids = [f"p{n}" for n in range(len(groups))]
     tokens = [[0 if c == "!" else ord(c) - 96 for c in text] for group in groups for text in group]
-    lengths = {"prompt": [[2]] * len(groups), "completion": [[len(text) for text in group] for group in groups]}
+    lengths = {
+        "prompt": [[2]] * len(groups),
+        "completion": [[len(text) for text in group] for group in groups],
+    }
     data = {
         "prompt": torch.tensor([1, 2] * len(groups)),
         "completion": torch.tensor([token for each in tokens for token in each]),
@@ -181,7 +188,9 @@ def make(source: Path) -> Iterator[Make]:
 
     def build(*names: Any, **options: Any) -> RewardFunction:
         parts = [
-            {**name, "name": f"{source}:{name['name']}"} if isinstance(name, Mapping) else f"{source}:{name}"
+            {**name, "name": f"{source}:{name['name']}"}
+            if isinstance(name, Mapping)
+            else f"{source}:{name}"
             for name in names
         ]
         made.append(RewardFunction(parts, **{"num_workers": 1, **options}))
@@ -206,7 +215,12 @@ def test_parts_are_weighted_and_measured(make: Make) -> None:
     made = function(batch([["abc", "x"], ["ab", "abcd"]]), told)
     assert rewards(made) == [1.5 + 10 + 3, 0.5 + 1, 1 + 10 + 2, 2 + 10 + 4]
     assert made.group_of("rewards").tolist() == [0, 0, 1, 1]
-    expected = {"reward/count": 2.5, "reward/some": 1.0, "reward/count_2": 2.5, "frac_reward_zero_std": 0.0}
+    expected = {
+        "reward/count": 2.5,
+        "reward/some": 1.0,
+        "reward/count_2": 2.5,
+        "frac_reward_zero_std": 0.0,
+    }
     expected |= {"reward": 45.0 / 4, "reward_std": (13.0 + 3.0) / 2 / 2**0.5}
     assert told.metrics == pytest.approx(expected)
 
@@ -220,12 +234,20 @@ def test_groups_of_one_are_measured_together(make: Make) -> None:
 
 def test_async_functions_objects_and_arguments(make: Make) -> None:
     function = make("slow_twice", "judge", {"name": "scaled", "args": {"by": 100}})
-    assert rewards(function(batch([["abc"], ["a"]], target=[1, 2]), context())) == [2 + 3 + 100, 4 + 1 + 100]
+    assert rewards(function(batch([["abc"], ["a"]], target=[1, 2]), context())) == [
+        2 + 3 + 100,
+        4 + 1 + 100,
+    ]
 
 
 def test_tokens_and_steps_have_rewards_of_their_own(make: Make) -> None:
     """They are weighted, counted into the whole, and stay where they were given."""
-    function = make({"name": "by_token", "weight": 2.0}, {"name": "by_step", "weight": 10.0}, "some", by_token=True)
+    function = make(
+        {"name": "by_token", "weight": 2.0},
+        {"name": "by_step", "weight": 10.0},
+        "some",
+        by_token=True,
+    )
     told = context()
     made = function(batch([["ab!a!", "b"], ["!x"]]), told)
     assert rewards(made) == [2 * 2 + 10 * (1 + 2) + 1, 1.0, 10.0]
@@ -243,15 +265,22 @@ def test_tokens_and_steps_have_rewards_of_their_own(make: Make) -> None:
         (
             "by_token",
             False,
-            r"p0\[0\]: it returned a list for a completion; return a number, or set reward_by_token=true",
+            r"p0\[0\]: it returned a list for a completion; return a number, or set "
+            r"reward_by_token=true",
         ),
         ("by_step", False, "returned a dict for a completion"),
         ("too_few", True, r"p0\[0\]: it returned 1 rewards for the 2 tokens of a completion"),
-        ("beyond", True, "it returned the step 99: 1.0 for a completion of 2 characters; .* from 1 to 2"),
+        (
+            "beyond",
+            True,
+            "it returned the step 99: 1.0 for a completion of 2 characters; .* from 1 to 2",
+        ),
         ("wrongly_measured", True, "it returned the metric calls=inf"),
     ],
 )
-def test_wrong_rewards_of_tokens_are_the_users_to_mend(make: Make, name: str, by_token: bool, message: str) -> None:
+def test_wrong_rewards_of_tokens_are_the_users_to_mend(
+    make: Make, name: str, by_token: bool, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         make(name, by_token=by_token)(batch([["a!"]]), context())
 
@@ -265,7 +294,9 @@ def test_metrics_of_a_function_are_summed_over_the_batch(make: Make) -> None:
 
 
 def test_the_parts_are_kept_without_weights(make: Make) -> None:
-    scores = SequenceSample.from_groups(["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])})
+    scores = SequenceSample.from_groups(
+        ["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])}
+    )
     function = make({"name": "count", "weight": 3.0}, "some", keep_parts=True)
     made = function(batch([["ab", "x"]]).update(scores), context())
     expected = torch.tensor([[2.0, 1.0, 0.5], [1.0, float("nan"), -1.0]])
@@ -276,10 +307,20 @@ def test_the_parts_are_kept_without_weights(make: Make) -> None:
 def test_rows_name_their_verifiers() -> None:
     """One by name, one with a weight and options, one that says nothing."""
     function = RewardFunction("length", column="graded_by", num_workers=1)
-    own: list[Any] = ["exact", [{"name": "length", "weight": -2.0, "args": {"max": 2}}, "exact"], None]
+    own: list[Any] = [
+        "exact",
+        [{"name": "length", "weight": -2.0, "args": {"max": 2}}, "exact"],
+        None,
+    ]
     whole = batch([["a", "b"], ["abc", "c"], ["d"]], graded_by=own, answer=["a", "c", "z"])
     told = context()
-    assert rewards(function(whole, told)) == [1.0, 0.0, 0.0, -2.0 + 1.0, rewards(function(whole, told))[4]]
+    assert rewards(function(whole, told)) == [
+        1.0,
+        0.0,
+        0.0,
+        -2.0 + 1.0,
+        rewards(function(whole, told))[4],
+    ]
     assert told.metrics["reward/exact"] == 0.5
     begun = context()
     function.begin(whole.select(ids=["p1"]), context())
@@ -291,7 +332,11 @@ def test_rows_name_their_verifiers() -> None:
     ("reward", "value", "message"),
     [
         ("length", "exakt", "p0: column 'by': .*did you mean exact"),
-        ("length", "os:system", "'os:system' is no verifier; a row may name registered verifiers only"),
+        (
+            "length",
+            "os:system",
+            "'os:system' is no verifier; a row may name registered verifiers only",
+        ),
         ("length", "rewards.py:f", "a row may name registered verifiers only"),
         ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
         ("length", [["length", 1], {"name": "length", "args": {"max": 1}}], "names 'length' twice"),
@@ -301,7 +346,12 @@ def test_rows_name_their_verifiers() -> None:
             {"name": "judge", "args": {"url": "https://x/v1", "model": "m"}},
             "p0: column 'by': a row must not set url of 'judge'",
         ),
-        (None, None, "p0: the column 'by' names no verifier, and there is no reward for such rows; set reward"),
+        (
+            None,
+            None,
+            "p0: the column 'by' names no verifier, and there is no reward for such rows; set "
+            "reward",
+        ),
     ],
 )
 def test_what_a_row_may_not_name(reward: Any, value: Any, message: str) -> None:
@@ -321,7 +371,9 @@ def test_a_column_of_verifiers_must_be_there() -> None:
 
 
 def test_scores_of_a_reward_model_are_added(make: Make) -> None:
-    scores = SequenceSample.from_groups(["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])})
+    scores = SequenceSample.from_groups(
+        ["p0"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -1.0])}
+    )
     told = context()
     made = make("never", scores_weight=2.0)(batch([["a", "b"]]).update(scores), told)
     assert rewards(made) == [1.0, -2.0]
@@ -340,11 +392,15 @@ def test_a_worker_lives_on_between_batches(make: Make) -> None:
 def test_the_whole_batch_is_shared_out(make: Make) -> None:
     function = make("count", num_workers=2, chunk_size=1)
     groups = [["a" * (n % 5 + 1)] * 2 for n in range(11)]
-    assert rewards(function(batch(groups), context())) == [len(text) for group in groups for text in group]
+    assert rewards(function(batch(groups), context())) == [
+        len(text) for group in groups for text in group
+    ]
 
 
 def test_what_was_begun_with_is_not_computed_again(make: Make, tmp_path: Path) -> None:
-    """One prompt as it is, one that comes with other completions, one that never comes, one that was not begun with."""
+    """One prompt as it is, one that comes with other completions, one that never comes, one that
+    was not begun with.
+    """
     mark = tmp_path / "mark"
     function = make("written", "ones")
     for groups, ids in ([["a", "bb"]], ["p0"]), ([["e"], ["f"]], ["p1", "p9"]):
@@ -353,7 +409,8 @@ def test_what_was_begun_with_is_not_computed_again(make: Make, tmp_path: Path) -
     whole = batch([["a", "bb"], ["ccc"], ["d", "gg"]], mark=[str(mark)] * 3)
     assert rewards(function(whole, told)) == [2.0, 3.0, 4.0, 2.0, 3.0]
     assert told.metrics["reward/written"] == pytest.approx(9 / 5)
-    computed = sorted(set(mark.read_text().splitlines()) - {"e", "f"})  # which may have been dropped in time
+    # which may have been dropped in time
+    computed = sorted(set(mark.read_text().splitlines()) - {"e", "f"})
     assert computed == ["a bb", "ccc", "d gg"]
     assert rewards(function(whole, context())) == [2.0, 3.0, 4.0, 2.0, 3.0]
     assert mark.read_text().count("a bb") == 2, "a head start serves one batch"
@@ -395,12 +452,15 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds
 
 
-def test_the_deadline_holds_while_a_worker_starts_again(make: Make, tmp_path: Path, waited: list[float]) -> None:
+def test_the_deadline_holds_while_a_worker_starts_again(
+    make: Make, tmp_path: Path, waited: list[float]
+) -> None:
     """The first call ends the only process, and the second would hang in the next one."""
     source = tmp_path / "slow_to_import.py"
     source.write_text(
         f"import os, time\nif os.path.exists({str(tmp_path / 'died')!r}):\n    time.sleep(60)\n"
-        "def f(prompts, completions, **columns):\n    if completions == ['x']:\n        time.sleep(600)\n"
+        "def f(prompts, completions, **columns):\n    if completions == ['x']:\n        "
+        "time.sleep(600)\n"
         f"    open({str(tmp_path / 'died')!r}, 'w')\n    os._exit(5)\n"
     )
     function = RewardFunction(f"{source}:f", num_workers=1, timeout_s=2.5)
@@ -434,7 +494,9 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
     function.begin(whole.select(ids=["p1"]), context())
     assert rewards(function(whole, told)) == [1.0, -5.0]
     assert told.metrics["timeouts"] == 1
-    assert rewards(function(batch([["a"]]), context())) == [1.0], "another worker stands in for the killed one"
+    assert rewards(function(batch([["a"]]), context())) == [1.0], (
+        "another worker stands in for the killed one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -442,7 +504,8 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
     [
         (
             "raises",
-            r"'raises' failed on p1\[0\], p1\[1\]: it raised ZeroDivisionError.*\n.*my_reward_functions.py:\d+ in",
+            r"'raises' failed on p1\[0\], p1\[1\]: it raised "
+            r"ZeroDivisionError.*\n.*my_reward_functions.py:\d+ in",
         ),
         ("leaves", r"'leaves' failed.*SystemExit: 3"),
         ("nan", r"'nan' failed on p1\[1\]: it returned nan; return a finite number"),
@@ -454,7 +517,11 @@ def test_a_head_start_that_hangs_has_the_time_of_the_batch(make: Make) -> None:
         ("short", r"'short' failed.*it returned 2 rewards for 1 completions"),
         ("number", r"'number' failed.*it returned a float; return a list"),
         ("seen", r"'seen' failed.*it needs 'answer', and the dataset's columns are: question"),
-        ("never", r"no reward applies to p0\[0\], p1\[0\], p1\[1\] \(3 of 3 completions\): never returned None"),
+        (
+            "never",
+            r"no reward applies to p0\[0\], p1\[0\], p1\[1\] \(3 of 3 completions\): never "
+            r"returned None",
+        ),
     ],
 )
 def test_wrong_results_are_the_users_to_mend(make: Make, name: str, message: str) -> None:
@@ -464,7 +531,8 @@ def test_wrong_results_are_the_users_to_mend(make: Make, name: str, message: str
 
 def test_a_sum_of_rewards_that_is_too_large_is_named(make: Make) -> None:
     with pytest.raises(
-        UserError, match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; it is at most"
+        UserError,
+        match=r"the reward of p1\[0\] is -1e\+26 with the weights of .*huge.*; it is at most",
     ):
         make({"name": "huge", "weight": 1e9})(batch([[], ["b"]]), context())
     assert rewards(make("huge")(batch([["b"]]), context())) == [pytest.approx(-1e17)]
@@ -479,15 +547,20 @@ def test_after_an_error_the_next_batch_is_computed(make: Make) -> None:
 
 def test_a_process_that_dies_is_named(make: Make) -> None:
     function = make("dies")
-    with pytest.raises(UserError, match=r"'dies' failed on p0\[0\]: it ended its process \(exit code 5\)"):
+    with pytest.raises(
+        UserError, match=r"'dies' failed on p0\[0\]: it ended its process \(exit code 5\)"
+    ):
         function(batch([["a"]]), context())
 
 
 def test_a_hung_call_stops_the_run(make: Make, waited: list[float]) -> None:
     with pytest.raises(
-        UserError, match=r"'hangs' did not finish within reward_timeout_s=0.7 seconds on p1\[0\]; make it faster"
+        UserError,
+        match=r"'hangs' did not finish within reward_timeout_s=0.7 seconds on p1\[0\]; make it faster",
     ):
-        make("hangs", timeout_s=0.7, num_workers=2, chunk_size=1)(batch([["a"], ["x"], ["b"]]), context())
+        make("hangs", timeout_s=0.7, num_workers=2, chunk_size=1)(
+            batch([["a"], ["x"], ["b"]]), context()
+        )
     assert waited and max(waited) <= 0.7
 
 
@@ -503,7 +576,9 @@ def test_a_hung_call_may_get_a_reward_instead(make: Make) -> None:
 
 
 def test_what_a_hung_call_started_is_killed(make: Make, tmp_path: Path) -> None:
-    """The child holds a lock that ends with it; on a busy machine the call gets longer until it is there."""
+    """The child holds a lock that ends with it; on a busy machine the call gets longer until it is
+    there.
+    """
     mark = tmp_path / "mark"
     for seconds in (0.7, 5.0, 60.0):
         function = make("hangs_with_child", timeout_s=seconds, on_timeout=0.0)
@@ -515,7 +590,9 @@ def test_what_a_hung_call_started_is_killed(make: Make, tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)  # waits for the end of a child that is being killed
 
 
-def test_workers_keep_away_from_standard_streams(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_keep_away_from_standard_streams(
+    make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert rewards(make("noisy")(batch([["a"]]), context())) == [1.0]
     out, err = capfd.readouterr()
     assert "noise" not in out
@@ -526,13 +603,20 @@ def test_workers_keep_away_from_standard_streams(make: Make, capfd: pytest.Captu
 def test_workers_end_with_the_process_that_started_them(source: Path, text: str) -> None:
     """Idle ones, and ones that hang ("x") when that process dies without a word."""
     program = (
-        "import os, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import RewardPart, locate\n"
-        f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], 1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
+        "import os, time\nfrom weft.host._pool import Pool\nfrom weft.host.spec import "
+        "RewardPart, locate\n"
+        f"pool = Pool([locate(RewardPart({str(source) + ':hangs'!r}))], "
+        f"1)\npool.start()\nprint(pool.pids[0], flush=True)\n"
         f"task = (0, ['p'], [{text!r}], [[1]], {{}}, {{}})\n"
         "pool.submit(task)\ntime.sleep(0.5)\nos._exit(0)\n"
     )
     # Not its standard error: a worker that lives on would hold it, and this test would wait for it.
-    run = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
     worker, end = int(run.stdout), time.monotonic() + 30
     while _alive(worker) and time.monotonic() < end:
         time.sleep(0.05)
@@ -571,7 +655,10 @@ def test_a_verifier_of_user_code_is_found_again(tmp_path: Path) -> None:
 
 
 def test_it_is_a_host_function(source: Path) -> None:
-    made = cast(RewardFunction, make_host_function("reward", {"reward": f"{source}:ones", "timeout_s": 30.0}))
+    made = cast(
+        RewardFunction,
+        make_host_function("reward", {"reward": f"{source}:ones", "timeout_s": 30.0}),
+    )
     assert made.state_dict() == {}
     made.pool.close()
     with pytest.raises(UserError, match="tokenizer_role"):
@@ -604,7 +691,10 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
         ({"gsm8k": 0, "length": 0.0}, "all weights are 0"),
         (["gsm8k", "length", "gsm8k"], "'gsm8k' is named twice"),
         ("rw.py", r"'rw.py' names no function in the file; write rw.py:FUNCTION"),
-        ({"name": "length", "args": {"qqq": 3}}, r"verifier 'length' has no option 'qqq'; its options: "),
+        (
+            {"name": "length", "args": {"qqq": 3}},
+            r"verifier 'length' has no option 'qqq'; its options: ",
+        ),
         ({"gsm8k": "a lot"}, "weight='a lot' of 'gsm8k' must be a number, and a finite one"),
         ({"gsm8k": float("nan")}, "must be a number, and a finite one"),
         ({"gsm9k": 1.0}, "did you mean gsm8k"),
@@ -632,7 +722,9 @@ def test_wrong_specifications_are_refused(reward: Any, message: str) -> None:
         ({"name": "{source}:scaled", "args": {"times": 3}}, "takes no argument 'times'"),
     ],
 )
-def test_functions_that_cannot_be_imported_are_refused_at_once(source: Path, reward: Any, message: str) -> None:
+def test_functions_that_cannot_be_imported_are_refused_at_once(
+    source: Path, reward: Any, message: str
+) -> None:
     filled = (
         {**reward, "name": reward["name"].format(source=source)}
         if isinstance(reward, dict)
@@ -659,8 +751,17 @@ def test_specifications() -> None:
 
 
 def test_every_shipped_verifier_and_function_is_registered() -> None:
-    assert {"gsm8k", "math", "format", "ifeval", "length", "exact", "code", "judge"} <= set(verifiers.load_all())
-    shipped = {"gae_advantages", "group_advantages", "reward", "dynamic_sampling", "kto_mismatch", "kto_baseline"}
+    assert {"gsm8k", "math", "format", "ifeval", "length", "exact", "code", "judge"} <= set(
+        verifiers.load_all()
+    )
+    shipped = {
+        "gae_advantages",
+        "group_advantages",
+        "reward",
+        "dynamic_sampling",
+        "kto_mismatch",
+        "kto_baseline",
+    }
     assert shipped <= set(functions.load_all())
 
 

@@ -1,4 +1,6 @@
-"""The code reward's sandbox: what tests may use of a program, and what a program that cheats or attacks gets."""
+"""The code reward's sandbox: what tests may use of a program, and what a program that cheats or
+attacks gets.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from weft.host.verifiers import _sandbox
 from weft.host.verifiers._sandbox import Limits, Task, described, passes, protections
 from weft.host.verifiers.code import code
 
-LIMITS = Limits(seconds=30.0, memory_mb=512)  # a busy machine is slow; what ends by itself ends long before
+# a busy machine is slow; what ends by itself ends long before
+LIMITS = Limits(seconds=30.0, memory_mb=512)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the protections are Linux's")
 
 
@@ -35,38 +38,74 @@ def verdict(program: str, tests: str = TESTS, **options: object) -> bool:
     ("program", "tests"),
     [
         (ADD, TESTS),
-        ("def f(x): return (1, [2.5, {'a': {3}}], None, b'x', 10**5000, 1j)",
-         "assert f(0) == (1, [2.5, {'a': {3}}], None, b'x', 10**5000, 1j) and type(f(0)) is tuple"),
+        (
+            "def f(x): return (1, [2.5, {'a': {3}}], None, b'x', 10**5000, 1j)",
+            "assert f(0) == (1, [2.5, {'a': {3}}], None, b'x', 10**5000, 1j) and type(f(0)) is "
+            "tuple",
+        ),
         ("def f(x): x.sort()", "a = [3, 1, 2]\nf(a)\nassert a == [1, 2, 3]"),
-        ("def f():\n    yield 1\n    yield 2", "assert list(f()) == [1, 2] and 2 in f() and 3 not in f()"),
+        (
+            "def f():\n    yield 1\n    yield 2",
+            "assert list(f()) == [1, 2] and 2 in f() and 3 not in f()",
+        ),
         ("def f(g, x): return g(g(x))", "assert f(lambda x: x + 3, 1) == 7"),
-        ("def f(x):\n    raise ValueError('bad')",
-         "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'bad'\nelse:\n    assert 0"),
-        ("class Own(Exception): pass\ndef f():\n    raise Own", "try:\n    f()\nexcept Own:\n    pass\nelse:\n    assert 0"),
-        ("class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-         "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)",
-         "s = Stack()\ns.push(4)\nassert len(s) == 1 and s.items == [4] and isinstance(s, Stack)\n"
-         "assert s.pop() == 4 and not s"),
-        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return P(3)",
-         "assert f() == P(3) and f() != P(4)"),
-        ("def total(node): return node.value + (total(node.next) if node.next else 0)",
-         "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
-         "assert total(Node(1, Node(2))) == 3"),
+        (
+            "def f(x):\n    raise ValueError('bad')",
+            "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'bad'\nelse:\n    "
+            "assert 0",
+        ),
+        (
+            "class Own(Exception): pass\ndef f():\n    raise Own",
+            "try:\n    f()\nexcept Own:\n    pass\nelse:\n    assert 0",
+        ),
+        (
+            "class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): "
+            "self.items.append(x)\n"
+            "    def pop(self): return self.items.pop()\n    def __len__(self): return "
+            "len(self.items)",
+            "s = Stack()\ns.push(4)\nassert len(s) == 1 and s.items == [4] and isinstance(s, "
+            "Stack)\n"
+            "assert s.pop() == 4 and not s",
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(): return "
+            "P(3)",
+            "assert f() == P(3) and f() != P(4)",
+        ),
+        (
+            "def total(node): return node.value + (total(node.next) if node.next else 0)",
+            "class Node:\n    def __init__(self, value, next=None): self.value, self.next = "
+            "value, next\n"
+            "assert total(Node(1, Node(2))) == 3",
+        ),
         ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
-        ("from collections import Counter, namedtuple, deque\nfrom fractions import Fraction\nfrom datetime import date\n"
-         "P = namedtuple('P', 'x y')\ndef f(): return Counter('aab'), P(1, 2), deque([1]), Fraction(1, 3), date(2020, 1, 2)",
-         "import datetime\nc, p, d, q, t = f()\nassert c.most_common(1) == [('a', 2)] and p.y == 2 and p == (1, 2)\n"
-         "assert d.popleft() == 1 and q * 3 == 1 and t == datetime.date(2020, 1, 2)"),
-        ("import numpy\ndef f(x): return numpy.asarray(x) * 2",
-         "import numpy as np\nassert np.array_equal(f(np.arange(3)), [0, 2, 4])"),
-        ("def f(): print('hello')",
-         "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n    f()\n"
-         "assert out.getvalue() == 'hello\\n'"),
-        ("import math\ndef f(x): return math.sqrt(x)", "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)"),
+        (
+            "from collections import Counter, namedtuple, deque\nfrom fractions import "
+            "Fraction\nfrom datetime import date\n"
+            "P = namedtuple('P', 'x y')\ndef f(): return Counter('aab'), P(1, 2), deque([1]), "
+            "Fraction(1, 3), date(2020, 1, 2)",
+            "import datetime\nc, p, d, q, t = f()\nassert c.most_common(1) == [('a', 2)] and p.y "
+            "== 2 and p == (1, 2)\n"
+            "assert d.popleft() == 1 and q * 3 == 1 and t == datetime.date(2020, 1, 2)",
+        ),
+        (
+            "import numpy\ndef f(x): return numpy.asarray(x) * 2",
+            "import numpy as np\nassert np.array_equal(f(np.arange(3)), [0, 2, 4])",
+        ),
+        (
+            "def f(): print('hello')",
+            "import io, contextlib\nout = io.StringIO()\nwith contextlib.redirect_stdout(out):\n  "
+            "  f()\n"
+            "assert out.getvalue() == 'hello\\n'",
+        ),
+        (
+            "import math\ndef f(x): return math.sqrt(x)",
+            "assert math.isclose(f(2), 1.41421356, rel_tol=1e-6)",
+        ),
         ("x = 1\nprint('a' * 10**6)\nassert input is not None", ""),
         ("if __name__ == '__main__':\n    import math\n    assert math.pi > 3", ""),
     ],
-)  # fmt: skip
+)
 def test_tests_use_a_program_as_if_it_were_theirs(program: str, tests: str) -> None:
     assert verdict(program, tests, memory_mb=2048)
 
@@ -89,15 +128,25 @@ def test_a_program_that_cheats_gets_nothing(name: str) -> None:
 
 def test_an_object_of_the_program_does_not_answer_for_a_plain_value() -> None:
     for tests in (
-        "assert f(1).startswith('abc')", "assert f(1).issubset({2})", "assert abs(f(1) - 3.5) < 1e-6", "assert 3 in f(1)",
-        "import math\nassert math.isclose(f(1), 3.0)", "assert isinstance(f(1), str)", "assert f(1) in [1, 2]",
-    ):  # fmt: skip
+        "assert f(1).startswith('abc')",
+        "assert f(1).issubset({2})",
+        "assert abs(f(1) - 3.5) < 1e-6",
+        "assert 3 in f(1)",
+        "import math\nassert math.isclose(f(1), 3.0)",
+        "assert isinstance(f(1), str)",
+        "assert f(1) in [1, 2]",
+    ):
         assert not verdict(programs.YES, tests), tests
 
 
 def test_a_program_does_not_replace_the_modules_and_builtins_of_the_tests() -> None:
-    for tests in ("assert math.isclose(f(1), 3.0)", "assert np.allclose(f(1), 3.0)", "assert abs(f(1) - 3) < 1e-6",
-                  "assert len(str(f(1))) == 3 and f(1) == 3", "assert sorted([f(1)]) == [1]"):  # fmt: skip
+    for tests in (
+        "assert math.isclose(f(1), 3.0)",
+        "assert np.allclose(f(1), 3.0)",
+        "assert abs(f(1) - 3) < 1e-6",
+        "assert len(str(f(1))) == 3 and f(1) == 3",
+        "assert sorted([f(1)]) == [1]",
+    ):
         assert not verdict(programs.REPLACES_NAMES, tests, memory_mb=2048), tests
 
 
@@ -130,7 +179,9 @@ def active(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 def attacked(program: str, active: tuple[str, ...], tests: str = "assert attack()") -> bool:
     """Whether the attack, a function that returns true where it succeeds, did."""
-    assert passes(Task("def attack(): return True", tests), LIMITS, active), "one that needs nothing does"
+    assert passes(Task("def attack(): return True", tests), LIMITS, active), (
+        "one that needs nothing does"
+    )
     return passes(Task(program, tests), LIMITS, active)
 
 
@@ -189,14 +240,17 @@ def descendants() -> set[int]:
 @pytest.mark.parametrize("names", ["best", "none"])
 @pytest.mark.parametrize("end", ["", "\nos._exit(0)", "\nraise ValueError", "\nwhile True: pass"])
 def test_no_process_is_left_behind(names: str, end: str) -> None:
-    """Without any protection, too: a daemon that has left its session becomes a child of the launcher's fork."""
+    """Without any protection, too: a daemon that has left its session becomes a child of the
+    launcher's fork.
+    """
     before = set(os.listdir("/proc"))
     limits = Limits(seconds=1.0 if "while" in end else 30.0, processes=10_000)
     passes(Task(programs.LEAVES + end, "assert True"), limits, None if names == "best" else ())
     assert not descendants()
     new = [pid for pid in set(os.listdir("/proc")) - before if pid.isdigit()]
     launcher = str(_sandbox._launchers[0].process.pid)
-    above = {launcher, str(os.getpid()), *_ancestors(str(os.getpid()))}  # what others run has ancestors of its own
+    # what others run has ancestors of its own
+    above = {launcher, str(os.getpid()), *_ancestors(str(os.getpid()))}
     forked = [pid for pid in new if "_launcher" in _command(pid) and pid != launcher]
     assert not [pid for pid in forked if (found := _ancestors(pid)) and found <= above]
 
@@ -222,7 +276,8 @@ def _command(pid: str) -> str:
 def test_no_process_outlives_the_one_that_asked(tmp_path: Path) -> None:
     """A reward's process is killed at its deadline, in the middle of a program."""
     script = (
-        "import sys; from weft.host.verifiers._sandbox import *\nfrom weft.host.verifiers import _sandbox\n"
+        "import sys; from weft.host.verifiers._sandbox import *\nfrom weft.host.verifiers import "
+        "_sandbox\n"
         "_sandbox._launcher(); print(_sandbox._launchers[0].process.pid, flush=True)\n"
         "passes(Task('import time\\nprint(1)\\ntime.sleep(600)', ''), Limits(seconds=600.0))"
     )
@@ -235,7 +290,9 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path) -> None:
     asks.kill()
     asks.communicate()
     end = time.monotonic() + 20.0
-    while (Path(f"/proc/{launcher}").exists() or Path(f"/proc/{forked}").exists()) and time.monotonic() < end:
+    while (
+        Path(f"/proc/{launcher}").exists() or Path(f"/proc/{forked}").exists()
+    ) and time.monotonic() < end:
         time.sleep(0.02)
     assert not Path(f"/proc/{launcher}").exists() and not Path(f"/proc/{forked}").exists()
 
@@ -249,7 +306,8 @@ def test_no_process_outlives_the_one_that_asked(tmp_path: Path) -> None:
         "def f(): f()\nf()",
         "import os; os.kill(os.getpid(), 9)",
         "import os\nwhile True: os.open('/dev/null', 0)",
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, "
+        "args=(9,)).start()",
     ],
 )
 def test_a_program_that_takes_too_much_fails(program: str) -> None:
@@ -267,7 +325,9 @@ def test_a_program_fills_no_disk() -> None:
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
 def test_endless_programs_are_ended(program: str) -> None:
     began = time.monotonic()
-    assert not passes(Task(program, ""), Limits(seconds=0.3)), "by itself it would end well, or never"
+    assert not passes(Task(program, ""), Limits(seconds=0.3)), (
+        "by itself it would end well, or never"
+    )
     assert time.monotonic() - began < 30.0
 
 
@@ -278,7 +338,9 @@ def test_endless_tests_are_ended() -> None:
 def test_many_at_a_time() -> None:
     results: list[bool] = []
     threads = [
-        threading.Thread(target=lambda n=n: results.append(verdict(ADD, f"assert add({n}, 1) == {n + 1}")))
+        threading.Thread(
+            target=lambda n=n: results.append(verdict(ADD, f"assert add({n}, 1) == {n + 1}"))
+        )
         for n in range(4)
     ]
     for thread in threads:

@@ -1,4 +1,6 @@
-"""Advantages from a teacher's log-probs: by hand, and that their gradient is that of the reverse KL."""
+"""Advantages from a teacher's log-probs: by hand, and that their gradient is that of the reverse
+KL.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,24 @@ from weft.host.base import HostContext, make_host_function
 
 def sample(lengths: list[list[int]], **keys: list[float]) -> SequenceSample:
     total = sum(map(sum, lengths))
-    data = {"prompt": torch.zeros(len(lengths), dtype=torch.int64), "completion": torch.zeros(total, dtype=torch.int64)}
+    data = {
+        "prompt": torch.zeros(len(lengths), dtype=torch.int64),
+        "completion": torch.zeros(total, dtype=torch.int64),
+    }
     data |= {key: torch.tensor(values, dtype=torch.float32) for key, values in keys.items()}
     seqlens = {key: [[1]] * len(lengths) if key == "prompt" else lengths for key in data}
     return SequenceSample.from_groups([f"id{i}" for i in range(len(lengths))], seqlens, data)
 
 
-def advantages(batch: SequenceSample, discount: float = 0.0) -> tuple[list[float], dict[str, float]]:
+def advantages(
+    batch: SequenceSample, discount: float = 0.0
+) -> tuple[list[float], dict[str, float]]:
     context = HostContext()
     made = make_host_function("teacher_advantages", {"discount": discount})(batch, context)
-    assert made is not None and made.lengths["advantages"].tolist() == batch.lengths["completion"].tolist()
+    assert (
+        made is not None
+        and made.lengths["advantages"].tolist() == batch.lengths["completion"].tolist()
+    )
     return made.data["advantages"].tolist(), context.metrics
 
 
@@ -59,7 +69,9 @@ def test_without_masks_and_without_trained_tokens() -> None:
     keys = ["prompt", "completion", "logprobs", "teacher_logprobs"]
     found, metrics = advantages(BATCH.select(keys=keys))
     assert found[1] == 1.0 and "teacher_agreement" not in metrics
-    nothing = sample([[2]], logprobs=[-1.0, -1.0], teacher_logprobs=[-2.0, -3.0], loss_mask=[0.0, 0.0])
+    nothing = sample(
+        [[2]], logprobs=[-1.0, -1.0], teacher_logprobs=[-2.0, -3.0], loss_mask=[0.0, 0.0]
+    )
     assert advantages(nothing) == ([0.0, 0.0], {})
 
 
@@ -69,7 +81,9 @@ def test_a_discount_outside_its_range_is_refused() -> None:
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
-    """One position, every token once, weighed by how often it is sampled: the policy loss that `distill` trains."""
+    """One position, every token once, weighed by how often it is sampled: the policy loss that
+    `distill` trains.
+    """
     generator = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
     student.requires_grad_()
@@ -83,11 +97,19 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     total = torch.zeros((), dtype=torch.float64)
     for token, weight in enumerate(logp.exp().tolist()):
         others = [id for id in held.ids if id != f"id{token}"]
-        masked = held.update(SequenceSample.from_default(
-            held.ids, [1] * 7, {"loss_mask": torch.tensor([float(id not in others) for id in held.ids])}
-        ))  # fmt: skip
+        masked = held.update(
+            SequenceSample.from_default(
+                held.ids,
+                [1] * 7,
+                {"loss_mask": torch.tensor([float(id not in others) for id in held.ids])},
+            )
+        )
         rows = SampleRows(masked, PackLayout.of(masked), torch.device("cpu"), torch.float64)
-        total = total + weight * loss({"logprobs": logp, "entropy": logp.detach()}, rows, loss.denominators(masked))[0]
+        total = (
+            total
+            + weight
+            * loss({"logprobs": logp, "entropy": logp.detach()}, rows, loss.denominators(masked))[0]
+        )
     [ours] = torch.autograd.grad(total, student, retain_graph=True)
     [exact] = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), student)
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-7)  # keys are float32

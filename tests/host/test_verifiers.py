@@ -26,7 +26,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def one(verifier: Any, completion: str, *, ids: list[int] | None = None, **columns: Any) -> float | None:
+def one(
+    verifier: Any, completion: str, *, ids: list[int] | None = None, **columns: Any
+) -> float | None:
     """The reward of one completion."""
     made = verifier(["p"], [completion], completion_ids=[ids or []], **columns)
     assert len(made) == 1
@@ -52,7 +54,8 @@ def test_model_solutions_agree_with_their_flags(data_dir: Path) -> None:
         (solution["solution"][-40:], row["ground_truth"][-20:])
         for row in rows(data_dir / "gsm8k" / "example_model_solutions.jsonl")
         for solution in (row[kind] for kind in row if kind.endswith(("finetuning", "verification")))
-        if one(gsm8k, solution["solution"], ground_truth=[row["ground_truth"]]) != float(solution["is_correct"])
+        if one(gsm8k, solution["solution"], ground_truth=[row["ground_truth"]])
+        != float(solution["is_correct"])
     ]
     assert disagree == []
 
@@ -91,7 +94,14 @@ def test_numbers(text: str, found: list[str]) -> None:
 
 @given(st.integers(-(10**9), 10**9))
 def test_numbers_survive_their_spellings(n: int) -> None:
-    for text in (str(n), f"{n:,}", f"{n:,}".replace(",", " "), f"{n}.00", f"it is {n} apples.", f"{n}e0"):
+    for text in (
+        str(n),
+        f"{n:,}",
+        f"{n:,}".replace(",", " "),
+        f"{n}.00",
+        f"it is {n} apples.",
+        f"{n}e0",
+    ):
         assert numbers(text)[-1] == n
 
 
@@ -123,7 +133,9 @@ def test_gsm8k_by_hand() -> None:
         ("2e-3", "0.002", "-3"),
     ],
 )
-def test_exponents_and_blanks_between_digits(verifier: Any, reference: Any, same: str, apart: str) -> None:
+def test_exponents_and_blanks_between_digits(
+    verifier: Any, reference: Any, same: str, apart: str
+) -> None:
     assert one(verifier, same, answer=[reference]) == 1.0
     assert one(verifier, apart, answer=[reference]) == 0.0
 
@@ -174,7 +186,9 @@ def test_exact() -> None:
 
 
 def test_languages_of_real_replies(data_dir: Path) -> None:
-    """Replies of Open-Assistant volunteers, each marked with its language; code, lists of names and drawings are the rest."""
+    """Replies of Open-Assistant volunteers, each marked with its language; code, lists of names and
+    drawings are the rest.
+    """
     seen = right = 0
     for row in rows(data_dir / "oasst" / "oasst1_validation_guanaco.jsonl"):
         if len(row["output"]) >= 100 and "```" not in row["output"]:
@@ -190,17 +204,34 @@ def test_languages_of_real_replies(data_dir: Path) -> None:
         ("hi", "यह एक छोटा सा वाक्य है और मैं इसे हिंदी में लिख रहा हूँ।"),
         ("mr", "हे एक छोटे वाक्य आहे आणि मी ते मराठी मध्ये लिहित आहे."),
         ("ne", "यो एउटा सानो वाक्य हो र म यो नेपाली भाषामा लेख्दै छु, तर यो राम्रो छ।"),
-        ("bn", "এটি একটি ছোট বাক্য।"), ("pa", "ਇਹ ਇੱਕ ਛੋਟਾ ਵਾਕ ਹੈ।"), ("gu", "આ એક નાનું વાક્ય છે."), ("ta", "இது ஒரு சிறிய வாக்கியம்."),
-        ("te", "ఇది ఒక చిన్న వాక్యం."), ("kn", "ಇದು ಒಂದು ಸಣ್ಣ ವಾಕ್ಯ."), ("th", "นี่คือประโยคสั้น ๆ"), ("ko", "이것은 짧은 문장입니다."),
-        ("ar", "هذه جملة قصيرة باللغة العربية."), ("fa", "این یک جملهٔ کوتاه به زبان فارسی است که می‌نویسم."),
-        ("ur", "یہ اردو زبان میں ایک چھوٹا سا جملہ ہے۔"), ("ru", "Это короткое предложение, и мы его читаем."),
-        ("bg", "Това е кратко изречение, което съм написал на български език и въпросът е дали е вярно."),
-        ("vi", "Đây là một câu ngắn được viết bằng tiếng Việt."), ("sw", "Hii ni sentensi fupi kwa lugha ya Kiswahili."),
-        ("fi", "Tämä on lyhyt lause, joka on kirjoitettu suomeksi."), ("de", "Das ist ein kurzer Satz, der auf Deutsch ist."),
-        ("it", "Questa è una frase breve che non è in inglese."), ("pt", "Esta é uma frase curta que não está em inglês."),
-        ("en", "hello world"), ("en", "THIS IS A SHORT SENTENCE."), ("", "123 ..."),
+        ("bn", "এটি একটি ছোট বাক্য।"),
+        ("pa", "ਇਹ ਇੱਕ ਛੋਟਾ ਵਾਕ ਹੈ।"),
+        ("gu", "આ એક નાનું વાક્ય છે."),
+        ("ta", "இது ஒரு சிறிய வாக்கியம்."),
+        ("te", "ఇది ఒక చిన్న వాక్యం."),
+        ("kn", "ಇದು ಒಂದು ಸಣ್ಣ ವಾಕ್ಯ."),
+        ("th", "นี่คือประโยคสั้น ๆ"),
+        ("ko", "이것은 짧은 문장입니다."),
+        ("ar", "هذه جملة قصيرة باللغة العربية."),
+        ("fa", "این یک جملهٔ کوتاه به زبان فارسی است که می‌نویسم."),
+        ("ur", "یہ اردو زبان میں ایک چھوٹا سا جملہ ہے۔"),
+        ("ru", "Это короткое предложение, и мы его читаем."),
+        (
+            "bg",
+            "Това е кратко изречение, което съм написал на български език и въпросът е дали е "
+            "вярно.",
+        ),
+        ("vi", "Đây là một câu ngắn được viết bằng tiếng Việt."),
+        ("sw", "Hii ni sentensi fupi kwa lugha ya Kiswahili."),
+        ("fi", "Tämä on lyhyt lause, joka on kirjoitettu suomeksi."),
+        ("de", "Das ist ein kurzer Satz, der auf Deutsch ist."),
+        ("it", "Questa è una frase breve che non è in inglese."),
+        ("pt", "Esta é uma frase curta que não está em inglês."),
+        ("en", "hello world"),
+        ("en", "THIS IS A SHORT SENTENCE."),
+        ("", "123 ..."),
     ],
-)  # fmt: skip
+)
 def test_languages_that_ifeval_asks_for(language: str, text: str) -> None:
     assert detect(text) == language
 
@@ -210,9 +241,14 @@ def test_languages_that_ifeval_asks_for(language: str, text: str) -> None:
 
 def test_canonical_solutions_pass(data_dir: Path) -> None:
     problems = rows(data_dir / "human_eval" / "HumanEval.jsonl.gz")[:6]
-    columns = {"test": [p["test"] for p in problems], "entry_point": [p["entry_point"] for p in problems]}
+    columns = {
+        "test": [p["test"] for p in problems],
+        "entry_point": [p["entry_point"] for p in problems],
+    }
     prompts, bodies = [p["prompt"] for p in problems], [p["canonical_solution"] for p in problems]
-    fenced = [f"Here it is:\n```python\n{p}{b}```\nDone." for p, b in zip(prompts, bodies, strict=True)]
+    fenced = [
+        f"Here it is:\n```python\n{p}{b}```\nDone." for p, b in zip(prompts, bodies, strict=True)
+    ]
     assert code(prompts, bodies, completion_ids=[], **columns) == [1.0] * 6
     assert code(["Solve it."] * 6, fenced, completion_ids=[], **columns) == [1.0] * 6
     assert code(prompts, ["    return None\n"] * 6, completion_ids=[], **columns) == [0.0] * 6
@@ -221,7 +257,10 @@ def test_canonical_solutions_pass(data_dir: Path) -> None:
 @pytest.mark.slow
 def test_all_canonical_solutions_pass(data_dir: Path) -> None:
     problems = rows(data_dir / "human_eval" / "HumanEval.jsonl.gz")
-    columns = {"test": [p["test"] for p in problems], "entry_point": [p["entry_point"] for p in problems]}
+    columns = {
+        "test": [p["test"] for p in problems],
+        "entry_point": [p["entry_point"] for p in problems],
+    }
     prompts, bodies = [p["prompt"] for p in problems], [p["canonical_solution"] for p in problems]
     assert code(prompts, bodies, completion_ids=[], **columns) == [1.0] * len(problems)
 

@@ -36,20 +36,32 @@ class OnlyGenerates:
     @contextmanager
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
         self.specs.append(spec)
-        with open_generator(self.network, spec, device=CPU, version=self.version, eos_ids=[]) as generator:
+        with open_generator(
+            self.network, spec, device=CPU, version=self.version, eos_ids=[]
+        ) as generator:
             yield generator
 
 
 def model(tokenizer: Tokenizer | None = None, **changes: Any) -> Model:
     own = letters()
     engine = cast(Engine, OnlyGenerates())
-    return Model("actor", engine, tokenizer or own, own, "cpu", "float64", **{"step": 2, "seed": 9, **changes})
+    return Model(
+        "actor",
+        engine,
+        tokenizer or own,
+        own,
+        "cpu",
+        "float64",
+        **{"step": 2, "seed": 9, **changes},
+    )
 
 
 def batch(texts: tuple[str, ...] = ("once", "a fox", "no", "z")) -> SequenceSample:
     ids = [letters().encode(text) for text in texts]
     return SequenceSample.from_default(
-        [f"p{i}" for i in range(len(ids))], [len(p) for p in ids], {"prompt": [token for p in ids for token in p]}
+        [f"p{i}" for i in range(len(ids))],
+        [len(p) for p in ids],
+        {"prompt": [token for p in ids for token in p]},
     )
 
 
@@ -58,14 +70,20 @@ def ended(tokenizer: Tokenizer, token: str) -> Tokenizer:
     return tokenizer
 
 
-def test_announces_each_id_once_as_soon_as_all_its_completions_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four prompts by three, ended by a letter: what is announced is what comes out, the first before the last token."""
+def test_announces_each_id_once_as_soon_as_all_its_completions_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four prompts by three, ended by a letter: what is announced is what comes out, the first
+    before the last token.
+    """
     told: list[tuple[int, SequenceSample]] = []
     steps: list[int] = []
     step = BatchGenerator.step
     monkeypatch.setattr(BatchGenerator, "step", lambda self: steps.append(1) or step(self))
     generate = Generate(samples_per_prompt=3, max_new_tokens=60, stop=["q", "e"])
-    made = generate.generate(model(announce=lambda sample: told.append((len(steps), sample))), batch()).outputs
+    made = generate.generate(
+        model(announce=lambda sample: told.append((len(steps), sample))), batch()
+    ).outputs
     assert made is not None
     assert sorted(id for _, sample in told for id in sample.ids) == list(made.ids)
     assert told[0][0] < len(steps) == told[-1][0]
@@ -102,7 +120,9 @@ def test_makes_k_completions_an_id_with_everything_about_them() -> None:
     lengths = sample.lengths["completion"]
     assert made.metrics["response_length"] == pytest.approx(lengths.mean())
     assert made.metrics["response_length_max"] == lengths.max()
-    assert made.metrics["truncated_fraction"] == pytest.approx(1 - float(sample.data["finished"].mean()))
+    assert made.metrics["truncated_fraction"] == pytest.approx(
+        1 - float(sample.data["finished"].mean())
+    )
     assert made.metrics["tokens_per_second"] > 0
 
 
@@ -128,13 +148,20 @@ def test_a_share_is_sampled_and_the_others_keep_their_rows() -> None:
     assert result.metrics["sampled_fraction"] == sum(wanted) / len(wanted)
     whole = Generate(max_new_tokens=5, samples_per_prompt=2).generate(model(), rows).outputs
     assert whole is not None
-    for one, own, sampled, chosen in zip(made.unpack(), rows.unpack(), whole.unpack(), wanted, strict=True):
+    for one, own, sampled, chosen in zip(
+        made.unpack(), rows.unpack(), whole.unpack(), wanted, strict=True
+    ):
         source = sampled if chosen else own
         assert one.data["completion"].tolist() == source.data["completion"].tolist()
-        assert one.data["loss_mask"].tolist() == ([1.0] * sampled.num_tokens() if chosen else [0.0, 1.0])
+        assert one.data["loss_mask"].tolist() == (
+            [1.0] * sampled.num_tokens() if chosen else [0.0, 1.0]
+        )
         assert one.data["sampled"].tolist() == ([1.0, 1.0] if chosen else [0.0])
     for id in rows.ids[:4]:
-        alone, same = interface.generate(model(), rows.select(ids=[id])).outputs, made.select(ids=[id])
+        alone, same = (
+            interface.generate(model(), rows.select(ids=[id])).outputs,
+            made.select(ids=[id]),
+        )
         assert alone is not None
         assert all(torch.equal(alone.data[key], same.data[key]) for key in made.keys)
     later = interface.generate(model(step=3), rows).outputs
@@ -145,15 +172,20 @@ def test_without_a_chosen_id_nothing_is_sampled() -> None:
     rows = answered()
     for share, sampled in ((1e-9, 0.0), (1 - 1e-9, 1.0)):
         actor = model()
-        result = Generate(share=share, max_new_tokens=3).generate(actor, rows.select(keys=["prompt", "completion"]))
+        result = Generate(share=share, max_new_tokens=3).generate(
+            actor, rows.select(keys=["prompt", "completion"])
+        )
         assert result.outputs is not None
         assert result.metrics["sampled_fraction"] == sampled
         assert set(result.outputs.data["sampled"].tolist()) == {sampled}
-        assert set(result.outputs.data["loss_mask"].tolist()) == {1.0}  # rows without a mask are trained whole
+        # rows without a mask are trained whole
+        assert set(result.outputs.data["loss_mask"].tolist()) == {1.0}
         assert len(cast(OnlyGenerates, actor.engine).specs) == sampled
 
 
-@pytest.mark.parametrize("args", [{"share": 0.0}, {"share": 1.5}, {"share": 0.5, "record_support": True, "top_k": 4}])
+@pytest.mark.parametrize(
+    "args", [{"share": 0.0}, {"share": 1.5}, {"share": 0.5, "record_support": True, "top_k": 4}]
+)
 def test_shares_that_cannot_be_are_refused(args: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="share"):
         Generate(**args)
@@ -183,20 +215,34 @@ def test_the_same_firing_draws_the_same_and_another_one_does_not() -> None:
 
 
 def test_records_what_the_limits_kept() -> None:
-    made = Generate(samples_per_prompt=2, max_new_tokens=9, top_k=4, record_support=True).generate(model(), batch())
+    made = Generate(samples_per_prompt=2, max_new_tokens=9, top_k=4, record_support=True).generate(
+        model(), batch()
+    )
     sample = made.outputs
     assert sample is not None
     assert sample.data["support_counts"].tolist() == [4] * sample.num_tokens()
     assert sample.lengths["support"].tolist() == (4 * sample.lengths["completion"]).tolist()
     kept = sample.data["support"].view(-1, 4)
-    assert (kept == sample.data["completion"][:, None]).any(dim=1).all(), "what was sampled was kept"
-    whole = Generate(max_new_tokens=9, top_k=1000, record_support=True).generate(model(), batch()).outputs
+    assert (kept == sample.data["completion"][:, None]).any(dim=1).all(), (
+        "what was sampled was kept"
+    )
+    whole = (
+        Generate(max_new_tokens=9, top_k=1000, record_support=True)
+        .generate(model(), batch())
+        .outputs
+    )
     assert whole is not None
-    assert set(whole.data["support_counts"].tolist()) == {0}, "a top_k above the vocabulary leaves nothing out"
+    assert set(whole.data["support_counts"].tolist()) == {0}, (
+        "a top_k above the vocabulary leaves nothing out"
+    )
 
 
 def test_stop_texts_are_read_with_the_roles_tokenizer() -> None:
-    made = Generate(samples_per_prompt=4, max_new_tokens=60, stop=["q"]).generate(model(), batch()).outputs
+    made = (
+        Generate(samples_per_prompt=4, max_new_tokens=60, stop=["q"])
+        .generate(model(), batch())
+        .outputs
+    )
     assert made is not None
     texts = [letters().decode(row.tolist()) for row in made.sequences("completion")]
     assert [bool(end) for end in made.data["finished"].tolist()] == ["q" in text for text in texts]
@@ -246,7 +292,9 @@ class Newer:
         return True
 
 
-def interrupted(after: list[int], change: float, *, interrupt: bool = True, **more: Any) -> tuple[Any, Any, list[Any]]:
+def interrupted(
+    after: list[int], change: float, *, interrupt: bool = True, **more: Any
+) -> tuple[Any, Any, list[Any]]:
     """(outputs, metrics, announced) of three completions a prompt with updates after so many steps."""
     told: list[SequenceSample] = []
     handle = model(announce=told.append)
@@ -265,7 +313,9 @@ def test_completions_go_on_exactly_where_they_were(top_k: int) -> None:
     for key in set(whole.keys) - {"versions"}:
         assert torch.equal(torch.as_tensor(parts.data[key]), torch.as_tensor(whole.data[key])), key
     assert parts.lengths["completion"].tolist() == whole.lengths["completion"].tolist()
-    assert sorted(id for each in again for id in each.ids) == sorted(id for each in told for id in each.ids)
+    assert sorted(id for each in again for id in each.ids) == sorted(
+        id for each in told for id in each.ids
+    )
     for versions in parts.sequences("versions"):
         expected = [3, 3, 4] + [5] * 6 + [6] * 20
         assert versions.tolist() == expected[: len(versions)], "the weights that made each token"
@@ -277,10 +327,15 @@ def test_tokens_after_new_weights_are_theirs_and_those_before_are_not() -> None:
     apart = 0
     for old, new in zip(whole.sequences("logprobs"), parts.sequences("logprobs"), strict=True):
         assert torch.equal(torch.as_tensor(old[:4]), torch.as_tensor(new[:4]))
-        apart += len(old) > 4 and not torch.equal(torch.as_tensor(old[4:]), torch.as_tensor(new[4:]))
+        apart += len(old) > 4 and not torch.equal(
+            torch.as_tensor(old[4:]), torch.as_tensor(new[4:])
+        )
     assert apart > 3
 
 
 def test_a_call_that_may_not_be_interrupted_is_not() -> None:
     made, metrics, _ = interrupted([2, 3], 0.2, interrupt=False)
-    assert set(torch.as_tensor(made.data["versions"]).tolist()) == {3} and "interruptions_max" not in metrics
+    assert (
+        set(torch.as_tensor(made.data["versions"]).tolist()) == {3}
+        and "interruptions_max" not in metrics
+    )

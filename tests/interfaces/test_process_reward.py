@@ -26,22 +26,34 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 class Values:
-    """An engine whose value at each position is the number of completion tokens before it, and a tenth for each prompt."""
+    """An engine whose value at each position is the number of completion tokens before it, and a
+    tenth for each prompt.
+    """
 
-    def forward(self, batch: SequenceSample, want: frozenset[str], *, max_tokens: int) -> SequenceSample:
+    def forward(
+        self, batch: SequenceSample, want: frozenset[str], *, max_tokens: int
+    ) -> SequenceSample:
         assert want == {"values"}
         lengths = [[int(n) + 1 for n in group] for group in batch.seqlens["completion"]]
         flat = [i + 0.1 * g for g, group in enumerate(lengths) for n in group for i in range(n)]
-        return SequenceSample.from_groups(batch.ids, {"values": lengths}, {"values": torch.tensor(flat)})
+        return SequenceSample.from_groups(
+            batch.ids, {"values": lengths}, {"values": torch.tensor(flat)}
+        )
 
 
 def batch_of(tokenizer: Tokenizer, groups: list[list[str]]) -> SequenceSample:
     prompts = [tokenizer.encode("What is two?") for _ in groups]
-    made = [[[*tokenizer.encode(text, bos=False), tokenizer.require_eos()] for text in group] for group in groups]
+    made = [
+        [[*tokenizer.encode(text, bos=False), tokenizer.require_eos()] for text in group]
+        for group in groups
+    ]
     return SequenceSample.from_groups(
         [f"p{n}" for n in range(len(groups))],
         {"prompt": [[len(p)] for p in prompts], "completion": [[len(c) for c in g] for g in made]},
-        {"prompt": [t for p in prompts for t in p], "completion": [t for g in made for c in g for t in c]},
+        {
+            "prompt": [t for p in prompts for t in p],
+            "completion": [t for g in made for c in g for t in c],
+        },
     )
 
 
@@ -54,14 +66,21 @@ def test_each_step_is_scored_where_it_ends(tokenizer: Tokenizer) -> None:
     model = Model("rew", cast(Engine, Values()), tokenizer, tokenizer, "cpu", "float32")
     result = ProcessReward("\n\n").inference(model, batch)
     made = result.outputs
-    assert made is not None and made.lengths["token_rewards"].tolist() == batch.lengths["completion"].tolist()
+    assert (
+        made is not None
+        and made.lengths["token_rewards"].tolist() == batch.lengths["completion"].tolist()
+    )
     own = torch.split(made.data["token_rewards"], batch.lengths["completion"].tolist())
     sums = []
     for n, (ids, rewards) in enumerate(zip(batch.sequences("completion"), own, strict=True)):
-        said = [len(tokenizer.decode(ids[: k + 1].tolist(), skip_special=True)) for k in range(len(ids))]
+        said = [
+            len(tokenizer.decode(ids[: k + 1].tolist(), skip_special=True)) for k in range(len(ids))
+        ]
         at = [next(k for k, length in enumerate(said) if length >= end) for end in ENDS[n]]
         expected = {k: k + 1 + 0.1 * (n // 2) for k in at}
-        assert {k: float(v) for k, v in enumerate(rewards) if not v.isnan()} == pytest.approx(expected)
+        assert {k: float(v) for k, v in enumerate(rewards) if not v.isnan()} == pytest.approx(
+            expected
+        )
         sums.append(sum(expected.values()))
     assert made.data["scores"].tolist() == pytest.approx(sums)
     assert sums[2] == 0.0, "nothing but blanks has no step"
@@ -84,7 +103,9 @@ def test_other_tokens_and_no_step_are_refused(tokenizer: Tokenizer, tmp_path: Pa
     make_tokenizer(tmp_path / "other", vocab_size=262)
     other = Tokenizer.load(TokenizerSpec(), str(tmp_path / "other"))
     model = Model("rew", cast(Engine, Values()), other, tokenizer, "cpu", "float32")
-    with pytest.raises(ConfigError, match=r"role 'rew' has another tokenizer .* leave out rew_step"):
+    with pytest.raises(
+        ConfigError, match=r"role 'rew' has another tokenizer .* leave out rew_step"
+    ):
         ProcessReward("\n").inference(model, batch_of(tokenizer, [["a"]]))
     with pytest.raises(ConfigError, match="step='' ends nothing"):
         cast(Any, ProcessReward)("")

@@ -1,4 +1,6 @@
-"""The interface `train`: how a batch becomes minibatches, what it hands the engine, how metrics are joined."""
+"""The interface `train`: how a batch becomes minibatches, what it hands the engine, how metrics are
+joined.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,16 @@ from weft.runtime.split import split
 
 
 def batch_of(groups: list[list[int]], **keys: list[float]) -> SequenceSample:
-    """Ids a, b, ... with a prompt of two tokens and completions of these lengths; token values count up."""
+    """Ids a, b, ... with a prompt of two tokens and completions of these lengths; token values
+    count up.
+    """
     ids = [chr(ord("a") + i) for i in range(len(groups))]
     total = sum(sum(g) for g in groups)
     lengths: dict[str, Any] = {"prompt": [[2]] * len(groups), "completion": groups}
-    data: dict[str, Any] = {"prompt": torch.arange(2 * len(groups)), "completion": torch.arange(total)}
+    data: dict[str, Any] = {
+        "prompt": torch.arange(2 * len(groups)),
+        "completion": torch.arange(total),
+    }
     for key, values in keys.items():
         lengths[key] = groups if len(values) == total else [[1] * len(g) for g in groups]
         data[key] = torch.tensor(values)
@@ -34,30 +41,54 @@ class Engine_:
     """Remembers what it was asked to train on; scores every token -1."""
 
     def __init__(self) -> None:
-        self.version, self.trained, self.temperatures = 0, list[list[SequenceSample]](), list[float]()
+        self.version, self.trained, self.temperatures = (
+            0,
+            list[list[SequenceSample]](),
+            list[float](),
+        )
         self.limits = list[int]()
 
     def train(
-        self, parts: list[SequenceSample], loss: Loss, *, veto: Any, temperature: float, max_tokens: int
+        self,
+        parts: list[SequenceSample],
+        loss: Loss,
+        *,
+        veto: Any,
+        temperature: float,
+        max_tokens: int,
     ) -> list[StepStats]:
         self.trained.append(parts)
         self.temperatures.append(temperature)
         self.limits.append(max_tokens)
         self.version += 1
-        return [StepStats({"loss": float(i), "num_tokens": 10.0, "seconds": 2.0}) for i in range(len(parts))]
+        return [
+            StepStats({"loss": float(i), "num_tokens": 10.0, "seconds": 2.0})
+            for i in range(len(parts))
+        ]
 
-    def evaluate(self, batch: SequenceSample, loss: Loss, *, temperature: float, max_tokens: int) -> dict[str, float]:
-        return {"loss": 2.5, "ids": float(batch.num_ids), "temperature": temperature, "max_tokens": float(max_tokens)}
+    def evaluate(
+        self, batch: SequenceSample, loss: Loss, *, temperature: float, max_tokens: int
+    ) -> dict[str, float]:
+        return {
+            "loss": 2.5,
+            "ids": float(batch.num_ids),
+            "temperature": temperature,
+            "max_tokens": float(max_tokens),
+        }
 
 
 def model_of(engine: Engine_, step: int = 0, schedule: Schedule | None = None) -> Model:
     tokenizer = cast(Any, None)
-    return Model("actor", cast(Engine, engine), tokenizer, tokenizer, "cpu", "float32", step, 7, schedule)
+    return Model(
+        "actor", cast(Engine, engine), tokenizer, tokenizer, "cpu", "float32", step, 7, schedule
+    )
 
 
 def train_step(interface: Train, model: Model, batch: SequenceSample) -> MFCResult:
     """As the Master and a worker do."""
-    parts = split(batch, interface.minibatches(), 1, seed=model.seed, role=model.role, step=model.step)
+    parts = split(
+        batch, interface.minibatches(), 1, seed=model.seed, role=model.role, step=model.step
+    )
     return interface.train_step(model, [part for (part,) in parts])
 
 
@@ -84,8 +115,12 @@ def test_a_role_sits_out_its_frozen_steps() -> None:
     [([4, 1, 4, 1, 4, 1], 8), ([2, 2, 2], 4), ([1, 1, 1], 4)],
     ids=["short last batches", "every batch is short", "one completion"],
 )
-def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(sizes: list[int], per_epoch: int) -> None:
-    """Four minibatches are asked for; a batch of fewer completions makes fewer, and the schedule counts it as whole."""
+def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(
+    sizes: list[int], per_epoch: int
+) -> None:
+    """Four minibatches are asked for; a batch of fewer completions makes fewer, and the schedule
+    counts it as whole.
+    """
     engine, interface = Engine_(), Train("sft", num_minibatches=4)
     schedule = OptimizerSpec(frozen_epochs=1).schedule(total_steps=100, steps_per_epoch=per_epoch)
     results = [
@@ -93,7 +128,9 @@ def test_a_warm_up_of_an_epoch_lasts_an_epoch_whatever_the_last_batch_holds(size
         for step, size in enumerate(sizes)
     ]
     frozen = per_epoch // 4
-    assert ["frozen" in r.metrics for r in results] == [True] * frozen + [False] * (len(sizes) - frozen)
+    assert ["frozen" in r.metrics for r in results] == [True] * frozen + [False] * (
+        len(sizes) - frozen
+    )
 
 
 def test_no_steps_left_after_the_frozen_ones_is_refused() -> None:
@@ -102,9 +139,24 @@ def test_no_steps_left_after_the_frozen_ones_is_refused() -> None:
 
 
 def test_metrics_of_steps_are_joined_by_what_they_mean() -> None:
-    first = {"loss": 1.0, "num_tokens": 10.0, "seconds": 1.0, "importance_ratio_max": 3.0, "sampler_logprob_diff": 0.1}
-    second = {"loss": 3.0, "num_tokens": 30.0, "seconds": 3.0, "importance_ratio_max": 2.0, "sampler_logprob_diff": 9.0}
-    steps = [StepStats({**first, "learning_rate": 0.5}), StepStats({**second, "learning_rate": 0.4}, skipped="veto")]
+    first = {
+        "loss": 1.0,
+        "num_tokens": 10.0,
+        "seconds": 1.0,
+        "importance_ratio_max": 3.0,
+        "sampler_logprob_diff": 0.1,
+    }
+    second = {
+        "loss": 3.0,
+        "num_tokens": 30.0,
+        "seconds": 3.0,
+        "importance_ratio_max": 2.0,
+        "sampler_logprob_diff": 9.0,
+    }
+    steps = [
+        StepStats({**first, "learning_rate": 0.5}),
+        StepStats({**second, "learning_rate": 0.4}, skipped="veto"),
+    ]
     assert merged(steps) == {
         "loss": 2.0,
         "num_tokens": 40.0,
@@ -124,14 +176,18 @@ def test_evaluate_asks_the_engine_and_makes_no_step() -> None:
     assert metrics == {"loss": 2.5, "ids": 2.0, "temperature": 0.7, "max_tokens": 7.0}
 
 
-@pytest.mark.parametrize("wrong", [{"num_minibatches": 0}, {"epochs": 0}, {"mini_batch_size": 0}, {"loss": "sftt"}])
+@pytest.mark.parametrize(
+    "wrong", [{"num_minibatches": 0}, {"epochs": 0}, {"mini_batch_size": 0}, {"loss": "sftt"}]
+)
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"at least 1|sft"):
         Train(**{"loss": "sft", **wrong})
 
 
 class Ranks_(Engine_):
-    """The rank beside this one trains on two tokens that are 4 steps old, and on none of this rank's."""
+    """The rank beside this one trains on two tokens that are 4 steps old, and on none of this
+    rank's.
+    """
 
     def gather(self, own: Any) -> list[Any]:
         return [own, (8.0, 2, 4.0)]
@@ -145,5 +201,7 @@ def test_the_age_of_the_weights_that_sampled_is_told_over_trained_tokens() -> No
         assert (metrics["staleness"], metrics["staleness_max"]) == (mean, most)
     assert (
         "staleness"
-        not in train_step(Train("sft"), model_of(Engine_()), batch.select(keys=["prompt", "completion"])).metrics
+        not in train_step(
+            Train("sft"), model_of(Engine_()), batch.select(keys=["prompt", "completion"])
+        ).metrics
     )

@@ -1,4 +1,6 @@
-"""The CPU's kernels keep to themselves: other tensors take torch's way, the process stays as it is, addresses stay inside."""
+"""The CPU's kernels keep to themselves: other tensors take torch's way, the process stays as it is,
+addresses stay inside.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("needs g++")
     names: list[str] = []
     call = library.call
-    monkeypatch.setattr(library, "call", lambda name, *given: names.append(name) or call(name, *given))
+    monkeypatch.setattr(
+        library, "call", lambda name, *given: names.append(name) or call(name, *given)
+    )
     return names
 
 
@@ -40,7 +44,9 @@ class Wrapped(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype
+        )
         made.inner = inner.detach()
         return made.requires_grad_(inner.requires_grad)
 
@@ -93,7 +99,9 @@ def drawn() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 8, generator=generator), torch.randn(8, 8, generator=generator)
 
 
-def results(of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, backward: bool) -> list[Tensor]:
+def results(
+    of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, backward: bool
+) -> list[Tensor]:
     if not backward:
         with torch.no_grad():
             return [of(x, y)]
@@ -107,14 +115,23 @@ def strided(x: Tensor) -> Tensor:
     return torch.stack([x, x], dim=-1)[..., 0]
 
 
-CHANGES: dict[str, Callable[[Tensor], Tensor]] = {"subclass": Wrapped, "float64": Tensor.double, "strided": strided}
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "subclass": Wrapped,
+    "float64": Tensor.double,
+    "strided": strided,
+}
 
 
 def cases() -> Iterator[tuple[str, str, str, bool]]:
-    for name, kind, which, backward in product(FUNCTIONS, CHANGES, ("both", "first", "second"), (False, True)):
+    for name, kind, which, backward in product(
+        FUNCTIONS, CHANGES, ("both", "first", "second"), (False, True)
+    ):
         one_dtype = kind != "float64" or (which == "both" and name != "a bias")
-        # Of the weights' gradient torch squeezes a product in its place, which `Wrapped` does not see.
-        seen = not backward or (name, kind) != ("weights of a norm", "subclass") or which == "second"
+        # Of the weights' gradient torch squeezes a product in its place, which `Wrapped` does not
+        # see.
+        seen = (
+            not backward or (name, kind) != ("weights of a norm", "subclass") or which == "second"
+        )
         if one_dtype and seen and not (backward and name in FORWARD_ONLY):
             yield name, kind, which, backward
 
@@ -123,7 +140,9 @@ def cases() -> Iterator[tuple[str, str, str, bool]]:
 def test_what_is_not_plain_and_contiguous_is_the_same(
     name: str, kind: str, which: str, backward: bool, called: list[str]
 ) -> None:
-    """No kernel reads the memory of another kind of tensor; what lies otherwise gives the numbers that it shows."""
+    """No kernel reads the memory of another kind of tensor; what lies otherwise gives the numbers
+    that it shows.
+    """
     x, y = drawn()
     expected = results(FUNCTIONS[name], x, y, backward)
     assert called, "plain tensors take the kernel"
@@ -141,10 +160,14 @@ def test_what_is_not_plain_and_contiguous_is_the_same(
 
 
 @pytest.mark.parametrize("kind", [Tensor.bfloat16, Tensor.double, lambda x: x.to("meta"), Wrapped])
-def test_what_is_served_is_plain_float32_of_a_cpu(kind: Callable[[Tensor], Tensor], called: list[str]) -> None:
+def test_what_is_served_is_plain_float32_of_a_cpu(
+    kind: Callable[[Tensor], Tensor], called: list[str]
+) -> None:
     x = torch.ones(3, 4, 8)
     other = kind(x)
-    assert kernels.serves(x) and kernels.serves(nn.Parameter(x)) and kernels.serves_attention(x, x, x)
+    assert (
+        kernels.serves(x) and kernels.serves(nn.Parameter(x)) and kernels.serves_attention(x, x, x)
+    )
     assert not kernels.serves(other)
     for given in ((other, x, x), (x, other, x), (x, x, other)):
         assert not kernels.serves_attention(*given)
@@ -189,7 +212,14 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("counter")
     (folder / "counter.cpp").write_text(COUNTING)
-    command = ["g++", "-shared", "-fPIC", str(folder / "counter.cpp"), "-o", str(folder / "counter.so")]
+    command = [
+        "g++",
+        "-shared",
+        "-fPIC",
+        str(folder / "counter.cpp"),
+        "-o",
+        str(folder / "counter.so"),
+    ]
     subprocess.run(command, check=True)
     return folder / "counter.so"
 
@@ -198,14 +228,20 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("code", "changes"),
     [
         (CALLS, False),
-        ("import weft.models.network.transformer, weft.engine.torch.engine, weft.engine.generation.generate", False),
+        (
+            "import weft.models.network.transformer, weft.engine.torch.engine, "
+            "weft.engine.generation.generate",
+            False,
+        ),
         ("from weft.observe.memory import keep_freed_memory; keep_freed_memory()", True),
     ],
     ids=["kernels", "imports", "a heap"],
 )
 def test_the_process_stays_as_it_is(code: str, changes: bool, counter: Path) -> None:
     """But for what the command line alone calls, which shows that a change would be seen."""
-    after = f"assert (state() == before) != {changes}, [a for a, b in zip(state(), before) if a != b]"
+    after = (
+        f"assert (state() == before) != {changes}, [a for a, b in zip(state(), before) if a != b]"
+    )
     passed_on = (
         "PATH",
         "HOME",
@@ -213,7 +249,10 @@ def test_the_process_stays_as_it_is(code: str, changes: bool, counter: Path) -> 
         "PYTHONPATH",
         "LD_LIBRARY_PATH",
     )  # nothing that this process may have set
-    environment = {"LD_PRELOAD": str(counter), **{key: os.environ[key] for key in passed_on if key in os.environ}}
+    environment = {
+        "LD_PRELOAD": str(counter),
+        **{key: os.environ[key] for key in passed_on if key in os.environ},
+    }
     command = [sys.executable, "-c", "\n".join([STATE, code, after])]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -223,7 +262,9 @@ def test_the_process_stays_as_it_is(code: str, changes: bool, counter: Path) -> 
 
 
 def test_nobody_else_reads_addresses_or_replaces_what_a_parameter_holds() -> None:
-    """A parameter of a sharded network has no address of its own, and what replaces its data cuts it from its shard."""
+    """A parameter of a sharded network has no address of its own, and what replaces its data cuts
+    it from its shard.
+    """
     root, found = Path(weft.__file__).parent, []
     for file in sorted(root.rglob("*.py")):
         if file.is_relative_to(root / "kernels"):

@@ -1,4 +1,6 @@
-"""What is compiled for a GPU computes what the other forms do; compiled once, whatever the lengths of packs."""
+"""What is compiled for a GPU computes what the other forms do; compiled once, whatever the lengths
+of packs.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,21 @@ from weft.kernels.gpu import compiled
 
 
 def angles(length: int, half: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    by = torch.arange(length, dtype=dtype)[:, None, None] * 100.0 ** -torch.linspace(0, 1, half, dtype=dtype)
+    by = torch.arange(length, dtype=dtype)[:, None, None] * 100.0 ** -torch.linspace(
+        0, 1, half, dtype=dtype
+    )
     return by.cos(), by.sin()
 
 
 def parts(length: int, dtype: torch.dtype = torch.float64) -> list[Callable[[], Tensor]]:
-    """Every part of a block that is compiled, forward and backward, on `length` tokens: results and gradients."""
+    """Every part of a block that is compiled, forward and backward, on `length` tokens: results and
+    gradients.
+    """
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+        return torch.randn(
+            *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        ).to(dtype)
 
     def gradient(function: Callable[[Tensor], Any], *shape: int) -> Tensor:
         x = random(*shape).requires_grad_()
@@ -31,7 +39,12 @@ def parts(length: int, dtype: torch.dtype = torch.float64) -> list[Callable[[], 
         outputs = made if isinstance(made, tuple) else (made,)
         total = sum((out * random(*out.shape)).sum() for out in outputs)
         assert isinstance(total, Tensor)
-        return torch.cat([torch.autograd.grad(total, x)[0].flatten(), *(out.detach().flatten() for out in outputs)])
+        return torch.cat(
+            [
+                torch.autograd.grad(total, x)[0].flatten(),
+                *(out.detach().flatten() for out in outputs),
+            ]
+        )
 
     cos, sin = angles(length, 3, dtype)
     weight = random(12)
@@ -57,8 +70,14 @@ def test_each_is_what_the_other_form_computes(monkeypatch: pytest.MonkeyPatch) -
     for made, wanted in zip([part() for part in parts(7)], plain, strict=True):
         assert_close(made, wanted, rtol=1e-10, atol=1e-12)
     assert set(used) == {
-        "rms_norm", "rms_norm_gradients", "activated", "activated_gradients", "rotated", "rotated_heads", "heads_gradient",
-    }  # fmt: skip
+        "rms_norm",
+        "rms_norm_gradients",
+        "activated",
+        "activated_gradients",
+        "rotated",
+        "rotated_heads",
+        "heads_gradient",
+    }
 
 
 def test_heads_are_rotated_as_queries_and_keys_by_themselves() -> None:
@@ -93,7 +112,9 @@ def test_packs_of_any_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) 
     torch._dynamo.reset()
     cached: dict[Any, Any] = {}
     settings: dict[str, Any] = {"dynamic": True, "fullgraph": True}
-    monkeypatch.setattr(torch, "compile", lambda function, **own: cached.setdefault(function, make(function, own)))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **own: cached.setdefault(function, make(function, own))
+    )
     compile_with = torch._dynamo.optimize
 
     def make(function: Any, own: dict[str, Any]) -> Any:

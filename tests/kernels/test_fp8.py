@@ -1,4 +1,6 @@
-"""Products of 8-bit floats: refused where they cannot be, and by emulation near the wide ones, where torchao is installed."""
+"""Products of 8-bit floats: refused where they cannot be, and by emulation near the wide ones,
+where torchao is installed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,13 @@ from weft.models.network.linear import Linear
 from weft.models.network.packed import pack
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 
 
 def off(made: Tensor, right: Tensor) -> float:
@@ -32,7 +38,9 @@ def emulated(recipe: str = "tensorwise") -> kernels.Fp8Product:
 def test_which_devices_and_matrices_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cpu has no such products" in str(kernels.fp8_obstacle(torch.device("cpu")))
     for capability, has in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, found=capability: found
+        )
         assert (kernels.fp8_obstacle(torch.device("cuda", 0)) is None) == has
     assert kernels.Fp8Product.takes(torch.empty(MULTIPLE, 3 * MULTIPLE))
     assert not kernels.Fp8Product.takes(torch.empty(MULTIPLE, MULTIPLE + 8))
@@ -60,7 +68,12 @@ def test_compiled_blocks_multiply_by_them_and_others_do_not() -> None:
     for network in (plain, narrow):
         loss = -network(pack(sequences([40, 23])), frozenset({"logprobs"}))["logprobs"].mean()
         loss.backward()
-        found.append((loss.item(), torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])))
+        found.append(
+            (
+                loss.item(),
+                torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None]),
+            )
+        )
     (loss, gradient), (near, roughly) = found
     assert loss != near and near == pytest.approx(loss, rel=0.02)
     assert torch.nn.functional.cosine_similarity(gradient, roughly, dim=0) > 0.98

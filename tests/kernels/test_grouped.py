@@ -1,4 +1,6 @@
-"""Products by group are those of each group, with their gradients, in memory that grows as the groups do."""
+"""Products by group are those of each group, with their gradients, in memory that grows as the
+groups do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def inputs(dtype: torch.dtype, sizes: list[int] = SIZES) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("known", [False, True])
-def test_each_group_has_its_own_matrix(one_kernel: bool, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_group_has_its_own_matrix(
+    one_kernel: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grouped, "serves", lambda *_: one_kernel)
     x, weight = inputs(torch.float32)
     groups = Groups(torch.tensor(SIZES), SIZES if known else None)
@@ -34,11 +38,15 @@ def test_each_group_has_its_own_matrix(one_kernel: bool, known: bool, monkeypatc
     )
     assert_close(made, wanted)
     by = torch.randn_like(made)
-    for one, other in zip(*(torch.autograd.grad(y, (x, weight), by) for y in (made, wanted)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(y, (x, weight), by) for y in (made, wanted)), strict=True
+    ):
         assert_close(one, other)
 
 
-def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grouped, "serves", lambda *_: True)
     kernel = torch.nn.functional.grouped_mm
 
@@ -51,7 +59,9 @@ def test_a_group_without_rows_has_no_gradient_whatever_the_kernel_left_there(mon
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaving)
     x, weight = inputs(torch.float32)
     grouped_linear(x, weight, Groups(torch.tensor(SIZES))).sum().backward()
-    assert weight.grad is not None and weight.grad.isfinite().all() and not weight.grad[[1, 4]].any()
+    assert (
+        weight.grad is not None and weight.grad.isfinite().all() and not weight.grad[[1, 4]].any()
+    )
 
 
 class Moved(TorchDispatchMode):
@@ -61,7 +71,9 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.made += sum(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor) and not x._is_view())
+        self.made += sum(
+            x.numel() for x in tree_leaves(out) if isinstance(x, Tensor) and not x._is_view()
+        )
         return out
 
 
@@ -78,7 +90,12 @@ def test_the_backward_pass_does_not_grow_with_the_square_of_the_groups() -> None
 
 
 def test_what_one_kernel_takes() -> None:
-    x, weight = torch.empty(5, 16, device="meta", dtype=torch.bfloat16), torch.empty(3, 8, 16, device="meta").bfloat16()
+    x, weight = (
+        torch.empty(5, 16, device="meta", dtype=torch.bfloat16),
+        torch.empty(3, 8, 16, device="meta").bfloat16(),
+    )
     assert grouped.serves(x, weight)
     assert not grouped.serves(x.float(), weight.float()) and not grouped.serves(x, weight[:, :4])
-    assert not grouped.serves(torch.empty(5, 16, dtype=torch.bfloat16), torch.empty(3, 8, 16, dtype=torch.bfloat16))
+    assert not grouped.serves(
+        torch.empty(5, 16, dtype=torch.bfloat16), torch.empty(3, 8, 16, dtype=torch.bfloat16)
+    )

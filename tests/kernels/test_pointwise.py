@@ -24,7 +24,9 @@ def plain_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
 @pytest.mark.parametrize("shape", [(5, 8), (4, 3, 8)])
 def test_rms_norm_is_its_formula_and_its_gradient(offset: float, shape: tuple[int, ...]) -> None:
     x, weight = rows(*shape), rows(8, seed=1)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5, offset=offset), plain_norm(x, weight, 1e-5, offset))
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, offset=offset), plain_norm(x, weight, 1e-5, offset)
+    )
     assert torch.autograd.gradcheck(lambda *t: rms_norm(*t, 1e-5, offset=offset), (x, weight))
 
 
@@ -33,7 +35,10 @@ def test_rms_norm_in_bfloat16_has_float32_statistics() -> None:
     weight = rows(64, seed=1).detach().bfloat16().requires_grad_()
     for offset in (0.0, 1.0):
         wide, scale = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-        wanted, found = plain_norm(wide, scale, 1e-5, offset), rms_norm(x, weight, 1e-5, offset=offset)
+        wanted, found = (
+            plain_norm(wide, scale, 1e-5, offset),
+            rms_norm(x, weight, 1e-5, offset=offset),
+        )
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, wanted.bfloat16(), rtol=1.6e-2, atol=1e-5)
         grads = torch.autograd.grad(found.sum(), (x, weight))
@@ -44,12 +49,16 @@ def test_rms_norm_in_bfloat16_has_float32_statistics() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_activated_linear_is_its_formula_and_its_gradient(activation: Activation, gated: bool, bias: bool) -> None:
+def test_activated_linear_is_its_formula_and_its_gradient(
+    activation: Activation, gated: bool, bias: bool
+) -> None:
     down = nn.Linear(6, 4, bias=bias, dtype=torch.float64)
     gate_up = rows(5, 12 if gated else 6)
     inner = activate(gate_up[:, :6], activation) * (gate_up[:, 6:] if gated else 1.0)
     torch.testing.assert_close(activated(gate_up, gated, activation), inner)
-    torch.testing.assert_close(activated_linear(gate_up, gated, down.weight, down.bias, activation), down(inner))
+    torch.testing.assert_close(
+        activated_linear(gate_up, gated, down.weight, down.bias, activation), down(inner)
+    )
     assert torch.autograd.gradcheck(lambda x: activated(x, gated, activation), (gate_up,))
     inputs = (gate_up, *down.parameters())
     assert torch.autograd.gradcheck(
@@ -59,10 +68,15 @@ def test_activated_linear_is_its_formula_and_its_gradient(activation: Activation
 
 @pytest.mark.parametrize("dim", [8, 4])
 def test_a_rotation_is_its_formula_and_its_gradient(dim: int) -> None:
-    angles = torch.arange(5.0, dtype=torch.float64)[:, None, None] * 100.0 ** -torch.linspace(0, 1, dim // 2 + 1)[:-1]
+    angles = (
+        torch.arange(5.0, dtype=torch.float64)[:, None, None]
+        * 100.0 ** -torch.linspace(0, 1, dim // 2 + 1)[:-1]
+    )
     cos, sin = angles.cos(), angles.sin()
     x = rows(5, 3, 8)
     first, second = x[..., : dim // 2], x[..., dim // 2 : dim]
-    wanted = torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., dim:]], dim=-1)
+    wanted = torch.cat(
+        [first * cos - second * sin, second * cos + first * sin, x[..., dim:]], dim=-1
+    )
     torch.testing.assert_close(rotate(x, cos, sin), wanted)
     assert torch.autograd.gradcheck(lambda x: rotate(x, cos, sin), (x,))

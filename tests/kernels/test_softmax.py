@@ -34,7 +34,10 @@ def test_gradients_are_those_of_autograd(size: int, with_entropy: bool, contiguo
     """A label below 0 is none of these ids."""
     x = rows(size)
     labels = torch.tensor([3, 1, 2, -1, size - 1, 0])
-    grad_logprob, grad_entropy = torch.linspace(-1, 2, 6), torch.linspace(1, -2, 6) if with_entropy else None
+    grad_logprob, grad_entropy = (
+        torch.linspace(-1, 2, 6),
+        torch.linspace(1, -2, 6) if with_entropy else None,
+    )
     wide = x.double().requires_grad_()
     logp = wide.masked_fill(wide == -torch.inf, -1e30).log_softmax(-1)
     at_label = logp.gather(1, labels.clamp_min(0)[:, None])[:, 0]
@@ -53,7 +56,9 @@ def test_gradients_are_those_of_autograd(size: int, with_entropy: bool, contiguo
 @pytest.mark.usefixtures("_by")
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_gradients_of_a_part_of_the_ids_are_that_part(with_entropy: bool) -> None:
-    """The statistics may be of a softmax over more ids, as where the vocabulary lies on several ranks."""
+    """The statistics may be of a softmax over more ids, as where the vocabulary lies on several
+    ranks.
+    """
     x, labels, grad = rows(30), torch.tensor([3, 1, 12, 29, 20, 0]), torch.linspace(-1, 2, 6)
     found = kernels.statistics(x, entropy=with_entropy)
     whole, first, second = x.clone(), x[:, :17].clone(), x[:, 17:].clone()

@@ -13,14 +13,26 @@ def prepare(root: Path) -> None:
     """The model and the rows that all cases read."""
     make_llama(root / "model")
     write_jsonl(root / "sft.jsonl", prompt_answer_rows(24))
-    write_jsonl(root / "more.jsonl", [row | {"id": f"m{i}"} for i, row in enumerate(prompt_answer_rows(20))])
+    write_jsonl(
+        root / "more.jsonl", [row | {"id": f"m{i}"} for i, row in enumerate(prompt_answer_rows(20))]
+    )
     write_jsonl(root / "pairs.jsonl", pair_rows(20))
     write_jsonl(root / "prompts.jsonl", prompt_rows(14))
 
 
 def options(root: Path, folder: str, **more: Any) -> dict[str, Any]:
-    fixed = {"experiment_name": "e", "trial_name": "t", "fileroot": str(root / folder), "progress": False}
-    often = {"total_train_epochs": 2, "recover_freq_steps": 1, "save_freq_steps": 2, "save_total_limit": 2}
+    fixed = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "fileroot": str(root / folder),
+        "progress": False,
+    }
+    often = {
+        "total_train_epochs": 2,
+        "recover_freq_steps": 1,
+        "save_freq_steps": 2,
+        "save_total_limit": 2,
+    }
     return {**fixed, **often, **more}
 
 

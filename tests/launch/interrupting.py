@@ -1,7 +1,8 @@
-"""Imported by a run: float64 throughout, and new weights that come after the same token of all completions in every layout.
+"""Imported by a run: float64 throughout, and new weights that come after the same token of all
+completions in every layout.
 
-Each sampling but the first is held at its `WEFT_TEST_TOKEN`-th token until new weights wait, and takes up nothing else. What it
-made is written into the folder `WEFT_TEST_DUMP`.
+Each sampling but the first is held at its `WEFT_TEST_TOKEN`-th token until new weights wait, and
+takes up nothing else. What it made is written into the folder `WEFT_TEST_DUMP`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def run(self: Generate, model: Any, generator: Any, progress: Any) -> Any:
 def generate(self: Generate, model: Any, batch: Any) -> Any:
     updates: Any = model.updates
     alone = type(updates).__name__ == "LocalGroup"
-    made = GENERATE(self, replace(model, updates=AllOf(updates, model.engine)) if alone else model, batch)
+    made = GENERATE(
+        self, replace(model, updates=AllOf(updates, model.engine)) if alone else model, batch
+    )
     count, found = self.samples_per_prompt, {}
     tokens, versions = (made.outputs.sequences(key) for key in ("completion", "versions"))
     for at, id in enumerate(made.outputs.ids):

@@ -1,8 +1,9 @@
-"""Runs a case in a child process and kills it with SIGKILL at random moments until it has come to its end.
+"""Runs a case in a child process and kills it with SIGKILL at random moments until it has come to
+its end.
 
-`python -m tests.launch.killer ROOT CASE FOLDER KILLS SEED`: the child is forked after torch is imported, so that a kill costs
-a second. A run that was over before it was killed twice begins anew, a few times, and its kills come sooner. Prints the number
-of kills.
+`python -m tests.launch.killer ROOT CASE FOLDER KILLS SEED`: the child is forked after torch is
+imported, so that a kill costs a second. A run that was over before it was killed twice begins anew,
+a few times, and its kills come sooner. Prints the number of kills.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
         if child == 0:
             try:
                 run(CASES[case](root, folder))
-            except ConfigError as error:  # the kill before came after the run had written down that it was finished
-                os._exit(0 if killed and "holds a finished run of this configuration" in str(error) else 1)
+            except (
+                ConfigError
+            ) as error:  # the kill before came after the run had written down that it was finished
+                os._exit(
+                    0
+                    if killed and "holds a finished run of this configuration" in str(error)
+                    else 1
+                )
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 os._exit(1)

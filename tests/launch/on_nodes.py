@@ -1,4 +1,6 @@
-"""Programs that a job of the Slurm tests runs in place of weft: `python -m tests.launch.on_nodes NAME`."""
+"""Programs that a job of the Slurm tests runs in place of weft: `python -m tests.launch.on_nodes
+NAME`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def count(out: Path) -> int:
         return node, os.environ.get("GREETING", ""), os.environ.get("HF_TOKEN")
 
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    seen = ray.get([look.options(scheduling_strategy=strategy(node, soft=False)).remote() for node in nodes])
+    seen = ray.get(
+        [look.options(scheduling_strategy=strategy(node, soft=False)).remote() for node in nodes]
+    )
     out.write_text(json.dumps({"nodes": len(nodes), "seen": seen, "cwd": str(Path.cwd())}))
     return 7
 

@@ -15,7 +15,13 @@ from tests.launch.cases import distill, dpo, ppo, prepare
 from weft.engine.torch.adapters_off import AdaptersOff
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import run
-from weft.launch.assemble import check_cache, check_layouts, check_stop_ids, load_tokenizers, with_dtypes
+from weft.launch.assemble import (
+    check_cache,
+    check_layouts,
+    check_stop_ids,
+    load_tokenizers,
+    with_dtypes,
+)
 from weft.runtime import roles
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -49,7 +55,11 @@ def test_on_a_gpu_the_dtype_is_the_checkpoints_own(root: Path) -> None:
     kept = path.with_suffix(".kept")
     shutil.copy(path, kept)
     try:
-        save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, {"format": "pt"})
+        save_file(
+            {name: value.bfloat16() for name, value in load_file(path).items()},
+            path,
+            {"format": "pt"},
+        )
         assert dtypes(root, CUDA) == ("bfloat16", "bfloat16")
         assert dtypes(root, CPU) == ("float32", "float32")
     finally:
@@ -62,7 +72,10 @@ def test_a_config_json_is_blamed_by_its_option_and_name(root: Path) -> None:
     try:
         for changes, said in (
             ({"hidden_act": "x"}, "hidden_act='x': the decoder knows"),
-            ({"rope_parameters": {"rope_type": "linear", "factor": "a"}}, "factor='a' in its rotary settings"),
+            (
+                {"rope_parameters": {"rope_type": "linear", "factor": "a"}},
+                "factor='a' in its rotary settings",
+            ),
         ):
             file.write_text(json.dumps(json.loads(kept) | changes))
             with pytest.raises(CheckpointError, match=rf"^actor\.path={file}: {said}"):
@@ -72,7 +85,9 @@ def test_a_config_json_is_blamed_by_its_option_and_name(root: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dpo_in_bfloat16_starts_at_log_2(
+    rank: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Policy and reference are one network then, with adapters even one engine's base."""
     built: list[roles.Roles] = []
     original = roles.Roles.__init__
@@ -83,7 +98,12 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
 
     monkeypatch.setattr(roles.Roles, "__init__", spy)
     config = dpo(root, f"bfloat16-{rank}")
-    config.actor.dtype, config.actor.lora.r, config.actor.lora.dropout, config.max_steps = "bfloat16", rank, 0.0, 1
+    config.actor.dtype, config.actor.lora.r, config.actor.lora.dropout, config.max_steps = (
+        "bfloat16",
+        rank,
+        0.0,
+        1,
+    )
     metrics = run(config).metrics
     assert metrics[0]["actor_train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert isinstance(built[0]._engine("ref"), AdaptersOff) is bool(rank)
@@ -96,10 +116,14 @@ def test_dpo_in_bfloat16_starts_at_log_2(rank: int, root: Path, monkeypatch: pyt
             {"actor_gen.layout": "t3"},
             r"actor_gen\.layout=d1f1t3p1c1e1: t=3 does not divide the model's 4 attention heads",
         ),
-        ({"actor.layout": "p9"}, r"actor\.layout=d1f1t1p9c1e1: p=9 stages of a model with 2 layers"),
+        (
+            {"actor.layout": "p9"},
+            r"actor\.layout=d1f1t1p9c1e1: p=9 stages of a model with 2 layers",
+        ),
         (
             {"actor_train.layout": "p2", "actor.pipeline_schedule": "zbv"},
-            r"actor_train\.layout=d1f1t1p2c1e1: pipeline_schedule=zbv with 2 stages a rank makes 4 stages of a model with 2",
+            r"actor_train\.layout=d1f1t1p2c1e1: pipeline_schedule=zbv with 2 stages a rank makes "
+            r"4 stages of a model with 2",
         ),
         (
             {"actor_train.layout": "d2e2"},
@@ -125,7 +149,9 @@ def test_layouts_that_a_network_cannot_have_are_refused_by_name(
 def test_a_layout_that_nobody_typed_is_refused_by_the_option_that_gave_it(root: Path) -> None:
     config = ppo(root, "allocated")
     config.allocation_mode, config.n_gpus_per_node = "t8", 8
-    with pytest.raises(ConfigError, match=r"layout=d1f1t8p1c1e1: t=8 .*comes from allocation_mode=t8\)"):
+    with pytest.raises(
+        ConfigError, match=r"layout=d1f1t8p1c1e1: t=8 .*comes from allocation_mode=t8\)"
+    ):
         check_layouts(config.build())
 
 
@@ -152,5 +178,7 @@ def test_ids_that_the_model_has_not_end_no_completion(root: Path) -> None:
     config.ppo.gen.stop_ids = [3]
     check_stop_ids(config.build(), tokenizers)
     config.ppo.gen.stop_ids = [3, 10**6]
-    with pytest.raises(ConfigError, match=r"gen\.stop_ids=\[3, 1000000\]: actor has a vocabulary of [\d,]+ tokens"):
+    with pytest.raises(
+        ConfigError, match=r"gen\.stop_ids=\[3, 1000000\]: actor has a vocabulary of [\d,]+ tokens"
+    ):
         check_stop_ids(config.build(), tokenizers)

@@ -1,4 +1,6 @@
-"""Where a run's devices come from: what is refused before any starts, and a real cluster of two nodes on this machine."""
+"""Where a run's devices come from: what is refused before any starts, and a real cluster of two
+nodes on this machine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from tests.runtime.placed import Command, run_forked, timeless
 from weft.errors import ConfigError, RunError, UserError
 from weft.experiment import Control
 from weft.launch import cluster, dry_run, run
-from weft.launch.cluster import check_enough, check_processes, device_kind, environment, launch_devices, local_resources
+from weft.launch.cluster import (
+    check_enough,
+    check_processes,
+    device_kind,
+    environment,
+    launch_devices,
+    local_resources,
+)
 
 ray = pytest.importorskip("ray")
 from weft.runtime.ray import Node  # noqa: E402  # with ray alone
@@ -42,7 +51,9 @@ def node(host: str, cpus: int, gpus: int = 0) -> Node:
 
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
     check_enough(6, "cpu", [node("a", 4), node("b", 2)])
-    with pytest.raises(ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"):
+    with pytest.raises(
+        ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"
+    ):
         check_enough(8, "cpu", [node("a", 4), node("b", 2)])
     with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\), 1 too few"):
         check_enough(3, "cuda", [node("a", 8, 2), node("b", 8)])
@@ -55,14 +66,18 @@ def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
     assert local_resources(cores + 6, "cpu", replace(CONTROL, n_gpus_per_node=1)) == (cores + 6, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert local_resources(4, "cuda", CONTROL)[1] == 4
-    with pytest.raises(ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"):
+    with pytest.raises(
+        ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"
+    ):
         local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
 
 
 def test_far_more_processes_than_cores_are_refused():
     cores = len(os.sched_getaffinity(0))
     check_processes(64 * cores)
-    with pytest.raises(ConfigError, match=r"takes 65,536 devices, each a process.* take at most 64 each"):
+    with pytest.raises(
+        ConfigError, match=r"takes 65,536 devices, each a process.* take at most 64 each"
+    ):
         check_processes(65536)
     with pytest.raises(ConfigError, match="each a process"):
         local_resources(64 * cores + 1, "cpu", CONTROL)
@@ -70,7 +85,9 @@ def test_far_more_processes_than_cores_are_refused():
 
 def test_a_name_of_one_device_is_refused(root):
     experiment = placed(root, "named").build()
-    assert device_kind(replace(experiment, control=replace(experiment.control, device="cpu"))) == "cpu"
+    assert (
+        device_kind(replace(experiment, control=replace(experiment.control, device="cpu"))) == "cpu"
+    )
     with pytest.raises(ConfigError, match="device=cuda:1: names one device, and the run takes 2"):
         device_kind(replace(experiment, control=replace(experiment.control, device="cuda:1")))
 
@@ -85,7 +102,12 @@ def test_secrets_go_with_the_environment_and_others_stay(monkeypatch):
     for name in ("HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY", "UNRELATED"):
         monkeypatch.setenv(name, "1")
     passed = environment()
-    assert {"HF_TOKEN", "WEFT_X", "WANDB_API_KEY", "OPENAI_API_KEY"} <= passed.keys() and "UNRELATED" not in passed
+    assert {
+        "HF_TOKEN",
+        "WEFT_X",
+        "WANDB_API_KEY",
+        "OPENAI_API_KEY",
+    } <= passed.keys() and "UNRELATED" not in passed
 
 
 @pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}])
@@ -111,11 +133,18 @@ def test_processes_of_devices_are_told_how_torch_allocates(root, monkeypatch, ow
 
 def test_a_dry_run_says_where_roles_are_and_writes_nothing(root):
     lines = dry_run(placed(root, "dry"))
-    assert "actor: layout d1f1t1p1c1e1 on device 0" in lines and "ref: layout d1f1t1p1c1e1 on device 1" in lines
+    assert (
+        "actor: layout d1f1t1p1c1e1 on device 0" in lines
+        and "ref: layout d1f1t1p1c1e1 on device 1" in lines
+    )
     assert [line.split(":")[0] for line in lines if line.startswith("memory of device")] == [
-        "memory of device 0", "memory of device 1",
-    ]  # fmt: skip
-    assert any(line.startswith("devices ") and " 2 x cpu (" in line for line in lines) and not (root / "dry").exists()
+        "memory of device 0",
+        "memory of device 1",
+    ]
+    assert (
+        any(line.startswith("devices ") and " 2 x cpu (" in line for line in lines)
+        and not (root / "dry").exists()
+    )
     assert lines[-1].startswith("fits: each of 2 devices needs about ")
 
 
@@ -137,9 +166,16 @@ def two_nodes(monkeypatch):
 
 def words(root: Path, folder: str, *more: str) -> list[str]:
     return [
-        "dpo", "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
-        f"dataset.train_path={root}/pairs.jsonl", "dataset.train_bs_n_seqs=4", "max_steps=4", *more,
-    ]  # fmt: skip
+        "dpo",
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={root}/{folder}",
+        f"actor.path={root}/model",
+        f"dataset.train_path={root}/pairs.jsonl",
+        "dataset.train_bs_n_seqs=4",
+        "max_steps=4",
+        *more,
+    ]
 
 
 @pytest.mark.slow
@@ -147,13 +183,17 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     ray_words = ["mode=ray", f"ray_address={two_nodes.address}"]
     three = Command(*words(root, "three", "ref.device_mesh=2", *ray_words), cwd=tmp_path)
     code, out = three.end()
-    assert code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out, out
+    assert (
+        code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out
+    ), out
     two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
     code, out = two.end()
     assert code == 0 and two.none_left(), out
     assert run_forked(*words(root, "alone"), cwd=tmp_path)[0] == 0
     assert timeless(root / "two" / "e" / "t") == timeless(root / "alone" / "e" / "t")
-    assert all(process.poll() is None for process in two_nodes.nodes), "the cluster is not ours to stop"
+    assert all(process.poll() is None for process in two_nodes.nodes), (
+        "the cluster is not ours to stop"
+    )
 
 
 @pytest.mark.slow
@@ -169,7 +209,9 @@ def test_a_ray_that_does_not_start_is_tried_twice(root, monkeypatch):
 
     def start(*_: object) -> object:
         tried.append(1)
-        raise RunError("Ray did not start on this machine: The current node timed out during startup")
+        raise RunError(
+            "Ray did not start on this machine: The current node timed out during startup"
+        )
 
     monkeypatch.setattr("weft.runtime.ray.Cluster.start", start)
     with pytest.raises(RunError, match="Ray did not start on this machine"):
@@ -208,7 +250,9 @@ def test_the_plan_is_shown_before_the_devices_are_waited_for(root, monkeypatch, 
 def test_devices_start_after_the_checks_that_need_no_data(root, monkeypatch):
     started, order = Starting(), []
     monkeypatch.setattr("weft.launch.cluster.start_early", lambda _: started)
-    monkeypatch.setattr("weft.launch.assemble.launch_devices", lambda *_: order.append("devices") or started)
+    monkeypatch.setattr(
+        "weft.launch.assemble.launch_devices", lambda *_: order.append("devices") or started
+    )
     config = placed(root, "checks")
     config.actor.layout = "t3"
     with pytest.raises(ConfigError, match="layout"):
@@ -233,11 +277,19 @@ def test_devices_are_ended_where_the_data_are_wrong(root, tmp_path, monkeypatch)
     assert started.closed
 
 
-@pytest.mark.parametrize(("device", "layout", "mode", "early"), [
-    (None, "d2", "local", True), ("cpu", "d2", "local", True), ("cuda", "d2", "local", False), (None, "d1", "local", False),
-    (None, "d2", "ray", False),
-])  # fmt: skip
-def test_ray_starts_before_torch_is_loaded_where_all_devices_are_cpus(root, monkeypatch, device, layout, mode, early):
+@pytest.mark.parametrize(
+    ("device", "layout", "mode", "early"),
+    [
+        (None, "d2", "local", True),
+        ("cpu", "d2", "local", True),
+        ("cuda", "d2", "local", False),
+        (None, "d1", "local", False),
+        (None, "d2", "ray", False),
+    ],
+)
+def test_ray_starts_before_torch_is_loaded_where_all_devices_are_cpus(
+    root, monkeypatch, device, layout, mode, early
+):
     monkeypatch.setattr(cluster, "GPU_FILES", ())
     config = placed(root, "where")
     config.device, config.actor.layout, config.ref.device_mesh = device, layout, None

@@ -1,5 +1,7 @@
-"""What becomes of a run with mode=ray where its cluster fails: it comes back and ends with the numbers of one that was never
-disturbed, or ends with one message that says who, where and in which call."""
+"""What becomes of a run with mode=ray where its cluster fails: it comes back and ends with the
+numbers of one that was never disturbed, or ends with one message that says who, where and in which
+call.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,24 @@ def whole(root) -> Path:
     return root / "whole" / "e" / "t"
 
 
-def on(nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Command, Path]:
+def on(
+    nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Command, Path]:
     """The run on the cluster, once it has made its first step."""
     for name, value in nodes.environment.items():
         monkeypatch.setenv(name, value)
-    command = Command(*words(root, folder, "mode=ray", f"ray_address={nodes.address}", *LONG, NAP, *more), cwd=root)
+    command = Command(
+        *words(root, folder, "mode=ray", f"ray_address={nodes.address}", *LONG, NAP, *more),
+        cwd=root,
+    )
     run = root / folder / "e" / "t"
     command.after(run / "metrics.jsonl")
     return command, run
 
 
-def in_call(nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Command, Path]:
+def in_call(
+    nodes: Nodes, root: Path, folder: str, *more: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Command, Path]:
     """The run on the cluster, which waits in its second reference call."""
     flag = root / f"{folder}-waits"
     hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
@@ -88,7 +97,9 @@ def test_workers_killed_at_random_moments_leave_no_trace(root, whole, monkeypatc
             until(command, partial(restarted, run, number))
             seen = steps(run)
         code, out = command.end(SECONDS)
-        assert code == 0 and restarts(run) == 2 and command.none_left(20) and nodes.no_workers(), out
+        assert code == 0 and restarts(run) == 2 and command.none_left(20) and nodes.no_workers(), (
+            out
+        )
         assert timeless(run) == timeless(whole)
 
 
@@ -98,7 +109,9 @@ def test_a_node_that_is_lost_gives_way_to_another(root, whole, monkeypatch):
         used = next(index for index in (1, 2) if nodes.processes(WORKER, index))
         nodes.lose(used)
         code, out = command.end(SECONDS)
-        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), out
+        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), (
+            out
+        )
         assert timeless(run) == timeless(whole)
 
 
@@ -120,7 +133,10 @@ def test_where_no_node_is_left_one_message_says_who_and_in_which_call(root, monk
         nodes.lose(1)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
-        assert f"device 1 ({socket.gethostname()}, process " in errors(out)[0] and "call '" in errors(out)[0], out
+        assert (
+            f"device 1 ({socket.gethostname()}, process " in errors(out)[0]
+            and "call '" in errors(out)[0]
+        ), out
         assert "its node 127.0.0.2 is lost" in errors(out)[0], out
         assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
 
@@ -139,7 +155,9 @@ def test_a_head_that_is_lost_and_comes_again_costs_no_step(root, whole, monkeypa
 
 def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
     with ray_cluster.cluster() as nodes:
-        command, run = in_call(nodes, root, "headless", "recover_mode=disabled", monkeypatch=monkeypatch)
+        command, run = in_call(
+            nodes, root, "headless", "recover_mode=disabled", monkeypatch=monkeypatch
+        )
         nodes.lose(0)
         code, out = command.end(SECONDS)
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
@@ -149,15 +167,28 @@ def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
         assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
 
 
-def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(root, whole, monkeypatch):
+def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
+    root, whole, monkeypatch
+):
     with ray_cluster.cluster() as nodes:
-        command, run = on(nodes, root, "still", *(f"{call}.deadline_s=40" for call in CALLS), monkeypatch=monkeypatch)
+        command, run = on(
+            nodes,
+            root,
+            "still",
+            *(f"{call}.deadline_s=40" for call in CALLS),
+            monkeypatch=monkeypatch,
+        )
         (worker,) = nodes.processes(WORKER, 1)
         os.kill(worker, signal.SIGSTOP)
         code, out = command.end(SECONDS)
-        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), out
+        assert code == 0 and restarts(run) == 1 and command.none_left(20) and nodes.no_workers(), (
+            out
+        )
         log = (run / "log.txt").read_text()
-        where = r"died in [^:]*(call '|writing the recovery point)[^:]*: it has said nothing for 40 s"  # what it was at
+        # what it was at
+        where = (
+            r"died in [^:]*(call '|writing the recovery point)[^:]*: it has said nothing for 40 s"
+        )
         assert re.search(where, log), log
         assert f"process {worker})" in log, log
         assert timeless(run) == timeless(whole)

@@ -28,22 +28,44 @@ SAID = "weft quickstart sft trial_name=t 'dataset.train_path=a b.jsonl'"
     ("environ", "words", "command"),
     [
         (TORCHRUN, WORDS, f"{SAID} n_nodes=2 n_gpus_per_node=4 allocation_mode=d8f1 mode=ray"),
-        (TORCHRUN, [*WORDS, "mode=slurm", "allocation_mode=d4t2"],
-         f"{SAID} mode=slurm allocation_mode=d4t2 n_nodes=2 n_gpus_per_node=4"),
-        (DEEPSPEED, [*WORDS, "--local_rank=3"], f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8f1"),
+        (
+            TORCHRUN,
+            [*WORDS, "mode=slurm", "allocation_mode=d4t2"],
+            f"{SAID} mode=slurm allocation_mode=d4t2 n_nodes=2 n_gpus_per_node=4",
+        ),
+        (
+            DEEPSPEED,
+            [*WORDS, "--local_rank=3"],
+            f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8f1",
+        ),
         (ACCELERATE, WORDS, f"{SAID} bf16=true"),
         (ACCELERATE, [*WORDS, "--token", "abc"], f"{SAID} --token '***' bf16=true"),
-        (DEEPSPEED, [*WORDS, "model.zero_stage=1"],
-         f"{SAID} model.zero_stage=1 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8"),
-        (DEEPSPEED, [*WORDS, "model.layout=t2"], f"{SAID} model.layout=t2 n_nodes=1 n_gpus_per_node=8"),
-        (DEEPSPEED, [*WORDS, "model.parallel.model_parallel_size=2"],
-         f"{SAID} model.parallel.model_parallel_size=2 n_nodes=1 n_gpus_per_node=8"),
-        ({**TORCHRUN, **ACCELERATE, "LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}, WORDS,
-         f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8 bf16=true"),
+        (
+            DEEPSPEED,
+            [*WORDS, "model.zero_stage=1"],
+            f"{SAID} model.zero_stage=1 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8",
+        ),
+        (
+            DEEPSPEED,
+            [*WORDS, "model.layout=t2"],
+            f"{SAID} model.layout=t2 n_nodes=1 n_gpus_per_node=8",
+        ),
+        (
+            DEEPSPEED,
+            [*WORDS, "model.parallel.model_parallel_size=2"],
+            f"{SAID} model.parallel.model_parallel_size=2 n_nodes=1 n_gpus_per_node=8",
+        ),
+        (
+            {**TORCHRUN, **ACCELERATE, "LOCAL_WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"},
+            WORDS,
+            f"{SAID} n_nodes=1 n_gpus_per_node=8 allocation_mode=d8 bf16=true",
+        ),
         (RANKED, ["start", "-e", "x"], "weft start -e x"),
     ],
-)  # fmt: skip
-def test_the_command_that_does_the_same(environ: dict[str, str], words: list[str], command: str) -> None:
+)
+def test_the_command_that_does_the_same(
+    environ: dict[str, str], words: list[str], command: str
+) -> None:
     found = foreign.launched(environ)
     assert found is not None and found.command(words) == command
 
@@ -62,13 +84,26 @@ def test_a_shell_is_no_launcher(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("words", [[], ["model.layout=t2"], ["--deepspeed", "ds.json"], ["zero_stage={stage}"]])
+@pytest.mark.parametrize(
+    "words", [[], ["model.layout=t2"], ["--deepspeed", "ds.json"], ["zero_stage={stage}"]]
+)
 def test_the_words_that_are_advised_are_taken(
-    words: list[str], stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    stage: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "vocab_size": 300, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 300,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+    }
     Path("m").mkdir()
     Path("m/config.json").write_text(json.dumps(shape))
     write_jsonl(Path("r.jsonl"), prompt_answer_rows())
@@ -81,7 +116,9 @@ def test_the_words_that_are_advised_are_taken(
     assert "fits: each of 2 devices" in capsys.readouterr().out
 
 
-def test_the_first_process_says_it_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_process_says_it_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(weft, "SPEAKS_SECONDS", 0.0)
     for name, value in DEEPSPEED.items():
         monkeypatch.setenv(name, value)
@@ -106,7 +143,9 @@ def test_torchrun_itself() -> None:
         "-m",
         "weft.cli.main",
     ]
-    done = subprocess.run([*words, *WORDS], capture_output=True, text=True, check=False, env=os.environ)
+    done = subprocess.run(
+        [*words, *WORDS], capture_output=True, text=True, check=False, env=os.environ
+    )
     assert done.stderr.count("error: torchrun has started 2 processes of weft") == 1
     assert f"{SAID} n_nodes=1 n_gpus_per_node=2 allocation_mode=d2f1\n" in done.stderr
     assert "exitcode  : 2" in done.stderr

@@ -30,18 +30,43 @@ from weft.observe.memory import file_pages_gb, peak_memory_gb
 from weft.observe.progress import Show
 
 SHAPE = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 688,
-    "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 32000,
-    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
-COMMON = {"experiment_name": "e", "trial_name": "t", "progress": "false", "max_steps": 3, "recover_mode": "disabled"}
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+COMMON = {
+    "experiment_name": "e",
+    "trial_name": "t",
+    "progress": "false",
+    "max_steps": 3,
+    "recover_mode": "disabled",
+}
 CASES = {
     "sft": ({"dataset.train_bs_n_seqs": 8}, ["model"]),
     "dpo": ({"dataset.train_bs_n_seqs": 4}, ["actor", "ref"]),
-    "grpo": ({"dataset.train_bs_n_seqs": 2, "grpo.group_size": 8, "grpo.gen.max_new_tokens": 32, "reward": "length"},
-             ["actor"]),
-    "ppo": ({"dataset.train_bs_n_seqs": 8, "ppo.gen.max_new_tokens": 32}, ["actor", "critic", "rew"]),
-}  # fmt: skip
+    "grpo": (
+        {
+            "dataset.train_bs_n_seqs": 2,
+            "grpo.group_size": 8,
+            "grpo.gen.max_new_tokens": 32,
+            "reward": "length",
+        },
+        ["actor"],
+    ),
+    "ppo": (
+        {"dataset.train_bs_n_seqs": 8, "ppo.gen.max_new_tokens": 32},
+        ["actor", "critic", "rew"],
+    ),
+}
 
 
 def digits(random: random.Random, least: int, most: int) -> str:
@@ -54,16 +79,26 @@ def rows_of(name: str) -> list[dict[str, object]]:
         return [{"prompt": digits(r, 20, 20), "answer": digits(r, 40, 100)} for _ in range(32)]
     if name == "dpo":
         pairs = [(digits(r, 20, 40), digits(r, 20, 40)) for _ in range(16)]
-        return [{"prompt": digits(r, 40, 40), "pos_answers": [a], "neg_answers": [b]} for a, b in pairs]
+        return [
+            {"prompt": digits(r, 40, 40), "pos_answers": [a], "neg_answers": [b]} for a, b in pairs
+        ]
     return [{"prompt": digits(r, 20, 20)} for _ in range(24)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in CASES), ("sft", 8), ("grpo", 8)])
-def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, name: str, rank: int) -> None:
-    """In a process of its own: the peak of a process never falls. Neither side depends on the processor: tensors have the same
-    sizes everywhere, and pages of libraries' code, of which each processor reads others, are left out. The 15 percent are for
-    holes in the heap (`HOLES` is an average) and for Python's objects (`PROGRAM`), of which no more is known."""
+@pytest.mark.parametrize(
+    ("name", "rank"), [*((name, 0) for name in CASES), ("sft", 8), ("grpo", 8)]
+)
+def test_the_estimate_is_within_15_percent_of_what_is_measured(
+    tmp_path: Path, name: str, rank: int
+) -> None:
+    """In a process of its own: the peak of a process never falls.
+
+    Neither side depends on the processor: tensors have the same sizes everywhere, and pages of
+    libraries' code, of which each processor reads others, are left out. The 15 percent are for
+    holes in the heap (`HOLES` is an average) and for Python's objects (`PROGRAM`), of which no more
+    is known.
+    """
     model = tmp_path / "model"
     model.mkdir()
     make_tokenizer(model)
@@ -87,7 +122,11 @@ def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, n
         *(f"{key}={value}" for key, value in given.items()),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     used = re.search(r"of which this run needed .*; .* were expected \((\d+)%\)", done.stdout)
@@ -95,12 +134,16 @@ def test_the_estimate_is_within_15_percent_of_what_is_measured(tmp_path: Path, n
     assert 85 <= int(used.group(1)) <= 115, used.group(0)
 
 
-def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_estimate_is_printed_and_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare(tmp_path)
     result = run(sft(tmp_path, "runs"), show=Show(verbose=True))
     for text in (capsys.readouterr().out, (result.directory / "log.txt").read_text()):
         held = re.search(
-            r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), activations", text
+            r"memory of model: parameters (\S+ MiB), optimizer \S+ MiB, gradients (\S+ MiB), "
+            r"activations",
+            text,
         )
         assert held is not None and held.group(1) == held.group(2)
         assert text.index("memory: about ") < text.index("of which this run needed")
@@ -109,12 +152,16 @@ def test_the_estimate_is_printed_and_stored(tmp_path: Path, capsys: pytest.Captu
 def test_the_estimate_counts_completions_that_are_sampled_for_a_share_of_the_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which rows these are nobody knows: every completion may be as long as the longer of its own and a sampled one."""
+    """Which rows these are nobody knows: every completion may be as long as the longer of its own
+    and a sampled one.
+    """
     prepare(tmp_path)
     tokens: list[int] = []
     real = memory.estimate
 
-    def estimate(shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]) -> RoleMemory:
+    def estimate(
+        shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]
+    ) -> RoleMemory:
         given = list(calls)
         tokens.append(max(call.tokens for call in given))
         return real(shape, settings, given)
@@ -122,21 +169,36 @@ def test_the_estimate_counts_completions_that_are_sampled_for_a_share_of_the_row
     monkeypatch.setattr(memory, "estimate", estimate)
     for length in (1, 200):
         config = distill(tmp_path, f"runs{length}")
-        config.max_steps, config.distill.gen.max_new_tokens, config.distill.ppo_n_minibatches = 1, length, 1
+        config.max_steps, config.distill.gen.max_new_tokens, config.distill.ppo_n_minibatches = (
+            1,
+            length,
+            1,
+        )
         run(config)
     rows = config.dataset.train_bs_n_seqs
     assert rows is not None and tokens[2] > rows * 200 > tokens[0] > rows * 6
 
 
-def test_the_estimate_counts_what_rows_share_where_they_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_counts_what_rows_share_where_they_all_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten batches of one template, and among them one of fewer tokens without: that one needs most."""
     prepare(tmp_path)
-    draw, template = random.Random(0), "What is said to all of them, over and over and over again, is this: "
-    prompts = [template + digits(draw, 8, 8) if at // 4 != 4 else digits(draw, 24, 24) for at in range(44)]
-    write_jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "yes"} for prompt in prompts])
+    draw, template = (
+        random.Random(0),
+        "What is said to all of them, over and over and over again, is this: ",
+    )
+    prompts = [
+        template + digits(draw, 8, 8) if at // 4 != 4 else digits(draw, 24, 24) for at in range(44)
+    ]
+    write_jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "yes"} for prompt in prompts]
+    )
     works: list[list[int]] = []
 
-    def estimate(shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]) -> RoleMemory:
+    def estimate(
+        shape: NetworkShape, settings: memory.Settings, calls: Iterable[memory.Work]
+    ) -> RoleMemory:
         given = list(calls)
         works.append([call.tokens for call in given])
         return real(shape, settings, given)
@@ -144,10 +206,21 @@ def test_the_estimate_counts_what_rows_share_where_they_all_do(tmp_path: Path, m
     real = memory.estimate
     monkeypatch.setattr(memory, "estimate", estimate)
     config = SFTConfig(
-        experiment_name="e", trial_name="t", fileroot=str(tmp_path / "runs"), progress=False, max_steps=1
+        experiment_name="e",
+        trial_name="t",
+        fileroot=str(tmp_path / "runs"),
+        progress=False,
+        max_steps=1,
     )
-    config.model.path, config.dataset.train_path = str(tmp_path / "model"), str(tmp_path / "rows.jsonl")
-    config.dataset.train_bs_n_seqs, config.dataset.shuffle, config.dataset.max_seqlen = 4, False, 400
+    config.model.path, config.dataset.train_path = (
+        str(tmp_path / "model"),
+        str(tmp_path / "rows.jsonl"),
+    )
+    config.dataset.train_bs_n_seqs, config.dataset.shuffle, config.dataset.max_seqlen = (
+        4,
+        False,
+        400,
+    )
     run(config)
     [tokens] = works
     assert len(set(tokens)) == 2
@@ -159,7 +232,9 @@ def sizes_of(path: Path, **changes: object) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(tmp_path: Path, dropout: float) -> None:
+def test_what_a_network_keeps_with_adapters_is_what_autograd_keeps(
+    tmp_path: Path, dropout: float
+) -> None:
     """Elements that are saved for the backward pass, counted once each storage."""
     make_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
@@ -200,7 +275,9 @@ def test_a_total_without_activations_is_no_upper_limit() -> None:
 
 
 def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
-    """They are code of libraries, more or less of it by the processor; here those of a file that is read in memory."""
+    """They are code of libraries, more or less of it by the processor; here those of a file that is
+    read in memory.
+    """
     path, cpu = tmp_path / "file", torch.device("cpu")
     path.write_bytes(bytes(64 * 2**20))
     before, files = launch_memory.held_memory(cpu), file_pages_gb()
@@ -209,7 +286,9 @@ def test_pages_of_files_are_not_what_a_run_needs(tmp_path: Path) -> None:
         assert sum(pages[:: mmap.PAGESIZE]) == 0
         assert file_pages_gb() - files == pytest.approx(1 / 16, abs=0.01)
         assert launch_memory.held_memory(cpu) == pytest.approx(before, abs=0.01)
-        assert alone.needed(peak_memory_gb()) == pytest.approx(peak_memory_gb() - file_pages_gb() - before)
+        assert alone.needed(peak_memory_gb()) == pytest.approx(
+            peak_memory_gb() - file_pages_gb() - before
+        )
         assert apart.needed(2.0) == 2.0 - before, "of other processes these pages say nothing"
 
 
@@ -221,7 +300,11 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
 
     def away(device: str = "cuda", **options: Any) -> list[int]:
         config = DPOConfig(experiment_name="e", trial_name="t")
-        config.actor.path, config.dataset.path, config.actor.dtype = "m", str(tmp_path / "rows.jsonl"), "bfloat16"
+        config.actor.path, config.dataset.path, config.actor.dtype = (
+            "m",
+            str(tmp_path / "rows.jsonl"),
+            "bfloat16",
+        )
         config.ref.dtype = "bfloat16"
         for name, value in options.items():
             setattr(getattr(config, name.split("__")[0]), name.split("__")[1], value)
@@ -234,10 +317,20 @@ def test_what_offload_saves_is_counted_where_every_call_does_it(tmp_path: Path) 
     assert away(ref__offload=True) == [0, 2**21] and away("cpu", ref__offload=True) == [0, 0]
     assert away(actor__offload=True) == [weights, 0]
     assert away(ref__offload=True, ref_inf__post_hooks=[]) == [0, 0]
-    assert away(ref_inf__post_hooks=["offload"]) == [0, 0], "until its first call it is on the device"
-    assert away(actor_train__post_hooks=["offload_optimizer"]) == [state, 0]
-    assert away(actor__offload=True, actor_train__post_hooks=["offload", "offload_optimizer"]) == [weights + state, 0]
-    lines = list(
-        Forecast({"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, torch.device("cuda"), (), 0.0).lines()
+    assert away(ref_inf__post_hooks=["offload"]) == [0, 0], (
+        "until its first call it is on the device"
     )
-    assert lines[0] == "memory of ref: parameters 1.00 GiB; 1.00 GiB of it in host memory between its calls"
+    assert away(actor_train__post_hooks=["offload_optimizer"]) == [state, 0]
+    assert away(actor__offload=True, actor_train__post_hooks=["offload", "offload_optimizer"]) == [
+        weights + state,
+        0,
+    ]
+    lines = list(
+        Forecast(
+            {"ref": RoleMemory(2**30, 0, 0, 0, 0, 0, 0, away=2**30)}, torch.device("cuda"), (), 0.0
+        ).lines()
+    )
+    assert (
+        lines[0]
+        == "memory of ref: parameters 1.00 GiB; 1.00 GiB of it in host memory between its calls"
+    )

@@ -27,7 +27,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(cls: type[Any], role: str, **more: Any) -> list[str]:
-    config = cls(experiment_name="e", trial_name="t", dataset={"path": "rows.jsonl"}, **{role: {"path": "m"}}, **more)
+    config = cls(
+        experiment_name="e",
+        trial_name="t",
+        dataset={"path": "rows.jsonl"},
+        **{role: {"path": "m"}},
+        **more,
+    )
     return next_lines(config.build(), Path(more.get("fileroot", "runs")) / "e" / "t")
 
 
@@ -35,7 +41,8 @@ def test_after_sft(folder: Path) -> None:
     report, chat, reward, ppo = lines(SFTConfig, "model")
     assert (report, chat) == ("report: runs/e/t/report.html", "next:   weft chat runs/e/t")
     assert (
-        "weft quickstart rw experiment_name=e trial_name=rw-2 model.path=runs/e/t dataset.type=preference "
+        "weft quickstart rw experiment_name=e trial_name=rw-2 model.path=runs/e/t "
+        "dataset.type=preference "
         "dataset.path=PAIRS.jsonl" in reward
     )
     assert "actor.path=runs/e/t rew.path=runs/e/rw-2 dataset.path=PROMPTS.jsonl" in ppo
@@ -43,11 +50,15 @@ def test_after_sft(folder: Path) -> None:
 
 def test_after_the_others(folder: Path) -> None:
     _, ppo, judged = lines(RWConfig, "model")
-    assert "ppo experiment_name=e trial_name=ppo actor.path=m rew.path=runs/e/t dataset.path=PROMPTS.jsonl" in ppo
+    assert (
+        "ppo experiment_name=e trial_name=ppo actor.path=m rew.path=runs/e/t "
+        "dataset.path=PROMPTS.jsonl" in ppo
+    )
     assert "weft eval rm runs/e/t PAIRS.jsonl" in judged
     assert [line.split("weft ")[-1] for line in lines(DPOConfig, "actor")[1:]] == [
-        "chat runs/e/t", "chat m runs/e/t    # before and after",
-    ]  # fmt: skip
+        "chat runs/e/t",
+        "chat m runs/e/t    # before and after",
+    ]
     assert lines(GenConfig, "model") == []
 
 

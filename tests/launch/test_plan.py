@@ -1,4 +1,6 @@
-"""The plan before a run: a table that stays short whatever the run, with the counts that people need, and all else below."""
+"""The plan before a run: a table that stays short whatever the run, with the counts that people
+need, and all else below.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from weft.observe.plan import Plan
 from weft.runtime.schedule import Horizon
 
 ROOM = int(100 * GIB)
-NUMERICS = {"hardware": "cpu (a processor, 8 cores, 100.00 GiB)", "memory": ROOM, "threads": 8, "torch": "2.13"}
+NUMERICS = {
+    "hardware": "cpu (a processor, 8 cores, 100.00 GiB)",
+    "memory": ROOM,
+    "threads": 8,
+    "torch": "2.13",
+}
 
 
 def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> Forecast:
@@ -32,16 +39,26 @@ def forecast(experiment: Experiment, gib: float, device: str = "cuda") -> Foreca
     return Forecast({next(iter(experiment.roles)): held}, torch.device(device), (), 1.0)
 
 
-def plan(experiment: Experiment, ids: int = 14, gib: float = 1.0, counts: tuple[SourceCount, ...] = ()) -> Plan:
-    experiment = replace(experiment, roles={r: replace(s, dtype="float32") for r, s in experiment.roles.items()})
+def plan(
+    experiment: Experiment, ids: int = 14, gib: float = 1.0, counts: tuple[SourceCount, ...] = ()
+) -> Plan:
+    experiment = replace(
+        experiment, roles={r: replace(s, dtype="float32") for r, s in experiment.roles.items()}
+    )
     facts = {
-        role: {"family": "llama", "num_parameters": 1_340_000, "num_trainable": 1_340_000 if spec.trained else 0}
+        role: {
+            "family": "llama",
+            "num_parameters": 1_340_000,
+            "num_trainable": 1_340_000 if spec.trained else 0,
+        }
         for role, spec in experiment.roles.items()
     }
     loader: Any = Length(ids, 4)
     notes = tuple(note for count in counts for note in count.notes("max_seqlen=4"))
     data = LoadedData(loader, counts=counts, notes=notes)
-    return plan_of(experiment, Horizon.of(experiment, loader), facts, NUMERICS, data, forecast(experiment, gib))
+    return plan_of(
+        experiment, Horizon.of(experiment, loader), facts, NUMERICS, data, forecast(experiment, gib)
+    )
 
 
 def changed(config: PPOConfig, **more: Any) -> PPOConfig:
@@ -82,15 +99,21 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
         (Path(path) / "config.json").write_text('{"model_type": "llama"}')
         (Path(path) / "model.safetensors").touch()
     config = changed(ppo(Path(), "runs"), critic__path=long, rew__path="rewards")
-    config = changed(config, actor__layout="d2t2", critic__layout="d4", ref__layout="t4", rew__layout="t4")
+    config = changed(
+        config, actor__layout="d2t2", critic__layout="d4", ref__layout="t4", rew__layout="t4"
+    )
     made = plan(config.build(), gib=20.0)
     lines = made.short(width)
     assert len(lines) <= 10 and all(len(line) <= width for line in lines)
     labels = [line.split("  ")[0] for line in lines if not line.startswith(" ")]
-    assert labels[0] == "nodes" and labels[-3:] == ["memory", "layouts", "devices"], "every row has a line"
+    assert labels[0] == "nodes" and labels[-3:] == ["memory", "layouts", "devices"], (
+        "every row has a line"
+    )
     text = "\n".join(lines)
     if width > 60:
-        assert "layouts actor d2f2t2 on 0-3; critic d4f4 on 0-3; ref, rew t4 on 0-3" in " ".join(text.split())
+        assert "layouts actor d2f2t2 on 0-3; critic d4f4 on 0-3; ref, rew t4 on 0-3" in " ".join(
+            text.split()
+        )
         assert "4 x cpu (" in lines[-1]
     assert "at most about 20.00 GiB on each device" in text
     assert "actor: layout d2f2t2p1c1e1 on devices 0-3" in made.details
@@ -102,39 +125,70 @@ def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
     length = "7 steps (max_steps=7, which goes before total_train_epochs=2)"
     assert rows["run"] == f"{length}, 6 optimizer steps of actor, 14 optimizer steps of critic"
     alone = dict(plan(grpo(Path(), "runs").build()).rows)
-    assert alone["step"].startswith("4 prompts x 3 = 12 completions, ") and "model" not in alone["step"]
+    assert (
+        alone["step"].startswith("4 prompts x 3 = 12 completions, ")
+        and "model" not in alone["step"]
+    )
 
 
-@pytest.mark.parametrize(("gib", "row"), [
-    (9.9, None), (10.1, "at most about 10.10 GiB of 100.00 GiB"),
-    (120.0, "at most about 120.00 GiB of 100.00 GiB; it may not fit: weft plan memory shows what would"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gib", "row"),
+    [
+        (9.9, None),
+        (10.1, "at most about 10.10 GiB of 100.00 GiB"),
+        (
+            120.0,
+            "at most about 120.00 GiB of 100.00 GiB; it may not fit: weft plan memory shows what "
+            "would",
+        ),
+    ],
+)
 def test_memory_is_told_from_a_tenth_of_the_machine_on(gib: float, row: str | None) -> None:
     made = plan(grpo(Path(), "runs").build(), gib=gib)
     assert dict(made.rows).get("memory") == row
-    assert any(line.startswith("memory: about ") for line in made.details), "the log has it in any case"
+    assert any(line.startswith("memory: about ") for line in made.details), (
+        "the log has it in any case"
+    )
 
 
 def test_at_the_end_memory_is_told_from_a_tenth_of_the_machine_on() -> None:
     tell = farewell(forecast(grpo(Path(), "runs").build(), 1.0), ROOM)
     assert tell(10.9)[1] is False and tell(11.1)[1] is True
-    assert tell(3.0)[0] == "memory: 3.00 GB at most, of which this run needed 2.00 GiB; 1.00 GiB were expected (200%)"
+    assert (
+        tell(3.0)[0]
+        == "memory: 3.00 GB at most, of which this run needed 2.00 GiB; 1.00 GiB were expected (200%)"
+    )
 
 
 def test_rows_left_out_are_told_and_columns_that_nobody_reads_are_details() -> None:
-    report: Any = SimpleNamespace(rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"], cut=[])
-    made = plan(grpo(Path(), "runs").build(), counts=(SourceCount("rows", "prompt", 7, 0, 7, report),))
+    report: Any = SimpleNamespace(
+        rows=9, prompts_cut=0, answers_cut=0, dropped=2, unused=["source"], cut=[]
+    )
+    made = plan(
+        grpo(Path(), "runs").build(), counts=(SourceCount("rows", "prompt", 7, 0, 7, report),)
+    )
     assert made.notes == ["rows: of 9 rows, 2 left out (max_seqlen=4)"]
     assert "rows: columns that rows of type prompt do not use: source" in made.details
 
 
 def test_without_data_and_the_device_the_plan_has_what_is_known() -> None:
     experiment = ppo(Path(), "runs").build()
-    facts = {role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles}
-    made = plan_of(experiment, None, facts, {"hardware": "a GPU of 80 GB"}, None, forecast(experiment, 60.0))
+    facts = {
+        role: {"family": "llama", "num_parameters": 7_000_000_000} for role in experiment.roles
+    }
+    made = plan_of(
+        experiment, None, facts, {"hardware": "a GPU of 80 GB"}, None, forecast(experiment, 60.0)
+    )
     rows = dict(made.rows)
-    assert rows["data"] == "not read, so the number of steps is not known" and rows["device"] == "a GPU of 80 GB"
-    assert "step" not in rows and "memory" not in rows and not any("torch" in line for line in made.whole())
+    assert (
+        rows["data"] == "not read, so the number of steps is not known"
+        and rows["device"] == "a GPU of 80 GB"
+    )
+    assert (
+        "step" not in rows
+        and "memory" not in rows
+        and not any("torch" in line for line in made.whole())
+    )
 
 
 def test_the_details_repeat_no_number_of_the_table() -> None:

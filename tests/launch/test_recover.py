@@ -1,7 +1,8 @@
-"""A run of several devices that loses them comes back by itself, and ends with the numbers of one that never did.
+"""A run of several devices that loses them comes back by itself, and ends with the numbers of one
+that never did.
 
-What weft does then is tested with forked devices, which start in a fraction of a second; how Ray's processes are found dead,
-replaced, and gone at the end, with real ones.
+What weft does then is tested with forked devices, which start in a fraction of a second; how Ray's
+processes are found dead, replaced, and gone at the end, with real ones.
 """
 
 from __future__ import annotations
@@ -59,15 +60,34 @@ def root(tmp_path_factory) -> Path:
 
 
 def words(root: Path, folder: str, *more: str) -> list[str]:
-    """PPO with critic, reference and reward model on a device of their own, a recovery point after every step."""
+    """PPO with critic, reference and reward model on a device of their own, a recovery point after
+    every step.
+    """
     return [
-        "ppo", "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
-        f"critic.path={root}/model", f"rew.path={root}/model", "actor.optimizer.lr=1e-3", "critic.optimizer.lr=1e-3",
-        f"dataset.path={root}/prompts.jsonl", "dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "max_steps=6",
-        "total_train_epochs=2", "ppo.value_norm=true", "ppo.use_adaptive_kl_ctl=true", "ppo.ppo_n_minibatches=2",
-        "recover_freq_steps=1", "critic.device_mesh=1", "ref.device_mesh=1", "rew.device_mesh=1",
-        f"imports=[{root}/placed_hooks.py]", *more,
-    ]  # fmt: skip
+        "ppo",
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={root}/{folder}",
+        f"actor.path={root}/model",
+        f"critic.path={root}/model",
+        f"rew.path={root}/model",
+        "actor.optimizer.lr=1e-3",
+        "critic.optimizer.lr=1e-3",
+        f"dataset.path={root}/prompts.jsonl",
+        "dataset.train_bs_n_seqs=4",
+        "ppo.gen.max_new_tokens=6",
+        "max_steps=6",
+        "total_train_epochs=2",
+        "ppo.value_norm=true",
+        "ppo.use_adaptive_kl_ctl=true",
+        "ppo.ppo_n_minibatches=2",
+        "recover_freq_steps=1",
+        "critic.device_mesh=1",
+        "ref.device_mesh=1",
+        "rew.device_mesh=1",
+        f"imports=[{root}/placed_hooks.py]",
+        *more,
+    ]
 
 
 def die(root: Path, call: str, step: int, flag: str) -> str:
@@ -90,8 +110,13 @@ def test_a_device_that_dies_is_replaced_and_the_numbers_stay(root, whole):
     assert timeless(run) == timeless(whole)
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
     log = (run / "log.txt").read_text()
-    died = next(line for line in log.splitlines() if " died in call " in line)  # others may be under way there, too
-    assert "call 'ref_inf' of role 'ref'" in died and "restart 1 of 3" in died and "resuming after step 3" in log
+    # others may be under way there, too
+    died = next(line for line in log.splitlines() if " died in call " in line)
+    assert (
+        "call 'ref_inf' of role 'ref'" in died
+        and "restart 1 of 3" in died
+        and "resuming after step 3" in log
+    )
     assert json.loads((run / "status.json").read_text())["status"] == "finished"
 
 
@@ -113,7 +138,9 @@ def test_ray_s_processes_killed_at_random_moments_leave_no_trace(root):
     assert code == 0 and command.none_left(), out
     assert restarts(run) == 2, out
     assert timeless(run) == timeless(root / "plain" / "e" / "t")
-    assert disk.checksums(run / "checkpoints") == disk.checksums(root / "plain" / "e" / "t" / "checkpoints")
+    assert disk.checksums(run / "checkpoints") == disk.checksums(
+        root / "plain" / "e" / "t" / "checkpoints"
+    )
 
 
 @pytest.mark.slow
@@ -123,14 +150,18 @@ def test_devices_that_die_at_random_moments_leave_no_trace(root, seed):
     deaths = [root / f"deaths{seed}-{device}" for device in (0, 1)]
     for folder in deaths:
         folder.mkdir()
-    perish = [f"{{function: perish, args: {{seed: {seed}, folder: {folder}}}}}" for folder in deaths]
+    perish = [
+        f"{{function: perish, args: {{seed: {seed}, folder: {folder}}}}}" for folder in deaths
+    ]
     nap = "{function: nap, args: {seconds: 0.3}}"
     run, plain = (root / f"{name}{seed}" / "e" / "t" for name in ("perished", "undisturbed"))
     hooks = (f"actor_train.pre_hooks=[{perish[0]}]", f"ref_inf.pre_hooks=[{perish[1]}, {nap}]")
     assert run_forked(*words(root, f"undisturbed{seed}", *LONG), cwd=root)[0] == 0
     code, out = run_forked(*words(root, f"perished{seed}", *LONG, *hooks), cwd=root)
     assert code == 0, out
-    assert [len(list(folder.iterdir())) for folder in deaths] == [3, 3] and 3 <= restarts(run) <= 6, out
+    assert [len(list(folder.iterdir())) for folder in deaths] == [3, 3] and 3 <= restarts(
+        run
+    ) <= 6, out
     assert timeless(run) == timeless(plain)
     assert disk.checksums(run / "checkpoints") == disk.checksums(plain / "checkpoints")
 
@@ -138,8 +169,9 @@ def test_devices_that_die_at_random_moments_leave_no_trace(root, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", ["raylet/raylet", "gcs/gcs_server"])
 def test_where_ray_itself_is_killed_no_step_is_lost(root, whole, sign):
-    """The run goes on with another Ray, or has its last steps already, or Ray ends the process before that could hear of its
-    loss: then the same command goes on, unless all steps are done."""
+    """The run goes on with another Ray, or has its last steps already, or Ray ends the process
+    before that could hear of its loss: then the same command goes on, unless all steps are done.
+    """
     folder = sign.split("/")[0]
     run = root / folder / "e" / "t"
     command = Command(*words(root, folder), cwd=root)
@@ -159,10 +191,15 @@ def status_of(run: Path) -> str:
 
 @pytest.mark.slow
 def test_before_the_first_recovery_point_a_run_begins_anew(root, whole):
-    code, out = run_forked(*words(root, "early", die(root, "actor_train", 0, "early-flag")), cwd=root)
+    code, out = run_forked(
+        *words(root, "early", die(root, "actor_train", 0, "early-flag")), cwd=root
+    )
     run = root / "early" / "e" / "t"
     assert code == 0, out
-    assert "the run stopped before its first recovery point; starting again" in (run / "log.txt").read_text()
+    assert (
+        "the run stopped before its first recovery point; starting again"
+        in (run / "log.txt").read_text()
+    )
     assert timeless(run) == timeless(whole)
 
 
@@ -183,8 +220,15 @@ def test_a_call_that_hangs_is_named_and_made_again_on_other_devices(root, whole)
     run = root / "hung-run" / "e" / "t"
     assert code == 0, out
     log = (run / "log.txt").read_text()
-    assert "node 'ref_inf' (role 'ref', " in log and "did not finish within its deadline_s=15 seconds" in log
-    assert "it waits for device 1 (" in log and "which is in hang (placed_hooks.py:" in log and "restart 1 of 3" in log
+    assert (
+        "node 'ref_inf' (role 'ref', " in log
+        and "did not finish within its deadline_s=15 seconds" in log
+    )
+    assert (
+        "it waits for device 1 (" in log
+        and "which is in hang (placed_hooks.py:" in log
+        and "restart 1 of 3" in log
+    )
     assert timeless(run) == timeless(whole)
 
 
@@ -195,5 +239,9 @@ def test_devices_that_die_again_and_again_end_the_run_with_one_message(root):
     code, out = run_forked(*asked, cwd=root)
     told = [line for line in out.splitlines() if line.startswith("error")]
     assert code == 1 and len(told) == 1, out
-    assert "device 1 (" in told[0] and "3 restarts before it brought no step after step 2" in told[0]
-    assert json.loads((root / "always" / "e" / "t" / "status.json").read_text())["status"] == "failed"
+    assert (
+        "device 1 (" in told[0] and "3 restarts before it brought no step after step 2" in told[0]
+    )
+    assert (
+        json.loads((root / "always" / "e" / "t" / "status.json").read_text())["status"] == "failed"
+    )

@@ -13,7 +13,9 @@ from weft.launch.recover import Driven
 class Played:
     """A session that makes steps up to `until` and then meets `trouble`."""
 
-    def __init__(self, until: int, trouble: BaseException | None = None, at_open: BaseException | None = None) -> None:
+    def __init__(
+        self, until: int, trouble: BaseException | None = None, at_open: BaseException | None = None
+    ) -> None:
         self.step, self._until, self._trouble, self._at_open = 0, until, trouble, at_open
         self.said: list[str] = []
 
@@ -62,16 +64,25 @@ def drive(*sessions: Any, comes_back: bool = True) -> list[dict[str, Any]]:
 def test_a_run_goes_on_in_another_session_and_the_first_says_why():
     first, second = Played(3, lost()), Played(5)
     assert len(drive(first, second)) == 5
-    assert first.said == ["open False", "device 1 died; continuing with new processes (restart 1 of 3)", "retired"]
+    assert first.said == [
+        "open False",
+        "device 1 died; continuing with new processes (restart 1 of 3)",
+        "retired",
+    ]
     assert second.said == ["open True", "finished"]
 
 
-@pytest.mark.parametrize("error", [ConfigError("x=1: wrong"), RunError("the disk is full"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [ConfigError("x=1: wrong"), RunError("the disk is full"), KeyboardInterrupt()]
+)
 def test_nothing_else_brings_it_back(error):
     first = Played(3, error)
     with pytest.raises(type(error)):
         drive(first, Played(5))
-    assert first.said == ["open False", "stopped" if isinstance(error, KeyboardInterrupt) else "failed"]
+    assert first.said == [
+        "open False",
+        "stopped" if isinstance(error, KeyboardInterrupt) else "failed",
+    ]
 
 
 def test_recover_mode_says_whether():
@@ -83,7 +94,9 @@ def test_recover_mode_says_whether():
 
 def test_three_restarts_without_a_step_are_the_end():
     sessions = [Played(3, lost(f"death {index}")) for index in range(4)]
-    with pytest.raises(RunError, match="death 3; 3 restarts before it brought no step after step 3") as caught:
+    with pytest.raises(
+        RunError, match="death 3; 3 restarts before it brought no step after step 3"
+    ) as caught:
         drive(*sessions)
     assert not isinstance(caught.value, DevicesLost)
     assert sessions[3].said == ["open True", "failed"]

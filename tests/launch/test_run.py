@@ -1,4 +1,6 @@
-"""`run`, `start` and `stop`: what they leave, what they refuse, and that nothing is touched by what they refuse."""
+"""`run`, `start` and `stop`: what they leave, what they refuse, and that nothing is touched by what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,12 @@ def test_a_run_leaves_what_the_contract_lists(finished):
     assert [line["step"] for line in finished.metrics] == [1, 2]
     checkpoint = finished.checkpoint("model")
     assert checkpoint == finished.directory / "checkpoints" / "model" / "step2"
-    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"} <= {
-        p.name for p in checkpoint.iterdir()
-    }
+    assert {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+    } <= {p.name for p in checkpoint.iterdir()}
     assert json.loads((finished.directory / "timeline.json").read_text())
     with pytest.raises(CheckpointError, match="no checkpoint of role 'actor'; roles: model"):
         finished.checkpoint("actor")
@@ -83,7 +88,9 @@ def test_a_checkpoint_is_loaded_by_transformers(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(finished.checkpoint("model"))
-    tokens = AutoTokenizer.from_pretrained(finished.checkpoint("model"))("What is", return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(finished.checkpoint("model"))(
+        "What is", return_tensors="pt"
+    )
     assert model(tokens["input_ids"]).logits.shape[-1] == model.config.vocab_size
 
 
@@ -98,7 +105,9 @@ def test_a_model_that_is_nowhere_is_asked_for_once(root, monkeypatch):
     monkeypatch.chdir(root)
     config = small(root, "nowhere")
     config.model.path = "modle"
-    with pytest.raises(CheckpointError, match=r"model.path='modle': .*\(no network\); did you mean model\?"):
+    with pytest.raises(
+        CheckpointError, match=r"model.path='modle': .*\(no network\); did you mean model\?"
+    ):
         run(config)
     assert asked == ["modle"] and not (root / "nowhere").exists()
 
@@ -119,13 +128,18 @@ def test_the_plan_is_told_before_the_first_step(finished):
         assert words in before
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({}, "holds a finished run"),
-    ({"seed": 2}, "seed: 1 there, 2 here"),
-    ({"recover_mode": "disabled"}, "recover_mode=disabled"),
-    ({"recover_mode": "resume"}, "holds a finished run"),
-])  # fmt: skip
-def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(root, finished, change, words):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "holds a finished run"),
+        ({"seed": 2}, "seed: 1 there, 2 here"),
+        ({"recover_mode": "disabled"}, "recover_mode=disabled"),
+        ({"recover_mode": "resume"}, "holds a finished run"),
+    ],
+)
+def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(
+    root, finished, change, words
+):
     before = tree(finished.directory)
     with pytest.raises(ConfigError, match=words):
         run(small(root, "finished", **change))
@@ -151,13 +165,20 @@ class OnlyInfers:
         return MFCResult()
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), [
-    ({"interface": "only_infers"}, GraphError, "calls train_step of the interface 'only_infers', which lacks it"),
-    ({"interface": "trian"}, ConfigError, "did you mean train"),
-    ({"args": {"loss": "sft", "epocs": 2}}, ConfigError, "epocs"),
-    ({"post_hooks": ["nobody"]}, ConfigError, "nobody"),
-    ({"cache": True}, GraphError, "cache=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (
+            {"interface": "only_infers"},
+            GraphError,
+            "calls train_step of the interface 'only_infers', which lacks it",
+        ),
+        ({"interface": "trian"}, ConfigError, "did you mean train"),
+        ({"args": {"loss": "sft", "epocs": 2}}, ConfigError, "epocs"),
+        ({"post_hooks": ["nobody"]}, ConfigError, "nobody"),
+        ({"cache": True}, GraphError, "cache=True"),
+    ],
+)
 def test_calls_that_cannot_be_made_are_refused_before_the_start(root, changes, error, words):
     from weft.graph.mfc import Call
 
@@ -197,20 +218,31 @@ def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
         config.dataset.cache_dir, config.dataset.max_seqlen = str(root / folder / "cache"), 6
         result = run(config)
         log = (result.directory / "log.txt").read_text()
-        return [{name: line[name] for name in line if name.startswith("train/l")} for line in result.metrics], log
+        return [
+            {name: line[name] for name in line if name.startswith("train/l")}
+            for line in result.metrics
+        ], log
 
     first, said = of("before", 1 << 30)
-    cut = next(line for line in said.splitlines() if "sft: of 24 rows" in line).partition("sft: ")[2]
+    cut = next(line for line in said.splitlines() if "sft: of 24 rows" in line).partition("sft: ")[
+        2
+    ]
     metrics, log = of("ahead", 0)
     assert metrics == first
     begun, done, told = (
-        log.index(line) for line in ("sft: 24 samples are tokenized while", "sft: all 24 samples are tokenized", cut)
+        log.index(line)
+        for line in (
+            "sft: 24 samples are tokenized while",
+            "sft: all 24 samples are tokenized",
+            cut,
+        )
     )
     assert begun < log.index("step 1/9") < done < told
     config = small(root, "short", max_tokens_per_microbatch=8)
     config.dataset.cache_dir, config.dataset.max_seqlen = str(root / "short" / "cache"), "auto"
     with pytest.raises(
-        ConfigError, match=r"^max_tokens_per_microbatch=8: cannot hold the longest .*, a row of \d\d tokens"
+        ConfigError,
+        match=r"^max_tokens_per_microbatch=8: cannot hold the longest .*, a row of \d\d tokens",
     ):
         run(config)
 
@@ -233,12 +265,18 @@ def nan_reward(batch, context):
 
 
 def test_a_host_function_that_raises_is_named_and_the_run_can_go_on(root, capsys):
-    experiment = replace(grpo(root, "raises").build().with_mfc("reward", function="nan_reward", args={}))
+    experiment = replace(
+        grpo(root, "raises").build().with_mfc("reward", function="nan_reward", args={})
+    )
     with pytest.raises(ValueError, match="not a number") as caught:
         run(experiment)
     assert any("node 'reward'" in note for note in caught.value.__notes__)
     told = (root / "raises" / "e" / "t" / "log.txt").read_text()
-    assert told.count("error: ValueError: the reward is not a number") == 1 == told.count("is not a number")
+    assert (
+        told.count("error: ValueError: the reward is not a number")
+        == 1
+        == told.count("is not a number")
+    )
     assert "is not a number" not in capsys.readouterr().out, "who started the run shows it"
     status = json.loads((root / "raises" / "e" / "t" / "status.json").read_text())
     assert status["status"] == "failed"
@@ -250,7 +288,9 @@ def test_a_reference_shares_the_base_of_a_lora_actor(root, monkeypatch):
 
     built = []
     original = roles.Roles.__init__
-    monkeypatch.setattr(roles.Roles, "__init__", lambda self, *a: (original(self, *a), built.append(self))[0])
+    monkeypatch.setattr(
+        roles.Roles, "__init__", lambda self, *a: (original(self, *a), built.append(self))[0]
+    )
     config = dpo(root, "shared")
     config.max_steps = 1
     run(config)
@@ -262,7 +302,10 @@ def test_runs_share_cached_outputs_where_they_share_a_folder(root):
     for config in (first, second):
         config.dataset.cache_dir, config.total_train_epochs = str(root / "cache"), 1
     one, two = run(first).metrics, run(second).metrics
-    assert one[0]["ref_inf/cached_fraction"] == 0.0 and [line["ref_inf/cached_fraction"] for line in two] == [1.0] * 5
+    assert (
+        one[0]["ref_inf/cached_fraction"] == 0.0
+        and [line["ref_inf/cached_fraction"] for line in two] == [1.0] * 5
+    )
     assert [line["actor_train/loss"] for line in one] == [line["actor_train/loss"] for line in two]
 
 
@@ -296,13 +339,17 @@ def test_registered_experiments_are_functions_or_classes(root):
 
 def test_stop_ends_a_run_after_its_step_and_it_goes_on(root):
     code = (
-        "from pathlib import Path; from tests.launch.cases import sft; from weft.launch import run\n"
-        f"config = sft(Path({str(root)!r}), 'stopped'); config.total_train_epochs = 400; config.save_freq_steps = None\n"
+        "from pathlib import Path; from tests.launch.cases import sft; from weft.launch import "
+        "run\n"
+        f"config = sft(Path({str(root)!r}), 'stopped'); config.total_train_epochs = 400; "
+        f"config.save_freq_steps = None\n"
         "run(config)"
     )
     with pytest.raises(ConfigError, match="there is no run"):
         stop("e", "t", fileroot=str(root / "stopped"))
-    child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     metrics = root / "stopped" / "e" / "t" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.is_file() and metrics.stat().st_size) and time.monotonic() < deadline:
@@ -321,15 +368,23 @@ def test_a_run_goes_on_with_other_options_where_that_is_asked_for(root):
     with pytest.raises(ConfigError, match=f"resume_from={first.directory}"):
         run(small(root, "other", max_steps=5))
     again = run(small(root, "other", max_steps=5, resume_from=str(first.directory)))
-    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4, 5] and again.metrics[:2] == first.metrics
+    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4, 5] and again.metrics[
+        :2
+    ] == first.metrics
 
 
 def test_dynamic_sampling_refills_the_batch(root):
     config = grpo(root, "dynamic")
-    config.reward, config.grpo.dynamic_sampling, config.total_train_epochs = "tests.launch.coin:coin", True, 1
+    config.reward, config.grpo.dynamic_sampling, config.total_train_epochs = (
+        "tests.launch.coin:coin",
+        True,
+        1,
+    )
     result = run(config)
     sizes = [
-        e["args"] for e in json.loads((result.directory / "timeline.json").read_text()) if e["name"] == "actor_train"
+        e["args"]
+        for e in json.loads((result.directory / "timeline.json").read_text())
+        if e["name"] == "actor_train"
     ]
     assert sizes[0]["ids"] == 4 and 0 < result.metrics[0]["filter/kept_fraction"] < 1
 
@@ -338,7 +393,9 @@ def test_evaluation_gives_every_source_a_name(root):
     config = sft(root, "evaluated")
     config.max_steps = 2
     last = run(config).metrics[-1]
-    assert {"eval/sft/loss", "eval/loss"} <= last.keys() and last["eval/sft/loss"] == last["eval/loss"]
+    assert {"eval/sft/loss", "eval/loss"} <= last.keys() and last["eval/sft/loss"] == last[
+        "eval/loss"
+    ]
 
 
 class Sweep:

@@ -1,4 +1,6 @@
-"""PPO and GRPO whose sampling runs ahead of training: in one process, and on two devices, where both go on at the same time."""
+"""PPO and GRPO whose sampling runs ahead of training: in one process, and on two devices, where
+both go on at the same time.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,15 @@ def test_without_lag_the_experiment_is_the_synchronous_one(root: Path) -> None:
 @pytest.mark.parametrize("case", [ppo, grpo])
 def test_only_sampling_lags_and_the_loss_is_decoupled(root: Path, case: Any) -> None:
     graph = lagging(case, root, "graph", 2).build().graph
-    assert {edge.consumer: edge.max_staleness for edge in graph.version_edges if edge.producer == "actor_train"} == {
-        "actor_gen": 2, "actor_inf": 0, **({"ref_inf": 0} if case is ppo else {}),
-    }  # fmt: skip
+    assert {
+        edge.consumer: edge.max_staleness
+        for edge in graph.version_edges
+        if edge.producer == "actor_train"
+    } == {
+        "actor_gen": 2,
+        "actor_inf": 0,
+        **({"ref_inf": 0} if case is ppo else {}),
+    }
     assert {"old_logprobs", "sampler_weights"} <= set(graph.node("actor_train").inputs)
     correction = graph.node("sampler_correction")
     assert correction.args["correction"] == "token_truncate" and correction.args["high"] == 2.0
@@ -84,7 +92,10 @@ def test_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
     config.ppo.gen.max_new_tokens, config.ppo.interrupt_generation = 150, True
     done = lines(run(config).directory)
     assert sum(line["actor_gen/interruptions_max"] for line in done) > 0
-    assert any(0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0 for line in done)
+    assert any(
+        0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0
+        for line in done
+    )
     config.ppo.max_staleness = 0
     with pytest.raises(ConfigError, match=r"ppo\.interrupt_generation=true: with max_staleness=0"):
         config.build()
@@ -113,10 +124,14 @@ def test_adapters_run_ahead(root: Path) -> None:
 
 
 def elsewhere(case: Any, root: Path, folder: str, nap: float, staleness: int = 1) -> RunConfig:
-    """Completions are sampled on device 1, by a copy of the actor; sampling and training take a while."""
+    """Completions are sampled on device 1, by a copy of the actor; sampling and training take a
+    while.
+    """
     config = lagging(case, root, folder, staleness)
     config.actor_gen.device_mesh, config.imports = "1", [str(root / "placed_hooks.py")]
-    config.actor_gen.pre_hooks = config.actor_train.pre_hooks = [{"function": "nap", "args": {"seconds": nap}}]
+    config.actor_gen.pre_hooks = config.actor_train.pre_hooks = [
+        {"function": "nap", "args": {"seconds": nap}}
+    ]
     return config
 
 
@@ -124,10 +139,14 @@ def elsewhere(case: Any, root: Path, folder: str, nap: float, staleness: int = 1
 def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(root: Path) -> None:
     path = run(elsewhere(grpo, root, "two", 0.5)).directory
     spans = read_spans(path / "timeline.json")
-    samples, trains = ([span for span in spans if span.name == name] for name in ("actor_gen", "actor_train"))
+    samples, trains = (
+        [span for span in spans if span.name == name] for name in ("actor_gen", "actor_train")
+    )
     assert len(samples) == len(trains) == STEPS
     for train, sample in zip(trains[1:-1], samples[2:], strict=True):
-        assert max(train.start, sample.start) < min(train.start + train.seconds, sample.start + sample.seconds)
+        assert max(train.start, sample.start) < min(
+            train.start + train.seconds, sample.start + sample.seconds
+        )
     one = run(lagging(grpo, root, "one", 1)).directory
     assert timeless(path) == timeless(one), "which weights sample does not depend on devices"
     assert (path / "samples.jsonl").read_text() == (one / "samples.jsonl").read_text()
@@ -136,13 +155,18 @@ def test_on_two_devices_a_batch_is_sampled_while_the_one_before_it_is_trained(ro
 
 @pytest.mark.slow
 def test_on_two_devices_completions_take_up_new_weights_in_their_middle(root: Path) -> None:
-    """Each sampling but the first begins with a training step beside it, and is long enough to see its end."""
+    """Each sampling but the first begins with a training step beside it, and is long enough to see
+    its end.
+    """
     config = elsewhere(grpo, root, "updated", 0.0)
     config.grpo.gen.max_new_tokens, config.grpo.interrupt_generation = 400, True
     done = lines(run(config).directory)
     assert len(done) == STEPS
     assert sum(line["actor_gen/interruptions_max"] for line in done) > 0
-    assert any(0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0 for line in done)
+    assert any(
+        0.0 < line["actor_train/staleness"] < line["actor_train/staleness_max"] == 1.0
+        for line in done
+    )
 
 
 @pytest.mark.slow
@@ -150,12 +174,16 @@ def test_on_two_devices_completions_take_up_new_weights_in_their_middle(root: Pa
 def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_process(
     root: Path, staleness: int, rank: int
 ) -> None:
-    """Training takes no time and sampling some, so that several versions are kept; only what is trained goes to the copy."""
+    """Training takes no time and sampling some, so that several versions are kept; only what is
+    trained goes to the copy.
+    """
     runs = []
     for name in ("apart", "here"):
         folder = f"{name}-{staleness}-{rank}"
         made = (
-            elsewhere(grpo, root, folder, 0.0, staleness) if name == "apart" else lagging(grpo, root, folder, staleness)
+            elsewhere(grpo, root, folder, 0.0, staleness)
+            if name == "apart"
+            else lagging(grpo, root, folder, staleness)
         )
         made.max_steps, made.actor.lora.r = 6, rank
         if name == "apart":
@@ -163,7 +191,9 @@ def test_on_two_devices_kept_weights_and_adapters_give_the_numbers_of_one_proces
         runs.append(run(made).directory)
     apart, here = runs
     assert timeless(apart) == timeless(here)
-    assert [line["actor_train/staleness"] for line in lines(apart)] == [float(min(n, staleness)) for n in range(6)]
+    assert [line["actor_train/staleness"] for line in lines(apart)] == [
+        float(min(n, staleness)) for n in range(6)
+    ]
     assert (apart / "samples.jsonl").read_text() == (here / "samples.jsonl").read_text()
     assert disk.checksums(apart / "checkpoints") == disk.checksums(here / "checkpoints")
 
@@ -175,10 +205,19 @@ def words(root: Path, folder: str, algorithm: str, *more: str) -> list[str]:
         "grpo": ["reward=tests.launch.coin:coin", "grpo.group_size=3"],
     }[algorithm]
     return [
-        algorithm, "experiment_name=e", "trial_name=t", f"fileroot={root}/{folder}", f"actor.path={root}/model",
-        "actor.optimizer.lr=1e-3", f"dataset.path={root}/prompts.jsonl", "dataset.train_bs_n_seqs=2", "total_train_epochs=2",
-        f"{algorithm}.gen.max_new_tokens=8", *own, *more,
-    ]  # fmt: skip
+        algorithm,
+        "experiment_name=e",
+        "trial_name=t",
+        f"fileroot={root}/{folder}",
+        f"actor.path={root}/model",
+        "actor.optimizer.lr=1e-3",
+        f"dataset.path={root}/prompts.jsonl",
+        "dataset.train_bs_n_seqs=2",
+        "total_train_epochs=2",
+        f"{algorithm}.gen.max_new_tokens=8",
+        *own,
+        *more,
+    ]
 
 
 def finished(*asked: str, **environment: str) -> str:
@@ -188,14 +227,20 @@ def finished(*asked: str, **environment: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "staleness"), [("actor_gen", 1), ("actor_train", 1), ("actor_gen", 2)])
+@pytest.mark.parametrize(
+    ("call", "staleness"), [("actor_gen", 1), ("actor_train", 1), ("actor_gen", 2)]
+)
 def test_a_device_that_dies_while_batches_are_sampled_ahead_leaves_no_trace(
     root: Path, call: str, staleness: int
 ) -> None:
     asked = (
-        "max_steps=6", f"grpo.max_staleness={staleness}", "actor_gen.device_mesh=1", "recover_freq_steps=2",
-        "recover_mode=auto", f"imports=[{root}/placed_hooks.py]",
-    )  # fmt: skip
+        "max_steps=6",
+        f"grpo.max_staleness={staleness}",
+        "actor_gen.device_mesh=1",
+        "recover_freq_steps=2",
+        "recover_mode=auto",
+        f"imports=[{root}/placed_hooks.py]",
+    )
     name = f"{call}-{staleness}"
     finished(*words(root, f"whole-{name}", "grpo", *asked))
     die = f"{call}.pre_hooks=[{{function: die, args: {{step: 3, flag: {root}/{name}}}}}]"
@@ -213,14 +258,20 @@ TOKEN = 3  # after which new weights come
 def interrupted(root: Path, folder: str, algorithm: str, *more: str) -> tuple[Path, dict[int, Any]]:
     """The run, and (tokens, versions) of the completions of each sampling."""
     dump = root / f"{folder}-dump"
-    asked = (f"{algorithm}.max_staleness=1", f"{algorithm}.interrupt_generation=true", "max_steps=3")
+    asked = (
+        f"{algorithm}.max_staleness=1",
+        f"{algorithm}.interrupt_generation=true",
+        "max_steps=3",
+    )
     said = words(root, folder, algorithm, *asked, "imports=[tests.launch.interrupting]", *more)
     finished(*said, WEFT_TEST_TOKEN=str(TOKEN), WEFT_TEST_DUMP=str(dump))
     found: dict[int, Any] = {}
     for path in sorted(dump.iterdir()):
         of_step = found.setdefault(int(path.stem.split("-")[0]), {})
         for key, completion in json.loads(path.read_text()).items():
-            assert of_step.setdefault(key, completion) == completion, "ranks of one part do the same"
+            assert of_step.setdefault(key, completion) == completion, (
+                "ranks of one part do the same"
+            )
     return root / folder / "e" / "t", found
 
 
@@ -242,7 +293,15 @@ def on_one(root: Path, experts: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "layout"),
-    [("grpo", "t2"), ("ppo", "t2"), ("grpo", "p2"), ("ppo", "c2"), ("grpo", "d2e2"), ("ppo", "d2f2"), ("grpo", "d2f1")],
+    [
+        ("grpo", "t2"),
+        ("ppo", "t2"),
+        ("grpo", "p2"),
+        ("ppo", "c2"),
+        ("grpo", "d2e2"),
+        ("ppo", "d2f2"),
+        ("grpo", "d2f1"),
+    ],
 )
 def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
     root: Path, on_one: Any, experts: str, algorithm: str, layout: str
@@ -256,7 +315,9 @@ def test_new_weights_in_the_middle_whatever_the_layout_that_samples(
     assert found == expected and len(found) == 3
     for number, completions in found.items():
         for tokens, versions in completions.values():
-            assert versions == [max(0, number - 1)] * min(TOKEN, len(tokens)) + [number] * max(0, len(tokens) - TOKEN)
+            assert versions == [max(0, number - 1)] * min(TOKEN, len(tokens)) + [number] * max(
+                0, len(tokens) - TOKEN
+            )
     assert any(len(tokens) > TOKEN for tokens, _ in found[2].values())
     for ours, theirs in zip(timeless(several), timeless(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
@@ -278,5 +339,7 @@ def test_more_devices_than_cores_have_a_thread_each_at_least(root: Path) -> None
     assert code == 0 and command.none_left(), out
     told = [path.read_text() for path in (root / "threads").iterdir()]
     assert told == [str(max(1, cores // devices))] * devices
-    for ours, theirs in zip(timeless(root / several / "e" / "t"), timeless(root / one / "e" / "t"), strict=True):
+    for ours, theirs in zip(
+        timeless(root / several / "e" / "t"), timeless(root / one / "e" / "t"), strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)

@@ -31,7 +31,9 @@ def fixed(root: Path, folder: str) -> dict[str, Any]:
     return options(root, folder, recover_freq_steps=None, save_freq_steps=None, max_steps=STEPS)
 
 
-def on_rows(kind: type[RWConfig | DPOConfig | SFTConfig], rows: str, root: Path, folder: str) -> RunConfig:
+def on_rows(
+    kind: type[RWConfig | DPOConfig | SFTConfig], rows: str, root: Path, folder: str
+) -> RunConfig:
     config = kind(**fixed(root, folder))
     config.dataset.train_path, config.dataset.train_bs_n_seqs = str(root / rows), 4
     return config
@@ -39,7 +41,11 @@ def on_rows(kind: type[RWConfig | DPOConfig | SFTConfig], rows: str, root: Path,
 
 def gen(root: Path, folder: str) -> GenConfig:
     config = GenConfig(**fixed(root, folder))
-    config.dataset.path, config.dataset.train_bs_n_seqs, config.gen.max_new_tokens = str(root / "prompts.jsonl"), 4, 6
+    config.dataset.path, config.dataset.train_bs_n_seqs, config.gen.max_new_tokens = (
+        str(root / "prompts.jsonl"),
+        4,
+        6,
+    )
     return config
 
 
@@ -51,9 +57,12 @@ def online_dpo(root: Path, folder: str) -> OnlineDPOConfig:
 
 
 MAKE = {
-    "sft": partial(on_rows, SFTConfig, "sft.jsonl"), "rw": partial(on_rows, RWConfig, "pairs.jsonl"),
-    "dpo": partial(on_rows, DPOConfig, "pairs.jsonl"), "gen": gen, "online_dpo": online_dpo,
-}  # fmt: skip
+    "sft": partial(on_rows, SFTConfig, "sft.jsonl"),
+    "rw": partial(on_rows, RWConfig, "pairs.jsonl"),
+    "dpo": partial(on_rows, DPOConfig, "pairs.jsonl"),
+    "gen": gen,
+    "online_dpo": online_dpo,
+}
 ONE: dict[str, Path] = {}  # by algorithm, its run of one process
 
 
@@ -73,18 +82,27 @@ def tokens(directory: Path) -> list[Any]:
     for file in ("samples.jsonl", "generations.jsonl"):
         if (directory / file).is_file():
             found += [json.loads(line) for line in (directory / file).read_text().splitlines()]
-    return [(line["id"], line.get("prompt"), line.get("completion"), line.get("completions")) for line in found]
+    return [
+        (line["id"], line.get("prompt"), line.get("completion"), line.get("completions"))
+        for line in found
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("sft", {"model": "d2"}), ("sft", {"model": "t2"}), ("rw", {"model": "d2"}),
-        ("dpo", {"actor": "t2", "ref": "p2"}), ("gen", {"model": "d2"}), ("online_dpo", {"actor": "d2"}),
+        ("sft", {"model": "d2"}),
+        ("sft", {"model": "t2"}),
+        ("rw", {"model": "d2"}),
+        ("dpo", {"actor": "t2", "ref": "p2"}),
+        ("gen", {"model": "d2"}),
+        ("online_dpo", {"actor": "d2"}),
     ],
-)  # fmt: skip
-def test_the_numbers_and_tokens_of_one_process(root: Path, name: str, layouts: dict[str, str]) -> None:
+)
+def test_the_numbers_and_tokens_of_one_process(
+    root: Path, name: str, layouts: dict[str, str]
+) -> None:
     if name not in ONE:
         ONE[name] = made(root, name, f"{name}-one", {})
     found = made(root, name, f"{name}-{'-'.join(layouts.values())}", layouts)

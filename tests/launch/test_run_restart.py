@@ -1,4 +1,6 @@
-"""Real runs that are killed again and again end with the metrics and weights of the run that never was, bit for bit."""
+"""Real runs that are killed again and again end with the metrics and weights of the run that never
+was, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def timeless(path: Path) -> list[dict]:
     """Metrics without times, memory, and what the cache on disk already knew."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS}
+        {
+            k: v
+            for k, v in line.items()
+            if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS
+        }
         for line in lines
     ]
 
@@ -36,7 +42,16 @@ def root(tmp_path_factory) -> Path:
 def kill_again_and_again(root: Path, case: str, kills: int) -> None:
     expected = run(CASES[case](root, f"whole-{case}")).directory
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    words = [sys.executable, "-m", "tests.launch.killer", str(root), case, f"killed-{case}", str(kills), "7"]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.launch.killer",
+        str(root),
+        case,
+        f"killed-{case}",
+        str(kills),
+        "7",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) >= 2, "the run was over before it was killed"

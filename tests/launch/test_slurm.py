@@ -27,29 +27,71 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def request(run: Path, *command: str, **changes: object) -> Request:
-    base = Request("job", run, command, n_nodes=2, env={"GREETING": "good day, 'you'"}, module="tests.launch.on_nodes")
+    base = Request(
+        "job",
+        run,
+        command,
+        n_nodes=2,
+        env={"GREETING": "good day, 'you'"},
+        module="tests.launch.on_nodes",
+    )
     return replace(base, **changes)
 
 
 def test_a_script_is_shell_and_says_what_is_asked(tmp_path: Path) -> None:
     spec = SlurmSpec(
-        partition="gpu", account="us", qos="high", time="1-00:00:00", cpus_per_node=16, mem_per_node="64G", gpu_type="a100",
-        nodelist="n[1-2]", exclude="n3", constraint="fast&big", modules=["cuda/12"], setup=["source venv/bin/activate"],
-        sbatch=["--mail-type=END"], grace_s=60, python="/opt/py thon",
-    )  # fmt: skip
-    text = slurm.script(request(tmp_path / "e" / "t", "quickstart", "sft", "a='b c'", gpus_per_node=8, spec=spec))
+        partition="gpu",
+        account="us",
+        qos="high",
+        time="1-00:00:00",
+        cpus_per_node=16,
+        mem_per_node="64G",
+        gpu_type="a100",
+        nodelist="n[1-2]",
+        exclude="n3",
+        constraint="fast&big",
+        modules=["cuda/12"],
+        setup=["source venv/bin/activate"],
+        sbatch=["--mail-type=END"],
+        grace_s=60,
+        python="/opt/py thon",
+    )
+    text = slurm.script(
+        request(tmp_path / "e" / "t", "quickstart", "sft", "a='b c'", gpus_per_node=8, spec=spec)
+    )
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     lines = text.splitlines()
     directives = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
-    assert lines[1 : 1 + len(directives)] == [f"#SBATCH {d}" for d in directives], "sbatch stops at the first command"
+    assert lines[1 : 1 + len(directives)] == [f"#SBATCH {d}" for d in directives], (
+        "sbatch stops at the first command"
+    )
     assert directives == [
-        "--job-name=job", f"--chdir={Path.cwd()}", f"--output={tmp_path}/e/t/slurm/%j.log", "--open-mode=append",
-        "--export=ALL", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=16", "--mem=64G", "--gpus-per-node=a100:8",
-        "--partition=gpu", "--account=us", "--qos=high", "--time=1-00:00:00", "--signal=B:TERM@60", "--nodelist=n[1-2]",
-        "--exclude=n3", "--constraint=fast&big", "--mail-type=END",
-    ]  # fmt: skip
+        "--job-name=job",
+        f"--chdir={Path.cwd()}",
+        f"--output={tmp_path}/e/t/slurm/%j.log",
+        "--open-mode=append",
+        "--export=ALL",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=16",
+        "--mem=64G",
+        "--gpus-per-node=a100:8",
+        "--partition=gpu",
+        "--account=us",
+        "--qos=high",
+        "--time=1-00:00:00",
+        "--signal=B:TERM@60",
+        "--nodelist=n[1-2]",
+        "--exclude=n3",
+        "--constraint=fast&big",
+        "--mail-type=END",
+    ]
     there = [lines.index(line) for line in ("module load cuda/12", "source venv/bin/activate")]
-    assert there == sorted(there) and there[0] == 1 + len(directives) + 2 and lines.index("set -u") > there[1]
+    assert (
+        there == sorted(there)
+        and there[0] == 1 + len(directives) + 2
+        and lines.index("set -u") > there[1]
+    )
     assert "export GREETING='good day, '\"'\"'you'\"'\"''" in lines
     assert "'/opt/py thon' -m tests.launch.on_nodes quickstart sft 'a='\"'\"'b c'\"'\"''" in text
     assert "--num-gpus=8" in text
@@ -61,13 +103,16 @@ def test_containers(tmp_path: Path) -> None:
     text = slurm.script(request(run, spec=inside))
     options = (
         "'--container-image=nvcr.io#weft:1' "
-        f"--container-mounts={here}:{here},{tmp_path}:{tmp_path},/tmp:/tmp,/data:/data:ro --container-workdir={here}"
+        f"--container-mounts={here}:{here},{tmp_path}:{tmp_path},/tmp:/tmp,/data:/data:ro "
+        f"--container-workdir={here}"
     )
-    assert text.count(options) == 2 and "python3 -m tests.launch.on_nodes" in text and "apptainer" not in text
+    assert (
+        text.count(options) == 2
+        and "python3 -m tests.launch.on_nodes" in text
+        and "apptainer" not in text
+    )
     text = slurm.script(request(run, gpus_per_node=1, spec=SlurmSpec(container="/images/weft.sif")))
-    words = (
-        f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
-    )
+    words = f"apptainer exec --nv --bind {here}:{here} --bind {tmp_path}:{tmp_path} --bind /tmp:/tmp --pwd {here} /images"
     assert text.count(words) == 2 and "container-image" not in text
     assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
@@ -102,7 +147,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def on_cluster(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> SlurmCluster:
-    for name, value in {**cluster.env, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "HF_TOKEN": "hush"}.items():
+    for name, value in {
+        **cluster.env,
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "HF_TOKEN": "hush",
+    }.items():
         monkeypatch.setenv(name, value)
     return cluster
 
@@ -128,8 +177,15 @@ def left(job: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    asked = request(tmp_path / "e" / "t", "count", str(tmp_path / "out.json"), spec=SlurmSpec(join_timeout_s=120))
+def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(
+    on_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    asked = request(
+        tmp_path / "e" / "t",
+        "count",
+        str(tmp_path / "out.json"),
+        spec=SlurmSpec(join_timeout_s=120),
+    )
     job = slurm.submit(asked)
     with pytest.raises(ConfigError, match=f"job {job} of .* is already in the queue"):
         slurm.submit(asked)
@@ -143,8 +199,13 @@ def test_a_job_has_ray_on_both_nodes_and_leaves_nothing(on_cluster: SlurmCluster
     assert [f.text for f in failures(log_files(asked.run))] == []
     assert "hush" not in log + (asked.folder / "job.sh").read_text()
     assert {p.name for p in asked.folder.iterdir()} == {
-        "job.sh", "job.json", f"{job}.log", f"{job}-ray-0.log", f"{job}-ray-1.log", f"{job}-srun.txt"
-    }  # fmt: skip
+        "job.sh",
+        "job.json",
+        f"{job}.log",
+        f"{job}-ray-0.log",
+        f"{job}-ray-1.log",
+        f"{job}-srun.txt",
+    }
     assert left(job) == []
 
 
@@ -170,7 +231,9 @@ def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_nodes_that_do_not_join_in_time_end_the_job(
+    on_cluster: SlurmCluster, tmp_path: Path
+) -> None:
     """The second node's Ray never starts: its Python sleeps instead, so no timeout is long enough."""
     python = tmp_path / "python"
     python.write_text(
@@ -185,7 +248,9 @@ def test_nodes_that_do_not_join_in_time_end_the_job(on_cluster: SlurmCluster, tm
     job = slurm.submit(asked)
     until(lambda: slurm.running_job(asked.run) is None, 60, asked.folder)
     log = (asked.folder / f"{job}.log").read_text()
-    assert "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
+    assert (
+        "of 2 nodes have joined Ray after 1 s" in log and f"job {job} ends with exit code 1" in log
+    )
     assert not (tmp_path / "out.json").exists() and left(job) == []
 
 
@@ -193,15 +258,21 @@ def weft(folder: Path, *words: str) -> str:
     """What `weft quickstart WORDS` prints, run in the folder."""
     command = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environ)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=environ
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def on_two_nodes(folder: Path, *words: str) -> Path:
-    """The directory of a run that a job of two nodes has finished, submitted in the folder by the command line."""
+    """The directory of a run that a job of two nodes has finished, submitted in the folder by the
+    command line.
+    """
     run = folder / "runs" / "e" / "job"
-    job = weft(folder, *words, "trial_name=job", "mode=slurm", "n_nodes=2", "launch.env.GREETING=hello").split()[2]
+    job = weft(
+        folder, *words, "trial_name=job", "mode=slurm", "n_nodes=2", "launch.env.GREETING=hello"
+    ).split()[2]
     until(lambda: slurm.running_job(run) is None, 480, run / "slurm")
     log = (run / "slurm" / f"{job}.log").read_text()
     assert f"job {job} ends with exit code 0" in log, log
@@ -214,12 +285,20 @@ def on_two_nodes(folder: Path, *words: str) -> Path:
 def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
     on_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """Each node has a device. The actor samples on both, data-parallel, and is trained tensor-parallel across the nodes; the
-    critic, reward model and reference are on the second node, or on both."""
+    """Each node has a device.
+
+    The actor samples on both, data-parallel, and is trained tensor-parallel across the nodes; the
+    critic, reward model and reference are on the second node, or on both.
+    """
     prepare(tmp_path)
     words = ["ppo", "experiment_name=e", "device=cpu", "max_steps=3", "dataset.path=prompts.jsonl"]
     words += [f"{role}.path=model" for role in ("actor", "critic", "rew")]
-    words += ["dataset.train_bs_n_seqs=4", "ppo.gen.max_new_tokens=6", "ppo.ppo_n_minibatches=2", "ppo.value_norm=true"]
+    words += [
+        "dataset.train_bs_n_seqs=4",
+        "ppo.gen.max_new_tokens=6",
+        "ppo.ppo_n_minibatches=2",
+        "ppo.value_norm=true",
+    ]
     words += [
         "ppo.use_adaptive_kl_ctl=true",
         "ppo.ref_ema_eta=0.1",
@@ -243,4 +322,7 @@ def test_ppo_over_two_nodes_has_the_tokens_and_the_numbers_of_one_process(
 def sampled(run: Path) -> list[dict[str, object]]:
     """The completions of a run, without what rounding touches."""
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not isinstance(value, float)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not isinstance(value, float)}
+        for line in lines
+    ]

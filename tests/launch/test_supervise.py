@@ -1,4 +1,6 @@
-"""A run of several devices whose own process is ended: another goes on in its place, or one message says what was lost."""
+"""A run of several devices whose own process is ended: another goes on in its place, or one message
+says what was lost.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def root(tmp_path_factory) -> Path:
 
 
 def under_way(root: Path, folder: str, *more: str) -> tuple[Command, Path, int]:
-    """The run, which waits in its second reference call for `go_on`, and the process that drives it."""
+    """The run, which waits in its second reference call for `go_on`, and the process that drives
+    it.
+    """
     flag = root / f"{folder}-waits"
     hang = f"ref_inf.pre_hooks=[{{function: hang, args: {{step: 1, flag: {flag}}}}}]"
     command = Command(*words(root, folder, "max_steps=3", hang, *more), cwd=root)
@@ -56,7 +60,9 @@ def test_another_process_goes_on_and_the_numbers_stay(root):
     log = (run / "log.txt").read_text()
     lost = next(line for line in log.splitlines() if "was ended by SIGKILL in " in line)
     assert f"the run's process {child} on " in lost and "call 'ref_inf' of role 'ref'" in lost
-    assert "going on with another process (restart 1 of 3)" in log and "resuming after step 1" in log
+    assert (
+        "going on with another process (restart 1 of 3)" in log and "resuming after step 1" in log
+    )
     assert timeless(run) == timeless(root / "plain" / "e" / "t")
 
 
@@ -67,7 +73,10 @@ def test_without_recovery_one_message_says_what_was_lost(root):
     code, out = command.end(SECONDS)
     told = [line for line in out.splitlines() if line.startswith("error")]
     assert code == 1 and len(told) == 1 and "Traceback" not in out and command.none_left(5), out
-    assert f"process {child} on " in told[0] and "call 'ref_inf' of role 'ref' (firing 1, device 1 (" in told[0]
+    assert (
+        f"process {child} on " in told[0]
+        and "call 'ref_inf' of role 'ref' (firing 1, device 1 (" in told[0]
+    )
     assert status_of(run) == "failed" and told[0] in (run / "log.txt").read_text()
 
 
@@ -79,8 +88,15 @@ def test_a_signal_to_the_command_comes_to_the_run_once(root, number, code):
     command.says("finishing step 2, then stopping")
     go_on(root, f"asked{code}")
     ended, out = command.end(SECONDS)
-    assert ended == code and "after step 2" in out and "stopped at once" not in out and command.none_left(20), out
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and status_of(run) == "stopped"
+    assert (
+        ended == code
+        and "after step 2" in out
+        and "stopped at once" not in out
+        and command.none_left(20)
+    ), out
+    assert (
+        len((run / "metrics.jsonl").read_text().splitlines()) == 2 and status_of(run) == "stopped"
+    )
 
 
 @pytest.mark.slow
@@ -102,10 +118,10 @@ def test_what_one_process_computes_is_not_supervised(root):
 
 def test_a_child_is_gone_though_what_it_left_holds_its_pipe():
     ours, its = os.pipe()
-    left = (
-        f"import os; os.write({its}, b'one\\ntwo\\n'); print(os.fork() and os._exit(0) or __import__('time').sleep(60))"
+    left = f"import os; os.write({its}, b'one\\ntwo\\n'); print(os.fork() and os._exit(0) or __import__('time').sleep(60))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", left], pass_fds=[its], stdout=subprocess.DEVNULL, process_group=0
     )
-    child = subprocess.Popen([sys.executable, "-c", left], pass_fds=[its], stdout=subprocess.DEVNULL, process_group=0)
     os.close(its)
     try:
         assert list(_told_by(child, ours)) == [b"one", b"two"] and child.returncode == 0
@@ -126,7 +142,9 @@ def test_ctrl_z_stops_the_run_and_fg_lets_it_go_on(tmp_path):
         "    print(made._child.pid, flush=True)\n"
         "    made._child.wait()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, process_group=0) as own:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, process_group=0
+    ) as own:
         assert own.stdout is not None
         child = int(own.stdout.readline())
         own.send_signal(signal.SIGTSTP)
@@ -139,6 +157,8 @@ def test_ctrl_z_stops_the_run_and_fg_lets_it_go_on(tmp_path):
 
 def states_become(pids, state: str) -> None:
     end = time.monotonic() + 30
-    while [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids] != [state] * len(pids):
+    while [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids] != [
+        state
+    ] * len(pids):
         assert time.monotonic() < end, f"not all of them are {state}"
         time.sleep(0.01)

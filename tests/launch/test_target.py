@@ -43,14 +43,22 @@ def test_this_machine_where_nothing_else_is_named(folder: Path) -> None:
 
 def test_a_gpu_that_is_named_need_not_be_here(folder: Path) -> None:
     named = Target.of(experiment(folder, gpu="NVIDIA H100 80GB"), "local")
-    assert named.device.type == "cuda" and named.usable == (79.1 - fits.TAKEN) * GIB and "H100" in named.said
-    assert Target.of(experiment(folder, gpu="H100", device="cpu"), "local").device.type == "cpu", "device=cpu counts"
+    assert (
+        named.device.type == "cuda"
+        and named.usable == (79.1 - fits.TAKEN) * GIB
+        and "H100" in named.said
+    )
+    assert Target.of(experiment(folder, gpu="H100", device="cpu"), "local").device.type == "cpu", (
+        "device=cpu counts"
+    )
     assert memory_of("T4") == pytest.approx(0.97 * 16 - fits.TAKEN)
     with pytest.raises(ConfigError, match="Voodoo"):
         Target.of(experiment(folder, gpu="Voodoo"), "local")
 
 
-def test_without_a_name_every_size_that_is_sold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_name_every_size_that_is_sold(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     sizes = Target.of(experiment(folder, device="cuda", layout="d2"), "local").among()
     assert [target.name for target in sizes] == [f"GPU of {gb} GB" for gb, _ in fits.GPUS]
@@ -61,4 +69,7 @@ def test_the_verdict(folder: Path) -> None:
     named = Target.of(experiment(folder, gpu="H100"), "local")
     assert named.verdict(7.04 * GIB) == "fits: the device needs about 7.04 GiB of 77.60 GiB: H100"
     many = replace(named, count=8)
-    assert many.verdict(80 * GIB) == "does NOT fit: each of 8 devices needs about 80.00 GiB of 77.60 GiB: H100"
+    assert (
+        many.verdict(80 * GIB)
+        == "does NOT fit: each of 8 devices needs about 80.00 GiB of 77.60 GiB: H100"
+    )

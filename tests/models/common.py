@@ -23,7 +23,12 @@ def tiny_config(name: str = "llama", **changes: Any) -> TransformerConfig:
 
 
 def tiny(
-    name: str = "llama", head: Head = "lm", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+    name: str = "llama",
+    head: Head = "lm",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> Transformer:
     """A network with random values in every parameter, norms and biases included."""
     network = hf_io.init_random(tiny_config(name, **changes), head, seed=seed, dtype=dtype)
@@ -35,7 +40,12 @@ def tiny(
 
 
 def adapted(
-    name: str = "llama", head: Head = "lm", *, targets: tuple[str, ...] = (), dropout: float = 0.0, **changes: Any
+    name: str = "llama",
+    head: Head = "lm",
+    *,
+    targets: tuple[str, ...] = (),
+    dropout: float = 0.0,
+    **changes: Any,
 ) -> Transformer:
     """A network whose adapters are not zero."""
     network = tiny(name, head, **changes)
@@ -56,12 +66,19 @@ def logits(network: Transformer, row: Tensor) -> Tensor:
 def roundings(network: Transformer, tokens: int) -> int:
     """The most that one number meets on its way through all blocks, for `tests.bounds`.
 
-    A block adds up `hidden` products in two norms, in q, k, v and in gate and up; as many in its scores as heads are wide (at
-    most `hidden`); `tokens` in the softmax, in what it weighs and, on the way back, in a parameter's gradient; the heads' width
-    together in o and `inner` in down; some 10 more in the exponentials and the activation.
+    A block adds up `hidden` products in two norms, in q, k, v and in gate and up; as many in its
+    scores as heads are wide (at most `hidden`); `tokens` in the softmax, in what it weighs and, on
+    the way back, in a parameter's gradient; the heads' width together in o and `inner` in down;
+    some 10 more in the exponentials and the activation.
     """
     config = network.config
-    block = 5 * config.hidden_size + config.num_heads * config.head_dim + config.intermediate_size + 3 * tokens + 10
+    block = (
+        5 * config.hidden_size
+        + config.num_heads * config.head_dim
+        + config.intermediate_size
+        + 3 * tokens
+        + 10
+    )
     return config.num_layers * block
 
 

@@ -42,17 +42,30 @@ def swap(key: Key) -> Key:
 
 BROKEN: dict[str, tuple[Family, type[Exception], str]] = {
     "epsilon": (reading(lambda c: replace(c, norm_eps=1e-2)), AssertionError, "config|logits"),
-    "activation": (reading(lambda c: replace(c, activation="gelu")), AssertionError, "config|logits"),
+    "activation": (
+        reading(lambda c: replace(c, activation="gelu")),
+        AssertionError,
+        "config|logits",
+    ),
     "scale": (reading(lambda c: replace(c, attention_scale=0.3)), AssertionError, "logits"),
     "gate and up swapped": (with_keys(swap), AssertionError, "logits"),
-    "a missing key": (replace(LLAMA, keys=lambda c: LLAMA.keys(c)[:-1]), CheckpointError, "post_attention_layernorm"),
+    "a missing key": (
+        replace(LLAMA, keys=lambda c: LLAMA.keys(c)[:-1]),
+        CheckpointError,
+        "post_attention_layernorm",
+    ),
     "a key of no part": (
         with_keys(lambda k: replace(k, part="body") if "norm" in k.name else k),
         AssertionError,
         "parts",
     ),  # type: ignore[arg-type]
     "a value lost on writing": (
-        replace(LLAMA, write_config=lambda c: {k: v for k, v in LLAMA.write_config(c).items() if k != "rms_norm_eps"}),
+        replace(
+            LLAMA,
+            write_config=lambda c: {
+                k: v for k, v in LLAMA.write_config(c).items() if k != "rms_norm_eps"
+            },
+        ),
         AssertionError,
         "configuration",
     ),
@@ -76,7 +89,11 @@ def test_an_unregistered_family_is_told_so() -> None:
 def test_the_page_on_families_lists_every_field_and_helper(repo: Path) -> None:
     page = (repo / "docs" / "new-family.md").read_text()
     listed = set(re.findall(r"`(\w+)[`(]", page))
-    helpers = {name for name, thing in vars(common).items() if getattr(thing, "__module__", "") == common.__name__}
+    helpers = {
+        name
+        for name, thing in vars(common).items()
+        if getattr(thing, "__module__", "") == common.__name__
+    }
     wanted = {spec.name for cls in (Family, TransformerConfig) for spec in fields(cls)}
     assert wanted | {name for name in helpers if not name.startswith("_")} <= listed
 
@@ -84,5 +101,8 @@ def test_the_page_on_families_lists_every_field_and_helper(repo: Path) -> None:
 def test_a_good_family_says_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
     check_family(LLAMA)
     said = capsys.readouterr().out
-    assert said.startswith("check_family(llama), a random model of ") and "the gradient of every parameter" in said
+    assert (
+        said.startswith("check_family(llama), a random model of ")
+        and "the gradient of every parameter" in said
+    )
     assert said.endswith("scores of a classifier that either saved\n")

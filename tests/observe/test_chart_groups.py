@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from weft.observe import chart_groups
-from weft.observe.chart_groups import Curves, Grouped, grouped, moves, node_of, same, without_repeats
+from weft.observe.chart_groups import (
+    Curves,
+    Grouped,
+    grouped,
+    moves,
+    node_of,
+    same,
+    without_repeats,
+)
 from weft.observe.metrics import rank
 
 
@@ -24,14 +32,22 @@ def groups(columns: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
 def test_one_measure_of_several_nodes_is_one_chart_but_a_loss_is_each_nodes_own() -> None:
     found = groups(
         {
-            "actor_train/grad_norm": [1, 2], "critic_train/grad_norm": [2, 3], "actor_train/loss": [0, 1],
-            "critic_train/loss": [5, 6], "time/gen": [1, 1], "time/train": [2, 2], "peak_memory_gb": [1, 1],
+            "actor_train/grad_norm": [1, 2],
+            "critic_train/grad_norm": [2, 3],
+            "actor_train/loss": [0, 1],
+            "critic_train/loss": [5, 6],
+            "time/gen": [1, 1],
+            "time/train": [2, 2],
+            "peak_memory_gb": [1, 1],
         }
-    )  # fmt: skip
+    )
     assert found == {
         "loss of actor_train": ["actor_train/loss"],
         "loss of critic_train": ["critic_train/loss"],
-        "grad_norm of actor_train, critic_train": ["actor_train/grad_norm", "critic_train/grad_norm"],
+        "grad_norm of actor_train, critic_train": [
+            "actor_train/grad_norm",
+            "critic_train/grad_norm",
+        ],
         "seconds by call of run": ["time/gen", "time/train"],
         "peak_memory_gb of run": ["peak_memory_gb"],
     }
@@ -40,10 +56,13 @@ def test_one_measure_of_several_nodes_is_one_chart_but_a_loss_is_each_nodes_own(
 def test_repeats_are_left_out() -> None:
     found = groups(
         {
-            "rew_inf/reward": [1, 2], "advantages/reward": [1, 2], "actor_train/loss": [0.5, 0.25],
-            "actor_train/policy_loss": [0.5, 0.25 + 1e-9], "reward/reward/mine": [3, 4],
+            "rew_inf/reward": [1, 2],
+            "advantages/reward": [1, 2],
+            "actor_train/loss": [0.5, 0.25],
+            "actor_train/policy_loss": [0.5, 0.25 + 1e-9],
+            "reward/reward/mine": [3, 4],
         }
-    )  # fmt: skip
+    )
     assert found == {
         "reward of rew_inf": ["rew_inf/reward"],
         "loss of actor_train": ["actor_train/loss"],
@@ -59,10 +78,16 @@ def test_constants_are_no_repeats_of_each_other() -> None:
 def test_evaluation_pairs_and_largest_values_join_what_they_belong_to() -> None:
     found = groups(
         {
-            "train/loss": [2, 1], "eval/a/loss": [3, 2], "eval/loss": [4, 3], "t/rewards/chosen": [1, 2],
-            "t/rewards/rejected": [0, 1], "eval/rewards/chosen": [2, 5], "g/length": [1, 2], "g/length_max": [2, 3],
+            "train/loss": [2, 1],
+            "eval/a/loss": [3, 2],
+            "eval/loss": [4, 3],
+            "t/rewards/chosen": [1, 2],
+            "t/rewards/rejected": [0, 1],
+            "eval/rewards/chosen": [2, 5],
+            "g/length": [1, 2],
+            "g/length_max": [2, 3],
         }
-    )  # fmt: skip
+    )
     assert found["loss of train, eval"] == ["train/loss", "eval/loss", "eval/a/loss"]
     assert found["rewards/chosen|rejected of t, eval"] == [
         "t/rewards/chosen",
@@ -81,7 +106,9 @@ def test_repeats_among_many_curves_are_the_ones_that_comparing_all_pairs_finds()
     steps = [float(step) for step in range(30)]
     series = {f"node{number % 3}/m{number}": walk(number) for number in range(120)}
     for number in range(0, 120, 5):  # the same within 1e-6, of the same node, and of another
-        jittered = [value * (1 + 0.9e-6 * (-1) ** place) for place, value in enumerate(walk(number))]
+        jittered = [
+            value * (1 + 0.9e-6 * (-1) ** place) for place, value in enumerate(walk(number))
+        ]
         series[f"node{number % 3}/same{number}"] = jittered
         series[f"other/own{number}"] = jittered
         series[f"node{number % 3}/near{number}"] = [value * (1 + 3e-6) for value in walk(number)]
@@ -91,11 +118,17 @@ def test_repeats_among_many_curves_are_the_ones_that_comparing_all_pairs_finds()
 
     kept: list[str] = []  # the rule as it is written down
     for name in sorted(series, key=_rank):
-        alike = (other for other in kept if node_of(other) == node_of(name) and same(curves[name], curves[other]))
+        alike = (
+            other
+            for other in kept
+            if node_of(other) == node_of(name) and same(curves[name], curves[other])
+        )
         if not (moves(series[name]) and any(alike)):
             kept.append(name)
     groups = [Grouped(name, [node_of(name)], [name]) for name in series]
-    found = [name for group in without_repeats(groups, curves.__getitem__, _rank) for name in group.names]
+    found = [
+        name for group in without_repeats(groups, curves.__getitem__, _rank) for name in group.names
+    ]
     assert found == kept and len(series) - len(kept) == 24
 
 
@@ -113,7 +146,10 @@ def test_numbers_that_count_as_the_same_are_found_at_the_edges_of_bins() -> None
         curves.add("a", (x, [value, value, 0.0]), 7)
         wanted = [7] if same((x, [value, value, 0.0]), (x, [other, value, 0.0])) else []
         assert curves.like("a", (x, [other, value, 0.0])) == wanted
-        assert curves.like("b", (x, [value, value, 0.0])) == [] and curves.like("a", (x, [value, -value, 0.0])) == []
+        assert (
+            curves.like("b", (x, [value, value, 0.0])) == []
+            and curves.like("a", (x, [value, -value, 0.0])) == []
+        )
 
 
 def test_a_thousand_curves_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +163,9 @@ def test_a_thousand_curves_are_not_compared_each_with_each(monkeypatch: pytest.M
     monkeypatch.setattr(chart_groups, "same", counted)
     names = [f"node{number % 5}/m{number}" for number in range(1000)]
     names += [f"eval/x{number}/y{number}" for number in range(300)]
-    curves = {name: ([float(step) for step in range(30)], walk(number)) for number, name in enumerate(names)}
+    curves = {
+        name: ([float(step) for step in range(30)], walk(number))
+        for number, name in enumerate(names)
+    }
     assert len(without_repeats(grouped(names), curves.__getitem__, rank)) == 1300
     assert compared < 100, "curves with other values in the middle are not even looked at"

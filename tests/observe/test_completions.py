@@ -16,11 +16,21 @@ def of(*rows: dict[str, Any], lines: tuple[dict[str, Any], ...] = ()) -> RunFile
 
 def group(step: int, count: int = 3) -> list[dict[str, Any]]:
     return [
-        {"step": step, "id": "7", "k": k, "prompt": "why?", "completion": f"because {k}", "reward": float(k), "answer": "so",
-         "tokens": ["because", f" {k}"], "logprobs": [-0.5, -1.5], "advantage": k - 1.0,
-         "finish_reason": "length" if k else "stop"}
+        {
+            "step": step,
+            "id": "7",
+            "k": k,
+            "prompt": "why?",
+            "completion": f"because {k}",
+            "reward": float(k),
+            "answer": "so",
+            "tokens": ["because", f" {k}"],
+            "logprobs": [-0.5, -1.5],
+            "advantage": k - 1.0,
+            "finish_reason": "length" if k else "stop",
+        }
         for k in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
@@ -38,20 +48,38 @@ def test_a_group_stands_side_by_side_with_all_that_is_known() -> None:
         assert part in page.text, part
     assert "advantage -1" in page.text and "log-prob per token -1" in page.text
     assert [one["advantages"] for one in tokens] == [[-1.0] * 2, [0.0] * 2, [1.0] * 2]
-    assert [attrs["data-tokens"] for _, attrs in page.tags if "data-tokens" in attrs] == ["0", "1", "2"]
+    assert [attrs["data-tokens"] for _, attrs in page.tags if "data-tokens" in attrs] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_a_tab_carries_the_mean_of_the_batch_and_not_of_what_is_shown() -> None:
     html, _ = completions(
-        of(*group(1), *group(2), lines=({"step": 1, "r/reward": 0.25}, {"step": 2, "r/reward": 0.75}))
+        of(
+            *group(1),
+            *group(2),
+            lines=({"step": 1, "r/reward": 0.25}, {"step": 2, "r/reward": 0.75}),
+        )
     )
     tabs = [text for text in Page(html).words if text.startswith("batch")]
-    assert tabs == ["batch reward 0.25", "batch reward 0.75"] * 2, "in the tabs, and above the panels"
+    assert tabs == ["batch reward 0.25", "batch reward 0.75"] * 2, (
+        "in the tabs, and above the panels"
+    )
 
 
 def test_a_pair_says_which_is_which() -> None:
     rows = [
-        {"step": 1, "id": "1", "k": k, "prompt": "p", "completion": f"c{k}", "rank": 1 - k, "score": score}
+        {
+            "step": 1,
+            "id": "1",
+            "k": k,
+            "prompt": "p",
+            "completion": f"c{k}",
+            "rank": 1 - k,
+            "score": score,
+        }
         for k, score in ((0, 0.5), (1, 0.75))
     ]
     run = of(*rows)
@@ -63,16 +91,30 @@ def test_a_pair_says_which_is_which() -> None:
 
 
 def test_rows_that_were_trained_on_mark_what_counts() -> None:
-    row = {"step": 1, "id": "1", "k": 0, "prompt": "", "completion": "a b", "tokens": ["a", " b"], "logprobs": [-1.0, -2.0],
-           "trained": [0, 1], "loss": 2.0}  # fmt: skip
+    row = {
+        "step": 1,
+        "id": "1",
+        "k": 0,
+        "prompt": "",
+        "completion": "a b",
+        "tokens": ["a", " b"],
+        "logprobs": [-1.0, -2.0],
+        "trained": [0, 1],
+        "loss": 2.0,
+    }
     html, tokens = completions(of(row))
     assert heading(of(row)) == "Rows of the dataset" and tokens[0]["trained"] == [0, 1]
-    assert "loss 2" in Page(html).text and "prompt" not in [attrs.get("aria-label") for _, attrs in Page(html).tags]
+    assert "loss 2" in Page(html).text and "prompt" not in [
+        attrs.get("aria-label") for _, attrs in Page(html).tags
+    ]
 
 
 def test_rows_of_few_keys_are_enough_and_odd_ones_do_no_harm() -> None:
     html, tokens = completions(
-        of({"step": 1}, {"step": 2, "completion": "c", "tokens": ["c"], "logprobs": ["x"], "rank": "y"})
+        of(
+            {"step": 1},
+            {"step": 2, "completion": "c", "tokens": ["c"], "logprobs": ["x"], "rank": "y"},
+        )
     )
     assert "(empty)" in Page(html).text and tokens == [{"t": ["c"]}]
 

@@ -1,4 +1,6 @@
-"""How a run was set up: what started it, what differs from the defaults, everything else behind a click."""
+"""How a run was set up: what started it, what differs from the defaults, everything else behind a
+click.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,15 @@ from weft.observe.run_files import RunFiles
 from weft.options import to_mapping
 
 START = {
-    "time": 1.7e9, "step": 0, "command": ["weft", "quickstart", "sft", "a=b c"], "folder": "/work", "host": "a-host",
-    "hardware": "cpu", "commit": "abc123+", "versions": {"weft": "0.1.0", "torch": "2.13"},
-}  # fmt: skip
+    "time": 1.7e9,
+    "step": 0,
+    "command": ["weft", "quickstart", "sft", "a=b c"],
+    "folder": "/work",
+    "host": "a-host",
+    "hardware": "cpu",
+    "commit": "abc123+",
+    "versions": {"weft": "0.1.0", "torch": "2.13"},
+}
 
 
 def run(record: dict[str, Any] | None = None, **options: Any) -> RunFiles:
@@ -30,9 +38,15 @@ def test_what_differs_from_the_defaults_comes_first() -> None:
         and found["model.optimizer.lr"][0] == 0.5
         and found["dataset.train_path"] == ("rows.jsonl", None)
     )
-    assert set(found) == {"model.optimizer.lr", "dataset.train_path"}, "the run's own names are no difference"
+    assert set(found) == {"model.optimizer.lr", "dataset.train_path"}, (
+        "the run's own names are no difference"
+    )
     page = Page(configuration(run()))
-    assert page.text.index("Not the defaults of sft") < page.text.index("All options") < page.text.index("weight_decay")
+    assert (
+        page.text.index("Not the defaults of sft")
+        < page.text.index("All options")
+        < page.text.index("weight_decay")
+    )
     assert "show unset" in page.text
 
 
@@ -40,7 +54,11 @@ def test_options_of_an_unknown_kind_are_all_shown() -> None:
     strange = RunFiles(Path("run"), config={"mine": {"a": 1}})
     assert changed(strange) is None and algorithm(strange) is None
     page = Page(configuration(strange))
-    assert "Not the defaults" not in page.text and "All options" not in page.text and "mine" in page.text
+    assert (
+        "Not the defaults" not in page.text
+        and "All options" not in page.text
+        and "mine" in page.text
+    )
 
 
 def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
@@ -51,7 +69,13 @@ def test_a_report_runs_no_code_of_a_run(tmp_path: Path) -> None:
 def test_what_started_it_is_told() -> None:
     earlier = START | {"time": 1.6e9, "step": 0}
     page = Page(started(run({"starts": [earlier, START | {"step": 7}]})))
-    for part in ("weft quickstart sft 'a=b c'", "abc123 with changes", "a-host", "weft 0.1.0, torch 2.13", "at step 0"):
+    for part in (
+        "weft quickstart sft 'a=b c'",
+        "abc123 with changes",
+        "a-host",
+        "weft 0.1.0, torch 2.13",
+        "at step 0",
+    ):
         assert part in page.text, part
     for broken in ({}, {"starts": 3}, {"starts": ["x", None]}, {"starts": [{}]}):
         Page(started(run(broken)))

@@ -14,9 +14,15 @@ def test_the_list_has_a_row_for_each_run_with_values_to_sort_by(tmp_path: Path) 
     for name in ("one", "two"):
         write_run(tmp_path / "exp" / name)
     page = Page(Dashboard(tmp_path).answer("", {}).body)
-    links = [attrs["href"] for tag, attrs in page.tags if tag == "a" and (attrs.get("href") or "").startswith("run?")]
+    links = [
+        attrs["href"]
+        for tag, attrs in page.tags
+        if tag == "a" and (attrs.get("href") or "").startswith("run?")
+    ]
     assert sorted(map(str, links)) == ["run?name=exp%2Fone", "run?name=exp%2Ftwo"]
-    assert page.text.count("finished") == 2 and "12 of 12" in page.text and "reward 1.05" in page.text
+    assert (
+        page.text.count("finished") == 2 and "12 of 12" in page.text and "reward 1.05" in page.text
+    )
     assert [attrs["value"] for tag, attrs in page.tags if attrs.get("name") == "run"] != []
 
 
@@ -29,7 +35,10 @@ def test_pages_are_new_when_their_run_has_gone_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "exp" / "one")
     for page, query in (("", {}), ("run", {"name": ["exp/one"]})):
         first = board.answer(page, query)
-        assert first.status == 200 and f'data-live="{first.tag.replace(chr(34), "&quot;")}"' in first.body
+        assert (
+            first.status == 200
+            and f'data-live="{first.tag.replace(chr(34), "&quot;")}"' in first.body
+        )
         assert board.answer(page, query, first.tag).status == 304
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"step": 99, "reward/reward": 3.0}\n')
@@ -65,14 +74,30 @@ def test_more_runs_than_colours_are_refused_in_words(tmp_path: Path) -> None:
 
 
 def test_sizes_and_ages_read_well() -> None:
-    assert [size(n) for n in (12, 1500, 4_400_000, 23 * 10**9)] == ["12 B", "1.5 kB", "4.4 MB", "23 GB"]
-    assert [age(s) for s in (3.0, 130, 7300, 100_000, 200_000)] == ["3 s", "2 min", "2 h", "1 day", "2 days"]
+    assert [size(n) for n in (12, 1500, 4_400_000, 23 * 10**9)] == [
+        "12 B",
+        "1.5 kB",
+        "4.4 MB",
+        "23 GB",
+    ]
+    assert [age(s) for s in (3.0, 130, 7300, 100_000, 200_000)] == [
+        "3 s",
+        "2 min",
+        "2 h",
+        "1 day",
+        "2 days",
+    ]
 
 
 def test_a_run_in_which_something_is_out_of_range_is_told_apart(tmp_path: Path) -> None:
     rows = [line(step) | {"actor_train/kl": 4.0} for step in range(1, 13)]
-    write_run(tmp_path / "exp" / "bad", metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows))
+    write_run(
+        tmp_path / "exp" / "bad", metrics__jsonl="".join(json.dumps(row) + "\n" for row in rows)
+    )
     write_run(tmp_path / "exp" / "good")
     page = Page(Dashboard(tmp_path).answer("", {}).body)
-    assert page.text.count("KL 4 nats per token (usual: at most 1)") == 1 and page.text.count("finished !") == 1
+    assert (
+        page.text.count("KL 4 nats per token (usual: at most 1)") == 1
+        and page.text.count("finished !") == 1
+    )
     assert "KL 4 nats" in Page(Dashboard(tmp_path).answer("run", {"name": ["exp/bad"]}).body).text

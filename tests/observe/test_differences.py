@@ -29,7 +29,10 @@ def test_options_of_another_algorithm_count_where_they_are_set() -> None:
 
 
 def test_the_same_option_of_two_algorithms_is_one() -> None:
-    one, other = files({"ppo": {"gen": {"max_new_tokens": 4}}}), files({"grpo": {"gen": {"max_new_tokens": 4}}})
+    one, other = (
+        files({"ppo": {"gen": {"max_new_tokens": 4}}}),
+        files({"grpo": {"gen": {"max_new_tokens": 4}}}),
+    )
     assert differing([one, other]) == {"algorithm": ["ppo", "grpo"]}
     longer = files({"grpo": {"gen": {"max_new_tokens": 8}}})
     assert differing([one, longer])["grpo|ppo.gen.max_new_tokens"] == [4, 8]
@@ -43,8 +46,18 @@ def test_what_weft_chose_is_no_difference_until_somebody_sets_it() -> None:
         files({"dataset": {"max_seqlen": 9}}, "dataset.max_seqlen"),
     ):
         assert differing([chosen, other]) == {}
-    assert differing([chosen, files({"dataset": {"max_seqlen": 9}})]) == {"dataset.max_seqlen": [64, 9]}
-    assert differing([files({"rew": {"backend": "torch"}}, "rew.backend"), files({"rew": {"backend": "auto"}})]) == {}
+    assert differing([chosen, files({"dataset": {"max_seqlen": 9}})]) == {
+        "dataset.max_seqlen": [64, 9]
+    }
+    assert (
+        differing(
+            [
+                files({"rew": {"backend": "torch"}}, "rew.backend"),
+                files({"rew": {"backend": "auto"}}),
+            ]
+        )
+        == {}
+    )
 
 
 @pytest.mark.parametrize(

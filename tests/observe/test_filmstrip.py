@@ -12,14 +12,37 @@ from weft.observe.report import build_report
 
 
 def row(step: int, id: str, said: str, **more: Any) -> dict[str, Any]:
-    return {"step": step, "id": id, "prompt": f"p{id}", "completion": said, "tokens": 3, "finish_reason": "stop"} | more
+    return {
+        "step": step,
+        "id": id,
+        "prompt": f"p{id}",
+        "completion": said,
+        "tokens": 3,
+        "finish_reason": "stop",
+    } | more
 
 
 def test_each_prompt_has_a_strip_of_its_answers_by_step() -> None:
     rows = [row(step, id, f"a{step}{id}") for step in (0, 10, 20) for id in "01"]
     page = Page(filmstrip(rows))
     assert page.text.partition("p0")[2].split("p1")[0].split() == (
-        ["Step", "0", "a00", "3", "tokens", "Step", "10", "a100", "3", "tokens", "Step", "20", "a200", "3", "tokens"]
+        [
+            "Step",
+            "0",
+            "a00",
+            "3",
+            "tokens",
+            "Step",
+            "10",
+            "a100",
+            "3",
+            "tokens",
+            "Step",
+            "20",
+            "a200",
+            "3",
+            "tokens",
+        ]
     )
     assert filmstrip([]) == ""
 
@@ -39,7 +62,10 @@ def test_many_prompts_are_counted(tmp_path: Path) -> None:
 
 def test_the_report_shows_them_whatever_they_hold(tmp_path: Path) -> None:
     rows = [row(0, EVIL, EVIL, prompt=EVIL), {"step": "x"}, row(3, EVIL, "fine", prompt=EVIL)]
-    run = write_run(tmp_path / "run", **{"eval_prompts__jsonl": "".join(json.dumps(each) + "\n" for each in rows)})
+    run = write_run(
+        tmp_path / "run",
+        **{"eval_prompts__jsonl": "".join(json.dumps(each) + "\n" for each in rows)},
+    )
     page = Page(build_report(run).read_text())
     assert page.sections()[1:3] == ["curves", "filmstrip"] and "fine" in page.text
     assert not any("onerror" in attrs for _, attrs in page.tags)

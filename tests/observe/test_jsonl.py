@@ -16,7 +16,15 @@ from weft.observe.jsonl import StepFile, plain, read_rows
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "metrics.jsonl")
-    file.append({"step": 1, "nan": math.nan, "inf": -math.inf, "deep": [{"x": np.float32("nan")}], "loss": 0.5})
+    file.append(
+        {
+            "step": 1,
+            "nan": math.nan,
+            "inf": -math.inf,
+            "deep": [{"x": np.float32("nan")}],
+            "loss": 0.5,
+        }
+    )
     text = file.path.read_text()
     assert text == '{"step": 1, "nan": null, "inf": null, "deep": [{"x": null}], "loss": 0.5}\n'
     json.loads(text, parse_constant=lambda name: pytest.fail(f"bare {name}"))
@@ -25,7 +33,16 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 def test_numpy_and_array_numbers_become_plain() -> None:
     import torch
 
-    values = plain({"a": np.int64(3), "b": np.float64(0.25), "c": torch.tensor(2.0), "d": True, "e": "x", "f": None})
+    values = plain(
+        {
+            "a": np.int64(3),
+            "b": np.float64(0.25),
+            "c": torch.tensor(2.0),
+            "d": True,
+            "e": "x",
+            "f": None,
+        }
+    )
     assert values == {"a": 3, "b": 0.25, "c": 2.0, "d": True, "e": "x", "f": None}
     assert isinstance(values["a"], int) and values["d"] is True
 
@@ -41,7 +58,9 @@ def test_truncation_keeps_the_lines_up_to_the_cut_byte_for_byte(tmp_path: Path) 
     assert [row["step"] for row in file.rows()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', '{"step": 3}', "\x00\x00", "[1]\n", "null\n", '{"loss": 1}\n'])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "lo', '{"step": 3}', "\x00\x00", "[1]\n", "null\n", '{"loss": 1}\n']
+)
 def test_truncation_drops_a_torn_or_foreign_last_line(tmp_path: Path, torn: str) -> None:
     file = StepFile(tmp_path / "metrics.jsonl")
     file.extend([{"step": 1}, {"step": 2}])

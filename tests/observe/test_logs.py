@@ -24,17 +24,38 @@ def write(path: Path, text: str, when: float) -> Path:
 
 
 def test_files_in_order(tmp_path: Path) -> None:
-    for name in ("log.txt", "logs/worker-10.log", "logs/worker-2.log", "logs/reward.log", "slurm/12.log", "slurm/9.log",
-                 "slurm/9-ray-0.log", "slurm/job.sh", "metrics.jsonl"):  # fmt: skip
+    for name in (
+        "log.txt",
+        "logs/worker-10.log",
+        "logs/worker-2.log",
+        "logs/reward.log",
+        "slurm/12.log",
+        "slurm/9.log",
+        "slurm/9-ray-0.log",
+        "slurm/job.sh",
+        "metrics.jsonl",
+    ):
         write(tmp_path / name, "", 1)
     names = [file.name for file in log_files(tmp_path)]
-    assert names == ["run", "worker-2", "worker-10", "reward", "slurm/9-ray-0", "slurm/9", "slurm/12"]
+    assert names == [
+        "run",
+        "worker-2",
+        "worker-10",
+        "reward",
+        "slurm/9-ray-0",
+        "slurm/9",
+        "slurm/12",
+    ]
     assert [file.worker for file in log_files(tmp_path)] == [None, 2, 10, None, None, None, None]
     assert log_files(tmp_path / "absent") == []
 
 
 def test_the_first_failure_is_first(tmp_path: Path) -> None:
-    write(tmp_path / "log.txt", "2026-01-01 10:00:00  step 1\n2026-01-01 10:00:09  error: worker 1 is gone\n", 1e12)
+    write(
+        tmp_path / "log.txt",
+        "2026-01-01 10:00:00  step 1\n2026-01-01 10:00:09  error: worker 1 is gone\n",
+        1e12,
+    )
     write(tmp_path / "logs/worker-0.log", "fine\nerror: the others have gone\n", 3e9)
     write(tmp_path / "logs/worker-1.log", f"2026-01-01 10:00:05 begins\n{TRACE}", 4e9)
     write(tmp_path / "logs/worker-2.log", "terror: none\nan errors: 0 line\nfine\n", 1)
@@ -54,7 +75,9 @@ def test_without_times_who_falls_silent_first_failed_first(tmp_path: Path) -> No
 def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_path: Path) -> None:
     gloo = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1"
     died = "error: device 1 (n1, process 7) died in actor_train: its process ended (killed)"
-    write(tmp_path / "logs/worker-0.log", TRACE.replace("RuntimeError: no memory is left", gloo), 100)
+    write(
+        tmp_path / "logs/worker-0.log", TRACE.replace("RuntimeError: no memory is left", gloo), 100
+    )
     write(tmp_path / "log.txt", f"2026-01-01 10:00:09  {died}\n", 1e12)
     found = failures(log_files(tmp_path))
     assert [each.file.name for each in found] == ["run", "worker-0"]
@@ -64,7 +87,9 @@ def test_a_neighbour_that_misses_a_dead_device_comes_after_what_names_it(tmp_pat
 
 def test_long_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     frames = "".join(f'  File "{n}.py"\n' for n in range(500))
-    write(tmp_path / "log.txt", f"Traceback (most recent call last):\n{frames}ValueError: deep\n", 1)
+    write(
+        tmp_path / "log.txt", f"Traceback (most recent call last):\n{frames}ValueError: deep\n", 1
+    )
     found = failure(log_files(tmp_path)[0])
     assert found is not None and len(found.text) == 61 and found.summary == "ValueError: deep"
 

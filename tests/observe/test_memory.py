@@ -1,4 +1,6 @@
-"""A process keeps the memory that it frees where it is asked to, and weft asks in processes of its own alone."""
+"""A process keeps the memory that it frees where it is asked to, and weft asks in processes of its
+own alone.
+"""
 
 from __future__ import annotations
 
@@ -49,12 +51,16 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc
 def printed(code: str, *words: str) -> str:
     """By a process of its own."""
     command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=600, cwd=ROOT
+    ).stdout
 
 
 @glibc
 def test_freed_memory_is_taken_again_without_a_fault_a_page() -> None:
-    """Tensors of 309 MB, made and freed again and again: what memory they took first serves those that come after."""
+    """Tensors of 309 MB, made and freed again and again: what memory they took first serves those
+    that come after.
+    """
     first, *after = map(int, printed(FAULTS).split())
     assert sum(after) < first / 4
 

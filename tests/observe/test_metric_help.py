@@ -10,7 +10,8 @@ import pytest
 import weft
 from weft.observe.metric_help import HELP, find, markdown, undescribed
 
-# What runs of sft, rw, dpo, ppo and grpo write; tests of whole runs compare theirs with the same table.
+# What runs of sft, rw, dpo, ppo and grpo write; tests of whole runs compare theirs with the same
+# table.
 WRITTEN = """
 step epoch step_seconds peak_memory_gb time/train train/accuracy train/grad_norm train/kendalltau train/learning_rate
 train/loss train/margin train/mfu train/nll train/num_tokens train/perplexity train/score train/tokens_per_second
@@ -37,10 +38,16 @@ def test_every_metric_that_runs_write_is_described() -> None:
 def test_every_metric_that_the_sources_name_is_described() -> None:
     src = Path(weft.__file__).parent
     texts = [
-        p.read_text() for folder in ("host", "interfaces", "algorithms") for p in sorted((src / folder).rglob("*.py"))
+        p.read_text()
+        for folder in ("host", "interfaces", "algorithms")
+        for p in sorted((src / folder).rglob("*.py"))
     ]
     recorded = {name for text in texts for name in re.findall(r'\.record\("([^"]+)"', text)}
-    counted = {name for text in texts for name in re.findall(r'"([\w/]+)": (?:Sum|Max|Min|masked_mean)\(', text)}
+    counted = {
+        name
+        for text in texts
+        for name in re.findall(r'"([\w/]+)": (?:Sum|Max|Min|masked_mean)\(', text)
+    }
     inner = {"return_square", "error_square"}  # of which summaries are made
     assert len(recorded | counted) > 40
     assert undescribed(f"node/{name}" for name in recorded | counted - inner) == []

@@ -6,14 +6,26 @@ import math
 
 import pytest
 
-from weft.observe.metrics import direction, duration, headline, leading, number, rank, title, tokens_per_second
+from weft.observe.metrics import (
+    direction,
+    duration,
+    headline,
+    leading,
+    number,
+    rank,
+    title,
+    tokens_per_second,
+)
 from weft.observe.pace import Pace, sparkline
 
 
 @pytest.mark.parametrize(
     ("names", "wanted"),
     [
-        (["step", "actor_train/loss", "time/rew_inf", "rew_inf/reward", "rew_inf/reward_std"], "rew_inf/reward"),
+        (
+            ["step", "actor_train/loss", "time/rew_inf", "rew_inf/reward", "rew_inf/reward_std"],
+            "rew_inf/reward",
+        ),
         (["train/loss", "train/grad_norm", "eval/loss"], "train/loss"),
         (["train/accuracy", "train/loss"], "train/loss"),
         (["train/accuracy"], "train/accuracy"),
@@ -29,15 +41,29 @@ def test_the_headline_is_reward_or_loss(names: list[str], wanted: str | None) ->
 @pytest.mark.parametrize(
     ("names", "algorithm", "wanted"),
     [
-        (["train/loss", "train/accuracy", "eval/loss", "eval/accuracy", "eval/a/loss"], "sft", "eval/loss"),
+        (
+            ["train/loss", "train/accuracy", "eval/loss", "eval/accuracy", "eval/a/loss"],
+            "sft",
+            "eval/loss",
+        ),
         (["train/loss", "train/accuracy", "eval/loss", "eval/accuracy"], "rw", "eval/accuracy"),
-        (["actor_train/rewards/accuracies", "eval/rewards/accuracies", "eval/loss"], None, "eval/rewards/accuracies"),
-        (["rew_inf/reward", "actor_train/loss", "eval/pass@1", "eval/reward"], "ppo", "eval/reward"),
+        (
+            ["actor_train/rewards/accuracies", "eval/rewards/accuracies", "eval/loss"],
+            None,
+            "eval/rewards/accuracies",
+        ),
+        (
+            ["rew_inf/reward", "actor_train/loss", "eval/pass@1", "eval/reward"],
+            "ppo",
+            "eval/reward",
+        ),
         (["rew_inf/reward", "actor_train/loss"], "ppo", "rew_inf/reward"),
         (["step", "step_seconds"], None, None),
     ],
 )
-def test_validation_goes_before_training(names: list[str], algorithm: str | None, wanted: str | None) -> None:
+def test_validation_goes_before_training(
+    names: list[str], algorithm: str | None, wanted: str | None
+) -> None:
     assert leading(names, algorithm) == wanted
 
 
@@ -50,7 +76,12 @@ def test_a_number_of_validation_is_called_so() -> None:
 
 
 def test_more_reward_and_less_loss_are_better() -> None:
-    assert [direction(n) for n in ("x/reward", "x/value_loss", "eval/a/accuracy", "x/kl")] == [1, -1, 1, 0]
+    assert [direction(n) for n in ("x/reward", "x/value_loss", "eval/a/accuracy", "x/kl")] == [
+        1,
+        -1,
+        1,
+        0,
+    ]
 
 
 def test_telling_names_come_first_and_evaluation_beside_its_metric() -> None:
@@ -61,15 +92,31 @@ def test_telling_names_come_first_and_evaluation_beside_its_metric() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        *[(0.0213, "0.0213"), (1234.56, "1,235"), (12345.6, "12,346"), (0.1 + 0.2, "0.3"), (-0.0123456, "-0.01235")],
-        *[(3.14e-7, "3.14e-7"), (0, "0"), (60, "60"), (1e-4, "0.0001"), (math.nan, "–"), (None, "–"), (9.99999, "10")],
+        *[
+            (0.0213, "0.0213"),
+            (1234.56, "1,235"),
+            (12345.6, "12,346"),
+            (0.1 + 0.2, "0.3"),
+            (-0.0123456, "-0.01235"),
+        ],
+        *[
+            (3.14e-7, "3.14e-7"),
+            (0, "0"),
+            (60, "60"),
+            (1e-4, "0.0001"),
+            (math.nan, "–"),
+            (None, "–"),
+            (9.99999, "10"),
+        ],
     ],
 )
 def test_numbers_have_four_digits(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(3.14, "3.1 s"), (61, "1:01"), (3723, "1:02:03"), (200000, "2 d 7 h")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3.14, "3.1 s"), (61, "1:01"), (3723, "1:02:03"), (200000, "2 d 7 h")]
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -104,7 +151,9 @@ def test_the_time_that_is_left_counts_what_lies_between_steps() -> None:
         clock.now += 3.0  # of which the step itself took 1
         pace.step({"step": step, "step_seconds": 1.0, "a/loss": 1.0 / step, "epoch": 0.5})
     assert pace.remaining == pytest.approx(12.0)
-    assert pace.text() == "step  6/10  epoch 0.50  loss 0.1667  1 s  ETA 12.0 s".replace("1 s  ETA", "1.0 s  ETA")
+    assert pace.text() == "step  6/10  epoch 0.50  loss 0.1667  1 s  ETA 12.0 s".replace(
+        "1 s  ETA", "1.0 s  ETA"
+    )
 
 
 def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
@@ -112,10 +161,20 @@ def test_a_line_says_step_epoch_reward_tokens_seconds_and_eta() -> None:
     pace = Pace(clock=clock)
     pace.expect(60, 0)
     clock.now += 2.0
-    line = {"step": 1, "epoch": 0.02, "step_seconds": 2.0, "r/reward": -0.25, "t/kl": 0.01, "t/num_tokens": 4000.0}
+    line = {
+        "step": 1,
+        "epoch": 0.02,
+        "step_seconds": 2.0,
+        "r/reward": -0.25,
+        "t/kl": 0.01,
+        "t/num_tokens": 4000.0,
+    }
     pace.step(line | {"eval/reward": -0.5})
     text = pace.text()
-    assert text == "step  1/60  epoch 0.02  eval reward -0.5  reward -0.25  KL 0.01  2,000 tokens/s  2.0 s  ETA 1:58"
+    assert (
+        text
+        == "step  1/60  epoch 0.02  eval reward -0.5  reward -0.25  KL 0.01  2,000 tokens/s  2.0 s  ETA 1:58"
+    )
 
 
 def test_best_and_summary_follow_the_direction() -> None:

@@ -1,4 +1,6 @@
-"""The observer: what it is told lies in the run's files, goes to the loggers, and is cut at a restart."""
+"""The observer: what it is told lies in the run's files, goes to the loggers, and is cut at a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ def test_a_step_goes_to_file_log_and_sinks(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "metrics.jsonl")) == [
         {"step": 1, "train/loss": 0.5, "train/odd": None, "peak_memory_gb": 1.25}
     ]
-    assert list(read_rows(tmp_path / "samples.jsonl")) == [{"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}]
+    assert list(read_rows(tmp_path / "samples.jsonl")) == [
+        {"step": 1, "prompt": "p", "completion": "c", "reward": 1.0}
+    ]
     assert sink.heard == [(1, ["c"]), (1, {"train/loss": 0.5, "peak_memory_gb": 1.25}), "closed"]
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("  ", 1)[1].split("  ")[0] for line in log] == [
-        "step 1/2", log[1].split("  ", 1)[1], "next: weft chat runs/e/t",
-    ]  # fmt: skip
+        "step 1/2",
+        log[1].split("  ", 1)[1],
+        "next: weft chat runs/e/t",
+    ]
     assert "finished after step 1 of 2" in log[1]
 
 
@@ -86,7 +92,9 @@ def test_a_restart_cuts_the_files_and_goes_on(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [1, 2, 3]
 
 
-def test_opening_cuts_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_opening_cuts_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     observer = Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=1), {}, progress=False)
     observer.step({"step": 2, "train/loss": 2.0, "step_seconds": 1.0})
@@ -102,7 +110,11 @@ def test_spans_and_what_ran_elsewhere_share_the_timeline(tmp_path: Path) -> None
     observer.ran("actor_gen", "roles/actor", 1e9, 2.0, step=3)
     spans = {span.name: span for span in read_spans(tmp_path / "timeline.json")}
     assert (spans["save"].group, spans["save"].lane) == ("run", "save")
-    assert (spans["actor_gen"].group, spans["actor_gen"].seconds, spans["actor_gen"].step) == ("roles", 2.0, 3)
+    assert (spans["actor_gen"].group, spans["actor_gen"].seconds, spans["actor_gen"].step) == (
+        "roles",
+        2.0,
+        3,
+    )
 
 
 def test_notes_of_several_lines_keep_their_stamp(tmp_path: Path) -> None:
@@ -119,7 +131,9 @@ def test_a_file_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_told_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_told_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install '.*\[{name}\]'"):
         check_sinks({name: {}})
@@ -156,7 +170,8 @@ def test_no_framework_and_no_logger_is_loaded_unasked() -> None:
 
     code = (
         "import sys, weft.observe.observer, weft.observe.report, weft.graph.draw, weft.cli.report\n"
-        "print([m for m in ('torch', 'tensorboard', 'wandb', 'trackio', 'transformers') if m in sys.modules])"
+        "print([m for m in ('torch', 'tensorboard', 'wandb', 'trackio', 'transformers') if m in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []
@@ -174,21 +189,36 @@ def test_rows_of_the_data_are_kept_but_not_shown_as_answers(tmp_path: Path) -> N
     [
         (lambda rows: rows, None),
         (lambda rows: [*rows[:3], '{"step": 4, "lo\n', *rows[4:]], "step 4 (1 of 9 steps)"),
-        (lambda rows: [*rows[:2], "\0" * 40 + "\n", *rows[5:7], "[1]\n", *rows[8:]], "step 3-5, 8 (4 of 9 steps)"),
+        (
+            lambda rows: [*rows[:2], "\0" * 40 + "\n", *rows[5:7], "[1]\n", *rows[8:]],
+            "step 3-5, 8 (4 of 9 steps)",
+        ),
         (lambda rows: [*rows[:8], rows[8].rstrip("\n")], "step 9 (1 of 9 steps)"),
         (lambda rows: rows[:4], "step 5-9 (5 of 9 steps)"),
-        (lambda rows: [row.replace('"step": 1,', '"step": NaN,') for row in rows], "step 1 (1 of 9 steps)"),
+        (
+            lambda rows: [row.replace('"step": 1,', '"step": NaN,') for row in rows],
+            "step 1 (1 of 9 steps)",
+        ),
         (lambda rows: [], "step 1-9 (9 of 9 steps)"),
         (lambda rows: rows[::2], "step 2, 4, 6, 8 (4 of 9 steps)"),
     ],
 )
 def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[list[str]], list[str]], told: str | None
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[list[str]], list[str]],
+    told: str | None,
 ) -> None:
     rows = [json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, 12)]
-    (tmp_path / "metrics.jsonl").write_text("".join(damage(rows[:9]) + (rows[9:] if damage(rows) == rows else [])))
-    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": 1.0, "step": 0}, {"time": 2.0, "step": 9}]}))
-    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=9), {}, progress=False).close("stopped")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(damage(rows[:9]) + (rows[9:] if damage(rows) == rows else []))
+    )
+    (tmp_path / "run.json").write_text(
+        json.dumps({"starts": [{"time": 1.0, "step": 0}, {"time": 2.0, "step": 9}]})
+    )
+    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=9), {}, progress=False).close(
+        "stopped"
+    )
     said = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl" in line]
     if told is None:
         assert said == [] and len(list(read_rows(tmp_path / "metrics.jsonl"))) == 9
@@ -200,9 +230,15 @@ def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
 def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (41, 42, 44)))
-    (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": 1.0, "step": 40}, {"time": 2.0, "step": 44}]}))
-    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close("stopped")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}}}\n' for step in (41, 42, 44))
+    )
+    (tmp_path / "run.json").write_text(
+        json.dumps({"starts": [{"time": 1.0, "step": 40}, {"time": 2.0, "step": 44}]})
+    )
+    Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close(
+        "stopped"
+    )
     assert "no line can be read of step 43 (1 of 4 steps)" in capsys.readouterr().out
 
 

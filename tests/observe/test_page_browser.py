@@ -29,12 +29,30 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def long_run(folder: Path, steps: int = 60) -> Path:
     """A run whose samples tell of tokens."""
     rows = [
-        {"step": s, "id": f"p{s}", "k": k, "prompt": f"question {s}", "completion": "one two", "reward": 0.5 * k,
-         "tokens": ["one", " two"], "logprobs": [-0.1, -3.0], "advantage": k - 0.5, "finish_reason": "stop"}
-        for s in (1, 30, 60) for k in (0, 1)
-    ]  # fmt: skip
-    lines = "".join(json.dumps(line(s) | {"actor_train/num_tokens": 100.0}) + "\n" for s in range(1, steps + 1))
-    return write_run(folder, steps, metrics__jsonl=lines, samples__jsonl="".join(json.dumps(r) + "\n" for r in rows))
+        {
+            "step": s,
+            "id": f"p{s}",
+            "k": k,
+            "prompt": f"question {s}",
+            "completion": "one two",
+            "reward": 0.5 * k,
+            "tokens": ["one", " two"],
+            "logprobs": [-0.1, -3.0],
+            "advantage": k - 0.5,
+            "finish_reason": "stop",
+        }
+        for s in (1, 30, 60)
+        for k in (0, 1)
+    ]
+    lines = "".join(
+        json.dumps(line(s) | {"actor_train/num_tokens": 100.0}) + "\n" for s in range(1, steps + 1)
+    )
+    return write_run(
+        folder,
+        steps,
+        metrics__jsonl=lines,
+        samples__jsonl="".join(json.dumps(r) + "\n" for r in rows),
+    )
 
 
 def test_a_report_answers_to_its_reader(window: Browser, tmp_path: Path) -> None:
@@ -44,22 +62,37 @@ def test_a_report_answers_to_its_reader(window: Browser, tmp_path: Path) -> None
     window.drag(".large .plot", 0.25, 0.5)
     zoomed = window.run(ticks)
     assert zoomed != whole and not window.run("return document.getElementById('reset').hidden")
-    window.run("document.querySelector('.large .plot').dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
-    assert len(window.run(ticks)) >= 3 and window.run("return document.getElementById('reset').hidden")
+    window.run(
+        "document.querySelector('.large .plot').dispatchEvent(new MouseEvent('dblclick', "
+        "{bubbles: true}))"
+    )
+    assert len(window.run(ticks)) >= 3 and window.run(
+        "return document.getElementById('reset').hidden"
+    )
     for choice, word in (("tokens", "tokens"), ("time", ":")):
         window.run(
-            "const x = document.getElementById('x'); x.value = arguments[0]; x.dispatchEvent(new Event('input'))",
+            "const x = document.getElementById('x'); x.value = arguments[0]; x.dispatchEvent(new "
+            "Event('input'))",
             choice,
         )
         assert word in " ".join(window.run(ticks))
     window.run("document.getElementById('log-scale').click()")
-    assert "0.2" in window.run("return [...document.querySelectorAll('.large .tick.y')].map(e => e.textContent)")
+    assert "0.2" in window.run(
+        "return [...document.querySelectorAll('.large .tick.y')].map(e => e.textContent)"
+    )
 
-    assert window.run("return [...document.querySelectorAll('.panel')].filter(p => !p.hidden).length") == 1
-    window.run("const c = document.getElementById('colour'); c.value = 'logprobs'; c.dispatchEvent(new Event('input'))")
+    assert (
+        window.run("return [...document.querySelectorAll('.panel')].filter(p => !p.hidden).length")
+        == 1
+    )
+    window.run(
+        "const c = document.getElementById('colour'); c.value = 'logprobs'; c.dispatchEvent(new "
+        "Event('input'))"
+    )
     shown = ".panel:not([hidden]) .tok"
     assert (
-        window.run(f"return [...document.querySelectorAll('{shown}')].map(t => t.textContent)") == ["one", " two"] * 2
+        window.run(f"return [...document.querySelectorAll('{shown}')].map(t => t.textContent)")
+        == ["one", " two"] * 2
     )
     assert "log-prob -3" in window.run(f"return document.querySelectorAll('{shown}')[1].title")
     search = "const s = document.getElementById('search'); s.value = arguments[0]; s.dispatchEvent(new Event('input'))"
@@ -75,20 +108,22 @@ def test_a_report_answers_to_its_reader(window: Browser, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_nothing_hangs_over_the_edge(window: Browser, tmp_path: Path, width: int) -> None:
-    one, two = (long_run(tmp_path / name / "with-a-rather-long-name-of-a-trial") for name in ("a", "b"))
+    one, two = (
+        long_run(tmp_path / name / "with-a-rather-long-name-of-a-trial") for name in ("a", "b")
+    )
     window.resize(width, 900)
     for page in (build_report(one), build_comparison([one, two], tmp_path / "compare.html")):
         window.open(page.as_uri())
         assert window.run(WIDER) <= 0
         outside = window.run(
-            "return [...document.querySelectorAll('.chart')].filter(c => [...c.querySelectorAll('.tick')].some(t => {"
+            "return [...document.querySelectorAll('.chart')].filter(c => "
+            "[...c.querySelectorAll('.tick')].some(t => {"
             "const [a, b] = [c.getBoundingClientRect(), t.getBoundingClientRect()];"
-            "return b.width && (b.left < a.left - 1 || b.right > a.right + 1)})).map(c => c.textContent)"
+            "return b.width && (b.left < a.left - 1 || b.right > a.right + 1)})).map(c => "
+            "c.textContent)"
         )
         assert outside == []
-        words = (
-            "return [...document.querySelectorAll('.lane-name, .chart-title')].map(e => e.scrollWidth - e.clientWidth)"
-        )
+        words = "return [...document.querySelectorAll('.lane-name, .chart-title')].map(e => e.scrollWidth - e.clientWidth)"
         assert max(window.run(words)) <= 0
     window.resize(1280, 900)
 
@@ -103,7 +138,9 @@ def test_a_dashboard_renews_itself_and_keeps_the_place(window: Browser, tmp_path
         window.open(base)
         assert window.run("return document.querySelectorAll('table.runs tbody tr').length") == 2
         window.run("document.querySelectorAll('input[name=run]').forEach(box => box.click())")
-        assert window.run("return document.getElementById('compare').textContent") == "Compare 2 runs"
+        assert (
+            window.run("return document.getElementById('compare').textContent") == "Compare 2 runs"
+        )
         window.run("document.getElementById('compare').click()")
         window.until("return document.querySelectorAll('.versus li').length === 2")
         window.run("document.querySelector('a.brand').click()")
@@ -116,7 +153,10 @@ def test_a_dashboard_renews_itself_and_keeps_the_place(window: Browser, tmp_path
         with (tmp_path / "runs" / "exp" / "one" / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(line(61)) + "\n")
         window.until("return document.querySelector('.lede').textContent.startsWith('61 steps')")
-        assert window.run("return document.querySelector('.tabs button').getAttribute('aria-pressed')") == "true"
+        assert (
+            window.run("return document.querySelector('.tabs button').getAttribute('aria-pressed')")
+            == "true"
+        )
         assert window.run("return document.querySelectorAll('details[open][data-key]').length") == 1
         assert abs(window.run("return window.scrollY - window.before")) < 3
         assert window.errors() == []

@@ -6,7 +6,10 @@ from weft.observe.plan import Plan
 
 PLAN = Plan(
     [
-        ("nodes", "actor_gen -> rew_inf, ref_inf, critic_inf -> advantages -> actor_train, critic_train"),
+        (
+            "nodes",
+            "actor_gen -> rew_inf, ref_inf, critic_inf -> advantages -> actor_train, critic_train",
+        ),
         ("data", "610 prompts per epoch, batches of 64 (last: 34)"),
         ("a long label of roles", "model, 1.34M parameters"),
     ],
@@ -17,7 +20,8 @@ PLAN = Plan(
 
 def test_without_a_terminal_a_row_is_a_line() -> None:
     assert PLAN.short() == [
-        "nodes           actor_gen -> rew_inf, ref_inf, critic_inf -> advantages -> actor_train, critic_train",
+        "nodes           actor_gen -> rew_inf, ref_inf, critic_inf -> advantages -> actor_train, "
+        "critic_train",
         "data            610 prompts per epoch, batches of 64 (last: 34)",
         "a long label of roles  model, 1.34M parameters",
         "rows: 3 left out",

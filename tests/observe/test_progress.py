@@ -13,13 +13,26 @@ from rich.text import Text
 
 from weft.observe.progress import UNREAD, LiveView, PlainView, View, elided, make_view, packed
 
-LINE = {"step": 3, "epoch": 0.3, "step_seconds": 0.5, "rew_inf/reward": 0.25, "actor_train/num_tokens": 1000.0}
+LINE = {
+    "step": 3,
+    "epoch": 0.3,
+    "step_seconds": 0.5,
+    "rew_inf/reward": 0.25,
+    "actor_train/num_tokens": 1000.0,
+}
 CALLS = {"time/actor_gen": 0.3, "time/actor_train": 0.15, "time/advantages": 0.01}
 
 
 def terminal(width: int = 100, height: int = 40) -> Console:
     file = io.StringIO()
-    return Console(file=file, force_terminal=True, width=width, height=height, color_system=None, highlight=False)
+    return Console(
+        file=file,
+        force_terminal=True,
+        width=width,
+        height=height,
+        color_system=None,
+        highlight=False,
+    )
 
 
 def drawn(view: View, console: Console) -> str:
@@ -47,7 +60,10 @@ def test_plain_lines_are_one_a_step_without_escapes_or_wraps() -> None:
     assert view.step({"step": 4}, shown=False) == []
     view.note("saved [bold]checkpoints/actor/step4")
     lines += view.close("finished")
-    assert told(console) == "\n".join([lines[0], "saved [bold]checkpoints/actor/step4", lines[1]]) + "\n"
+    assert (
+        told(console)
+        == "\n".join([lines[0], "saved [bold]checkpoints/actor/step4", lines[1]]) + "\n"
+    )
     assert "step  3/10" in lines[0] and "\x1b" not in told(console)
 
 
@@ -58,10 +74,22 @@ def test_the_live_view_shows_what_was_asked_for() -> None:
     view.expect(10, 2)
     assert "step  2/10" in drawn(view, console)
     view.step(LINE | CALLS | {"peak_memory_gb": 1.5}, shown=True)
-    view.sample(3, {"prompt": "How are you?", "completion": "[bold]Well,\n thank you", "reward": 0.5})
+    view.sample(
+        3, {"prompt": "How are you?", "completion": "[bold]Well,\n thank you", "reward": 0.5}
+    )
     with view.doing("actor_train"):
         text = drawn(view, console)
-    for part in ("e/t", "step  3/10", "left", "reward 0.25", "2,000", "1.50", "actor_gen", "0.30 s", "65%"):
+    for part in (
+        "e/t",
+        "step  3/10",
+        "left",
+        "reward 0.25",
+        "2,000",
+        "1.50",
+        "actor_gen",
+        "0.30 s",
+        "65%",
+    ):
         assert part in text
     for part in ("▸ actor_train", "step 3 · reward 0.5", "How are you? [bold]Well, thank you"):
         assert part in text
@@ -75,7 +103,11 @@ def test_the_live_view_fits_its_terminal(width: int, height: int) -> None:
     console = terminal(width, height)
     view = LiveView("experiment/trial", console)
     view.expect(10, 2)
-    long = {"time/a_call_with_a_name_of_more_signs_than_anybody_reads": 1.0, "actor_train/kl": 0.1, "eval/reward": 1.0}
+    long = {
+        "time/a_call_with_a_name_of_more_signs_than_anybody_reads": 1.0,
+        "actor_train/kl": 0.1,
+        "eval/reward": 1.0,
+    }
     view.step(LINE | long | {f"time/call{i}": 1.0 + i for i in range(12)}, shown=True)
     view.asked("finishing step 4, then stopping; Ctrl-C again stops now")
     view.sample(3, {"prompt": "a long prompt " * 80, "completion": "a long completion " * 80})
@@ -116,18 +148,24 @@ def test_a_narrower_terminal_is_wiped_of_the_rows_that_it_broke_lines_into() -> 
     view._live.refresh()
     up = told(console)[written:].partition("weft")[0].count("\x1b[1A")
     view.close("stopped")
-    assert up == 2 + 2, "two lines of 80 columns take a row more each; rich itself goes up by the lines that it wrote"
+    assert up == 2 + 2, (
+        "two lines of 80 columns take a row more each; rich itself goes up by the lines that it "
+        "wrote"
+    )
 
 
 def test_the_reader_of_a_pipe_may_go(tmp_path: Path) -> None:
     code = (
         "import time\nfrom weft.observe.progress import make_view\nview = make_view('e/t')\n"
-        "for at in range(200):\n    view.note('a line ' * 100)\n    time.sleep(0.001)\nprint('and more')\n"
+        "for at in range(200):\n    view.note('a line ' * 100)\n    time.sleep(0.001)\nprint('and "
+        "more')\n"
         "open({path!r}, 'w').write('went on')"
     )
     path = tmp_path / "end"
     child = subprocess.Popen(
-        [sys.executable, "-c", code.format(path=str(path))], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", code.format(path=str(path))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert child.stdout is not None and child.stderr is not None
     child.stdout.readline()
@@ -141,7 +179,10 @@ def test_a_resumed_run_is_summed_up_from_its_beginning() -> None:
     view.expect(3, 2, [{"step": 1.0, "loss": 1.0}, {"step": 2.0, "loss": 0.25}])
     view.step({"step": 3.0, "loss": 0.5}, shown=True)
     (line,) = view.close("finished")
-    assert line.startswith("finished after step 3 of 3 in") and "since step 2, loss 1 -> 0.5 (-0.5)" in line
+    assert (
+        line.startswith("finished after step 3 of 3 in")
+        and "since step 2, loss 1 -> 0.5 (-0.5)" in line
+    )
     elsewhere = PlainView(terminal())
     elsewhere.expect(3, 2)
     elsewhere.step({"step": 3.0, "loss": 0.5}, shown=True)

@@ -43,7 +43,9 @@ class Run:
         self.built: list[str | None] = []
         self.started: list[Elsewhere] = []
         self.told: list[str] = []
-        self.renewal = Renewal(folder, self.told.append, clock=self.clock, build=self.build, start=self.start)
+        self.renewal = Renewal(
+            folder, self.told.append, clock=self.clock, build=self.build, start=self.start
+        )
 
     def build(self, folder: Path, status: str | None) -> None:
         self.built.append(status)
@@ -84,9 +86,13 @@ def test_a_long_run_has_another_process_build_it_and_never_two_at_once(tmp_path:
     assert run.step(121) == 1, "it takes two minutes: the next one begins after 40"
     assert run.step(120 * 20) == 2 and not run.told
     run.started[1].code = 0
-    assert run.step(120 * 20 + 40) == 3, "of that one nobody knows how long it took, but that a step takes longer"
+    assert run.step(120 * 20 + 40) == 3, (
+        "of that one nobody knows how long it took, but that a step takes longer"
+    )
     run.renewal.finish("stopped")
-    assert run.started[2].killed and run.built == ["stopped"], "the last one is built here, and alone"
+    assert run.started[2].killed and run.built == ["stopped"], (
+        "the last one is built here, and alone"
+    )
 
 
 @pytest.mark.parametrize("size", ["small", "large"])
@@ -97,7 +103,11 @@ def test_what_goes_wrong_is_told_once_and_ends_nothing(tmp_path: Path, size: str
         for process in run.started:
             process.code = 3
     run.renewal.finish("finished")
-    why = "KeyError: 'steps'" if size == "small" else "the process that builds it ended with exit code 3"
+    why = (
+        "KeyError: 'steps'"
+        if size == "small"
+        else "the process that builds it ended with exit code 3"
+    )
     assert run.told == [f"report.html could not be built ({why}); the run is not affected"]
 
 

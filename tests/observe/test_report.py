@@ -67,7 +67,12 @@ class Page(HTMLParser):
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    seconds = {"time/actor_gen": 0.5, "time/actor_train": 0.25, "time/reward": 0.05, "step_seconds": 1.0}
+    seconds = {
+        "time/actor_gen": 0.5,
+        "time/actor_train": 0.25,
+        "time/reward": 0.05,
+        "step_seconds": 1.0,
+    }
     return {
         "step": step,
         "epoch": step / 10,
@@ -111,7 +116,15 @@ def read(folder: Path) -> Page:
 
 def test_a_whole_run_has_every_part(tmp_path: Path) -> None:
     page = read(write_run(tmp_path / "run"))
-    assert page.sections() == ["top", "curves", "completions", "time", "graph", "configuration", "log"]
+    assert page.sections() == [
+        "top",
+        "curves",
+        "completions",
+        "time",
+        "graph",
+        "configuration",
+        "log",
+    ]
     for part in (
         "exp",
         "one",
@@ -139,9 +152,17 @@ def test_nothing_is_asked_of_the_network_and_only_our_script_may_run(tmp_path: P
                 assert target.startswith(("#", "https://ui.perfetto.dev"))
         assert not any(name.startswith("on") for name in attrs)
     assert "@import" not in text and "url(" not in text
-    policy = next(attrs["content"] for _, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attrs["content"]
+        for _, attrs in page.tags
+        if attrs.get("http-equiv") == "Content-Security-Policy"
+    )
     script = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[-1]
-    assert policy and f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert (
+        policy
+        and f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        in policy
+    )
     assert "default-src 'none'" in policy
 
 
@@ -191,10 +212,18 @@ def test_some_of_the_files_are_enough(tmp_path: Path, kept: list[str]) -> None:
             path.unlink()
     page = read(folder)
     assert "unfinished" in page.text
-    parts = {"metrics.jsonl": "curves", "samples.jsonl": "completions", "graph.svg": "graph", "log.txt": "log"}
-    assert set(page.sections()) == {"top", *(part for file, part in parts.items() if file in kept)} | (
-        {"time"} if {"metrics.jsonl", "timeline.json"} & set(kept) else set()
-    ) | ({"configuration"} if "config.yaml" in kept else set())
+    parts = {
+        "metrics.jsonl": "curves",
+        "samples.jsonl": "completions",
+        "graph.svg": "graph",
+        "log.txt": "log",
+    }
+    assert set(page.sections()) == {
+        "top",
+        *(part for file, part in parts.items() if file in kept),
+    } | ({"time"} if {"metrics.jsonl", "timeline.json"} & set(kept) else set()) | (
+        {"configuration"} if "config.yaml" in kept else set()
+    )
 
 
 def test_a_run_that_was_killed_while_writing(tmp_path: Path) -> None:
@@ -234,7 +263,9 @@ def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
 
 
 def test_evaluation_is_told_in_the_terms_of_the_headline() -> None:
-    lines = [{"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)]
+    lines = [
+        {"step": s, "train/loss": 2.0, "eval/accuracy": 0.25, "eval/loss": 3.0 + s} for s in (1, 2)
+    ]
     tiles = sections.tiles(run_of(*lines))
     assert "<dt>eval loss</dt><dd>5<small>best 4</small>" in tiles
 
@@ -247,20 +278,34 @@ def run_of(*lines: dict[str, Any]) -> RunFiles:
 
 
 def test_training_and_evaluation_share_a_chart_with_every_source_and_no_repeats() -> None:
-    lines = [{"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/b/loss": 4.0, "eval/loss": 3.5} for s in (1, 2)]
+    lines = [
+        {"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/b/loss": 4.0, "eval/loss": 3.5}
+        for s in (1, 2)
+    ]
     (chart,) = charts.all_charts(run_of(*lines))
     assert [item.label for item in chart.lines] == ["training", "eval", "eval a", "eval b"]
     assert len({item.hue for item in chart.lines}) == 4
     (one,) = charts.all_charts(
-        run_of(*({"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/loss": 3.0} for s in (1, 2)))
+        run_of(
+            *({"step": s, "train/loss": 2.0, "eval/a/loss": 3.0, "eval/loss": 3.0} for s in (1, 2))
+        )
     )
     assert [item.label for item in one.lines] == ["training", "eval"]
 
 
 def test_chosen_and_rejected_share_a_chart() -> None:
-    lines = [{"step": s, "t/rewards/chosen": s, "t/rewards/rejected": -s, "t/rewards/margins": 2 * s} for s in (1, 2)]
-    found = {chart.title: [item.label for item in chart.lines] for chart in charts.all_charts(run_of(*lines))}
-    assert found == {"margins": ["t"], "rewards": ["chosen", "rejected"]} or found["rewards"] == ["chosen", "rejected"]
+    lines = [
+        {"step": s, "t/rewards/chosen": s, "t/rewards/rejected": -s, "t/rewards/margins": 2 * s}
+        for s in (1, 2)
+    ]
+    found = {
+        chart.title: [item.label for item in chart.lines]
+        for chart in charts.all_charts(run_of(*lines))
+    }
+    assert found == {"margins": ["t"], "rewards": ["chosen", "rejected"]} or found["rewards"] == [
+        "chosen",
+        "rejected",
+    ]
 
 
 def test_gaps_are_counted_and_left_out() -> None:
@@ -282,7 +327,11 @@ def test_thinning_keeps_ends_and_spikes() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "most", "wanted"),
-    [(0, 1, 5, [0, 0.25, 0.5, 0.75, 1]), (1, 60, 5, [20, 40, 60]), (-0.25, 0.83, 6, [-0.2, 0, 0.2, 0.4, 0.6, 0.8])],
+    [
+        (0, 1, 5, [0, 0.25, 0.5, 0.75, 1]),
+        (1, 60, 5, [20, 40, 60]),
+        (-0.25, 0.83, 6, [-0.2, 0, 0.2, 0.4, 0.6, 0.8]),
+    ],
 )
 def test_ticks_are_round(low: float, high: float, most: int, wanted: list[float]) -> None:
     assert charts.ticks(low, high, most) == pytest.approx(wanted)
@@ -297,7 +346,12 @@ def test_a_flat_line_or_a_single_point_can_be_drawn(value: float) -> None:
 
 def test_shares_of_a_step_add_up() -> None:
     rows = timing.shares(run_of(*(line(step) for step in (1, 2, 3))))
-    assert [name for name, _, _ in rows] == ["actor_gen", "actor_train", "reward", "between the calls"]
+    assert [name for name, _, _ in rows] == [
+        "actor_gen",
+        "actor_train",
+        "reward",
+        "between the calls",
+    ]
     assert sum(share for _, _, share in rows) == pytest.approx(1.0)
     assert rows[0][1:] == pytest.approx((0.5, 0.5))
 
@@ -312,26 +366,48 @@ def test_the_gantt_shows_the_last_steps(tmp_path: Path) -> None:
 def test_any_step_can_be_chosen_on_the_timeline(tmp_path: Path) -> None:
     data = timing.Spans.of(RunFiles.read(write_run(tmp_path / "run", steps=9)).spans).data()
     assert [each["step"] for each in data["steps"]] == list(range(1, 10))
-    assert (data["names"], data["lanes"]) == (["actor_gen", "actor_train", "reward"], ["actor", "reward"])
+    assert (data["names"], data["lanes"]) == (
+        ["actor_gen", "actor_train", "reward"],
+        ["actor", "reward"],
+    )
     assert data["steps"][3]["spans"] == [[0, 0, 0.0, 0.5], [1, 0, 0.5, 0.25], [2, 1, 0.75, 0.05]]
 
 
-def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_very_long_timeline_is_thinned_but_keeps_its_longest_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(timing, "MOST_SPANS", 100)
-    spans = [Span("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s) for s in range(1, 1001)]
+    spans = [
+        Span("train", "roles", "actor", float(s), 9.0 if s == 777 else 0.5, s)
+        for s in range(1, 1001)
+    ]
     kept = timing.Spans.of(spans)
-    assert len(kept.steps) <= 100 and {1, 777, 999, 1000} <= set(kept.steps) and kept.left_out == 1000 - len(kept.steps)
+    assert (
+        len(kept.steps) <= 100
+        and {1, 777, 999, 1000} <= set(kept.steps)
+        and kept.left_out == 1000 - len(kept.steps)
+    )
     assert "left out" in timing.gantt_html(kept)
 
 
 def test_curves_can_be_drawn_over_tokens_and_time() -> None:
-    lines = [{"step": s, "a/num_tokens": 10.0, "b/num_tokens": 4.0, "step_seconds": 0.5} for s in (1, 2, 3)]
-    assert charts.axes(run_of(*lines)) == {"step": [1, 2, 3], "tokens": [10, 20, 30], "time": [0.5, 1.0, 1.5]}
+    lines = [
+        {"step": s, "a/num_tokens": 10.0, "b/num_tokens": 4.0, "step_seconds": 0.5}
+        for s in (1, 2, 3)
+    ]
+    assert charts.axes(run_of(*lines)) == {
+        "step": [1, 2, 3],
+        "tokens": [10, 20, 30],
+        "time": [0.5, 1.0, 1.5],
+    }
 
 
 def test_a_chart_explains_its_metric(tmp_path: Path) -> None:
     page = read(write_run(tmp_path / "run"))
-    assert "Higher is better. Mean reward of the step's completions" in page.text and "Healthy:" in page.text
+    assert (
+        "Higher is better. Mean reward of the step's completions" in page.text
+        and "Healthy:" in page.text
+    )
 
 
 def test_one_is_one_and_two_are_two() -> None:
@@ -347,26 +423,54 @@ def test_a_long_run_makes_a_page_that_opens_fast() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("steps", "metrics"), [(50_000, 8), (100, 1_000), (20, 3_000)])
-def test_long_runs_and_many_metrics_take_seconds_of_processor_time(tmp_path: Path, steps: int, metrics: int) -> None:
+def test_long_runs_and_many_metrics_take_seconds_of_processor_time(
+    tmp_path: Path, steps: int, metrics: int
+) -> None:
     names = [f"node{number % 7}/metric_{number}" for number in range(metrics)]
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             values = {name: math.sin(step * (number + 1)) for number, name in enumerate(names)}
-            file.write(json.dumps({"step": step, "train/loss": 1 / step, "step_seconds": 1.0, **values}) + "\n")
+            file.write(
+                json.dumps({"step": step, "train/loss": 1 / step, "step_seconds": 1.0, **values})
+                + "\n"
+            )
     began = time.process_time()
     build_report(tmp_path)
     assert time.process_time() - began < 3.0
 
 
 def test_metrics_are_read_the_same_alone_and_together() -> None:
-    """Lines of plain numbers are read at once, others one by one: what is drawn and what is missing is the same."""
-    odd: list[Any] = [1, 2.5, None, math.nan, math.inf, -math.inf, 1e101, 10**400, -(10**400), True, "3", [], 0, -0.0]
+    """Lines of plain numbers are read at once, others one by one: what is drawn and what is missing
+    is the same.
+    """
+    odd: list[Any] = [
+        1,
+        2.5,
+        None,
+        math.nan,
+        math.inf,
+        -math.inf,
+        1e101,
+        10**400,
+        -(10**400),
+        True,
+        "3",
+        [],
+        0,
+        -0.0,
+    ]
     draws = random.Random(1)
     for _ in range(50):
         some = draws.choice((odd, odd[:5], [1, 2.5], [1.5]))
         names = draws.sample("abcdef", draws.randrange(1, 6))
         lines = [
-            {"step": step, **{name: draws.choice(some) for name in (names if draws.random() < 0.9 else names[:1])}}
+            {
+                "step": step,
+                **{
+                    name: draws.choice(some)
+                    for name in (names if draws.random() < 0.9 else names[:1])
+                },
+            }
             for step in range(1, 21)
         ]
         run = run_of(*lines)
@@ -379,7 +483,11 @@ def test_metrics_are_read_the_same_alone_and_together() -> None:
             for name in ("step", *names)
         }
         for name in ("step", *names):
-            missing = [line[name] for line in lines if name in line and type(line[name]) in (int, float, type(None))]
+            missing = [
+                line[name]
+                for line in lines
+                if name in line and type(line[name]) in (int, float, type(None))
+            ]
             assert list(zip(*run.series(name), strict=True)) == drawn[name]
             assert run.not_finite(name) == len(missing) - len(drawn[name])
         assert set(run.names) == {name for name, points in drawn.items() if points}

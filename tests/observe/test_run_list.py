@@ -1,4 +1,6 @@
-"""The list of runs: what is read of each, and that nothing missing or torn keeps the others from being listed."""
+"""The list of runs: what is read of each, and that nothing missing or torn keeps the others from
+being listed.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from weft.observe.run_list import list_runs
 
 
 def write_run(
-    folder: Path, *, status: str = "finished", step: int = 4, age: float = 0.0, **lines: float | None
+    folder: Path,
+    *,
+    status: str = "finished",
+    step: int = 4,
+    age: float = 0.0,
+    **lines: float | None,
 ) -> Path:
     """A run as the runtime leaves it, `age` seconds old."""
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("experiment_name: e\nmax_steps: 8\nmodel:\n  path: m\nppo:\n  kl_ctl: 0.1\n")
+    (folder / "config.yaml").write_text(
+        "experiment_name: e\nmax_steps: 8\nmodel:\n  path: m\nppo:\n  kl_ctl: 0.1\n"
+    )
     (folder / "status.json").write_text(json.dumps({"status": status, "step": step, "time": 0.0}))
     rows = [{"step": n, "actor_train/loss": 1.0 / n} | lines for n in range(1, step + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -32,7 +41,12 @@ def test_a_run_is_summed_up_from_its_files(tmp_path):
     run = write_run(tmp_path / "e" / "t", step=4, **{"rew_inf/reward": 0.5})
     (found,) = list_runs(tmp_path)
     assert (found.path, found.experiment, found.trial) == (run, "e", "t")
-    assert (found.algorithm, found.status, found.step, found.total_steps) == ("ppo", "finished", 4, 4)
+    assert (found.algorithm, found.status, found.step, found.total_steps) == (
+        "ppo",
+        "finished",
+        4,
+        4,
+    )
     assert (found.metric, found.value) == ("rew_inf/reward", 0.5)
     assert found.num_bytes == sum(p.stat().st_size for p in run.iterdir())
     assert found.changed == pytest.approx(time.time(), abs=60)
@@ -47,7 +61,9 @@ def test_newest_first_and_only_runs_are_listed(tmp_path):
     write_run(tmp_path / "e" / "new" / "deeper" / "inside")
     assert [run.trial for run in list_runs(tmp_path)] == ["new", "middle", "old"]
     assert [run.trial for run in list_runs(tmp_path / "e")] == ["new", "old"]
-    assert [(run.experiment, run.trial) for run in list_runs(tmp_path / "e" / "old")] == [("e", "old")]
+    assert [(run.experiment, run.trial) for run in list_runs(tmp_path / "e" / "old")] == [
+        ("e", "old")
+    ]
     assert list_runs(tmp_path / "nowhere") == []
 
 
@@ -61,21 +77,35 @@ def test_missing_and_torn_files_leave_what_they_would_say_unknown(tmp_path):
     (bare / "config.yaml").write_bytes(b"\xff\xfe not yaml: [")
     (bare / "run.json").write_text("[1, 2")
     runs = {run.trial: run for run in list_runs(tmp_path)}
-    assert (runs["torn"].status, runs["torn"].step, runs["torn"].total_steps) == ("unfinished", 2, 8)
+    assert (runs["torn"].status, runs["torn"].step, runs["torn"].total_steps) == (
+        "unfinished",
+        2,
+        8,
+    )
     assert (runs["torn"].metric, runs["torn"].value) == ("actor_train/loss", 0.5)
-    assert (runs["bare"].status, runs["bare"].step, runs["bare"].metric) == ("unfinished", None, None)
+    assert (runs["bare"].status, runs["bare"].step, runs["bare"].metric) == (
+        "unfinished",
+        None,
+        None,
+    )
     assert runs["bare"].algorithm is None and runs["bare"].total_steps is None
 
 
 def test_a_value_that_is_not_finite_is_unknown(tmp_path):
     write_run(tmp_path / "e" / "t", **{"actor_train/loss": None})
-    assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == ("actor_train/loss", None)
+    assert (list_runs(tmp_path)[0].metric, list_runs(tmp_path)[0].value) == (
+        "actor_train/loss",
+        None,
+    )
 
 
 def test_a_run_that_nobody_works_on_is_unfinished(tmp_path):
     write_run(tmp_path / "e" / "fresh", status="running")
     write_run(tmp_path / "e" / "quiet", status="running", age=3600.0)
-    assert {run.trial: run.status for run in list_runs(tmp_path)} == {"fresh": "running", "quiet": "unfinished"}
+    assert {run.trial: run.status for run in list_runs(tmp_path)} == {
+        "fresh": "running",
+        "quiet": "unfinished",
+    }
     assert {run.status for run in list_runs(tmp_path, alive=lambda path: path.name == "quiet")} == {
         "running",
         "unfinished",
@@ -125,11 +155,15 @@ def test_validation_is_shown_and_of_models_that_judge_their_accuracy(
     assert (found.metric, found.value) == (metric, 0.1)
 
 
-def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_value(tmp_path: Path) -> None:
+def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_value(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path / "e" / "t")
     rows = [{"step": n, "r/reward": 0.5 + 0.1 * (-1) ** n} for n in range(1, 21)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list_runs(tmp_path)[0].value == pytest.approx(0.5 + 0.1 / 5), "of steps 16 to 20, not 0.6"
+    assert list_runs(tmp_path)[0].value == pytest.approx(0.5 + 0.1 / 5), (
+        "of steps 16 to 20, not 0.6"
+    )
     rows[9] |= {"eval/reward": 0.3}
     rows[14] |= {"eval/reward": 0.56}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -139,12 +173,22 @@ def test_a_noisy_metric_is_the_mean_of_its_last_steps_and_validation_its_last_va
 def test_options_are_read_without_the_whole_of_yaml(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     values = {
-        "seed": 1, "grpo": {"kl_coef": 1e-6, "gen": {"max_new_tokens": 64, "stop": ["a: 1"]}, "loss_type": "dapo"},
-        "actor": {"optimizer": {"lr": 3e-5}, "path": None, "compile": True}, "reward": "gsm8k",
-    }  # fmt: skip
+        "seed": 1,
+        "grpo": {
+            "kl_coef": 1e-6,
+            "gen": {"max_new_tokens": 64, "stop": ["a: 1"]},
+            "loss_type": "dapo",
+        },
+        "actor": {"optimizer": {"lr": 3e-5}, "path": None, "compile": True},
+        "reward": "gsm8k",
+    }
     config.write_text(yaml.safe_dump(values, sort_keys=False))
     found = run_list._scalars(config)
     assert found["grpo"]["kl_coef"] == 1e-6 and found["grpo"]["gen"]["max_new_tokens"] == 64
     assert found["grpo"]["loss_type"] == "dapo" and found["actor"]["optimizer"]["lr"] == 3e-5
-    assert found["actor"]["path"] is None and found["actor"]["compile"] is True and found["reward"] == "gsm8k"
+    assert (
+        found["actor"]["path"] is None
+        and found["actor"]["compile"] is True
+        and found["reward"] == "gsm8k"
+    )
     assert run_list._scalars(tmp_path / "nowhere") == {}

@@ -17,11 +17,25 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_steps_with_tokens_are_chosen_and_the_last(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"step": s, "id": "a", "completion": str(s)} for s in range(1, 101)]
+    rows: list[dict[str, Any]] = [
+        {"step": s, "id": "a", "completion": str(s)} for s in range(1, 101)
+    ]
     for row in rows[::10]:
         row["tokens"] = ["x"]
     path = write(tmp_path / "samples.jsonl", rows)
-    assert [row["step"] for row in read_samples(path)] == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
+    assert [row["step"] for row in read_samples(path)] == [
+        1,
+        11,
+        21,
+        31,
+        41,
+        51,
+        61,
+        71,
+        81,
+        91,
+        100,
+    ]
     assert [row["step"] for row in read_samples(path, 3)] == [1, 51, 100]
 
 

@@ -66,7 +66,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_resumed_wandb_run_continues_its_own_and_repeats_nothing(tmp_path: Path, stand_in: Any) -> None:
+def test_a_resumed_wandb_run_continues_its_own_and_repeats_nothing(
+    tmp_path: Path, stand_in: Any
+) -> None:
     info = RunInfo(tmp_path, "exp", "trial", {"seed": 1})
     first = stand_in("wandb", Session())
     (sink,) = make_sinks({"wandb": {"mode": "online", "project": "p", "prefix": "mine"}}, info)
@@ -91,9 +93,18 @@ def test_a_resumed_wandb_run_continues_its_own_and_repeats_nothing(tmp_path: Pat
     assert [step for step, _ in second.session.logged] == [3, 4]
 
 
-def test_options_of_wandb_are_passed_on_and_an_id_is_taken_as_given(tmp_path: Path, stand_in: Any) -> None:
+def test_options_of_wandb_are_passed_on_and_an_id_is_taken_as_given(
+    tmp_path: Path, stand_in: Any
+) -> None:
     module = stand_in("wandb", Session())
-    given = {"mode": "offline", "entity": "team", "name": "n", "id": "abc", "dir": "/d", "project": "p"}
+    given = {
+        "mode": "offline",
+        "entity": "team",
+        "name": "n",
+        "id": "abc",
+        "dir": "/d",
+        "project": "p",
+    }
     make_sinks({"wandb": given}, RunInfo(tmp_path, "exp", "trial", {}))
     assert given.items() <= module.started[0].items()
     assert not (tmp_path / "wandb-id.txt").exists()
@@ -108,10 +119,13 @@ def test_a_failed_login_is_told_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offline_needs_no_login_and_leaves_out_what_was_logged(tmp_path: Path, stand_in: Any) -> None:
+def test_offline_needs_no_login_and_leaves_out_what_was_logged(
+    tmp_path: Path, stand_in: Any
+) -> None:
     module = stand_in("wandb", Session(), problem="no network")
     (sink,) = make_sinks(
-        {"wandb": {"mode": "offline"}}, RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2)
+        {"wandb": {"mode": "offline"}},
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
     )
     for step in (2, 3):
         sink.log(step, {"x": 1.0})
@@ -128,7 +142,12 @@ def test_offline_needs_no_login_and_leaves_out_what_was_logged(tmp_path: Path, s
     ],
 )
 def test_the_environment_says_the_mode_where_no_option_does(
-    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], variable: str, mode: str
+    tmp_path: Path,
+    stand_in: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    variable: str,
+    mode: str,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", variable)
     module = stand_in("wandb", Session(), problem=None if mode == "online" else "no network")
@@ -141,15 +160,21 @@ def test_a_mode_that_does_not_exist_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "ofline")
     stand_in("wandb", Session())
-    with pytest.raises(ConfigError, match=r"WANDB_MODE='ofline': must be one of online, offline, disabled"):
+    with pytest.raises(
+        ConfigError, match=r"WANDB_MODE='ofline': must be one of online, offline, disabled"
+    ):
         make_sinks({"wandb": {"project": "p"}}, RunInfo(tmp_path, "exp", "trial", {}))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_key_is_written_nowhere(tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_written_nowhere(
+    tmp_path: Path, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     module = stand_in("wandb", Session())
-    (sink,) = make_sinks({"wandb": {"mode": "online"}}, RunInfo(tmp_path, "exp", "trial", {"seed": 1}))
+    (sink,) = make_sinks(
+        {"wandb": {"mode": "online"}}, RunInfo(tmp_path, "exp", "trial", {"seed": 1})
+    )
     sink.log(1, {"x": 1.0})
     sink.close()
     assert SECRET not in repr(module.started) + repr(module.session.logged)
@@ -158,7 +183,10 @@ def test_the_key_is_written_nowhere(tmp_path: Path, stand_in: Any, monkeypatch: 
 
 def test_trackio_goes_on_under_the_same_name(tmp_path: Path, stand_in: Any) -> None:
     module = stand_in("trackio", Session())
-    (sink,) = make_sinks({"trackio": {"project": "p"}}, RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2))
+    (sink,) = make_sinks(
+        {"trackio": {"project": "p"}},
+        RunInfo(tmp_path, "exp", "trial", {}, resumed_step=1, logged=2),
+    )
     for step in (2, 3):
         sink.text(step, [{"completion": "c"}])
         sink.log(step, {"x": 1.0})

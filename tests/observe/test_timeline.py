@@ -21,7 +21,9 @@ def test_the_file_is_complete_json_after_every_event(tmp_path: Path) -> None:
     timeline = Timeline(path)
     for index in range(5):
         timeline.add(f"call{index}", "roles/actor", time.time(), 0.1, step=index)
-        assert [e["name"] for e in load(path) if e["ph"] == "X"] == [f"call{i}" for i in range(index + 1)]
+        assert [e["name"] for e in load(path) if e["ph"] == "X"] == [
+            f"call{i}" for i in range(index + 1)
+        ]
 
 
 def test_events_are_complete_events_on_named_tracks_in_microseconds(tmp_path: Path) -> None:
@@ -35,8 +37,12 @@ def test_events_are_complete_events_on_named_tracks_in_microseconds(tmp_path: Pa
     spans = [e for e in events if e["ph"] == "X"]
     assert [e["dur"] for e in spans] == [1_500_000, 250_000, 125_000]
     assert spans[1]["ts"] - spans[0]["ts"] == pytest.approx(1_500_000, abs=2)
-    assert all(isinstance(e["ts"], int) and {"name", "ph", "pid", "tid"} <= e.keys() for e in events)
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert all(
+        isinstance(e["ts"], int) and {"name", "ph", "pid", "tid"} <= e.keys() for e in events
+    )
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert [(processes[e["pid"]], threads[e["pid"], e["tid"]]) for e in spans] == [
         ("roles", "actor"),
@@ -69,7 +75,9 @@ def test_a_torn_end_is_mended_and_the_run_goes_on_on_its_tracks(tmp_path: Path, 
     assert len(actor) == 2, "the actor's track goes on; the critic has its own"
     stamps = [e["ts"] for e in events if e["ph"] == "X"]
     assert stamps == sorted(stamps), "one clock over both processes"
-    assert [span.name for span in read_spans(path)] == ["new", "new"], "a reader sees the last process alone"
+    assert [span.name for span in read_spans(path)] == ["new", "new"], (
+        "a reader sees the last process alone"
+    )
 
 
 def test_any_name_stays_on_its_line(tmp_path: Path) -> None:
@@ -98,4 +106,9 @@ def test_of_a_long_timeline_the_beginning_and_the_end_are_read(tmp_path: Path) -
     for step in range(1, 200):
         timeline.add("train", "roles/actor", 1e9 + step, 0.1, step=step)
     steps = [span.step for span in read_spans(tmp_path / "timeline.json", 2000, 2000)]
-    assert steps[0] == 1 and steps[-1] == 199 and 10 < len(steps) < 60 and steps == sorted(steps, key=int)
+    assert (
+        steps[0] == 1
+        and steps[-1] == 199
+        and 10 < len(steps) < 60
+        and steps == sorted(steps, key=int)
+    )

@@ -19,7 +19,9 @@ def test_an_end_is_a_mean_of_several_steps() -> None:
 def test_the_best_value_is_no_single_lucky_batch() -> None:
     values = [0.5] * 15
     values[3] = 1.0
-    assert trend.best("r/reward", values) == (pytest.approx(0.6), 4), "five steps, the lucky one among them"
+    assert trend.best("r/reward", values) == (pytest.approx(0.6), 4), (
+        "five steps, the lucky one among them"
+    )
     assert trend.best("t/loss", [3.0, 1.0, 2.0]) == (1.0, 1)
     assert trend.best("t/loss", [-value for value in values])[0] == pytest.approx(-0.6)
 
@@ -42,7 +44,9 @@ def test_a_change_is_shown_with_its_noise(change: Change, text: str) -> None:
 @pytest.mark.parametrize("count", [8, 12, 20, 40, 100, 400])
 def test_noise_alone_is_hardly_ever_called_a_change(count: int) -> None:
     draws = random.Random(count)
-    found = [trend.change([draws.gauss(0.3, 0.1) for _ in range(count)]).within_noise for _ in range(400)]
+    found = [
+        trend.change([draws.gauss(0.3, 0.1) for _ in range(count)]).within_noise for _ in range(400)
+    ]
     # At a rate of 5%, 400 draws hold 20 +- 4.4 changes; 40 are out of reach.
     assert found.count(False) <= 40
 
@@ -72,7 +76,10 @@ def test_noise_that_lasts_for_several_steps_is_noise() -> None:
 def test_noise_of_short_runs_whose_steps_depend_on_each_other_is_noise(
     count: int, dependence: float, most: float
 ) -> None:
-    """At a rate of 5% 400 draws hold 5 +- 1.1% changes. Third differences alone call 35% of those of 0.5 a change."""
+    """At a rate of 5% 400 draws hold 5 +- 1.1% changes.
+
+    Third differences alone call 35% of those of 0.5 a change.
+    """
     draws, wrong = random.Random(count), 0
     for _ in range(400):
         value, values = draws.gauss(0, 1 / (1 - dependence**2) ** 0.5), []
@@ -94,8 +101,12 @@ def test_an_evaluated_share_has_the_noise_of_its_rows() -> None:
             assert noise is not None
             inside += abs(found - share) <= noise + 2 / rows
         assert inside / 400 >= 0.92
-    assert trend.sampling_noise("eval/accuracy", 0.5, 10_000) == pytest.approx(1.96 * 0.005, rel=1e-3)
-    assert trend.sampling_noise("eval/accuracy", 1.0, 4) == pytest.approx(0.3, abs=0.02), "no certainty of four rows"
+    assert trend.sampling_noise("eval/accuracy", 0.5, 10_000) == pytest.approx(
+        1.96 * 0.005, rel=1e-3
+    )
+    assert trend.sampling_noise("eval/accuracy", 1.0, 4) == pytest.approx(0.3, abs=0.02), (
+        "no certainty of four rows"
+    )
     for name, value in (("eval/loss", 0.5), ("train/accuracy", 0.5), ("eval/accuracy", 1.5)):
         assert trend.sampling_noise(name, value, 100) is None
 

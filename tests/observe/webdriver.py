@@ -15,9 +15,17 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = shutil.which("chromedriver")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 MISSING = "" if DRIVER and BROWSER else "no chromium with chromedriver on this machine"
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--no-first-run",
+)
 
 
 class Browser:
@@ -44,18 +52,34 @@ class Browser:
     def drag(self, selector: str, start: float, stop: float) -> None:
         """With the button down over an element, between two shares of its width."""
         left, top, width, height = self.run(
-            "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center', behavior: 'instant'});"
+            "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center', "
+            "behavior: 'instant'});"
             "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]",
             selector,
         )
 
         def move(share: float) -> dict[str, Any]:
-            return {"type": "pointerMove", "duration": 20, "x": int(left + width * share), "y": int(top + height / 2)}
+            return {
+                "type": "pointerMove",
+                "duration": 20,
+                "x": int(left + width * share),
+                "y": int(top + height / 2),
+            }
 
         button = {"button": 0}
-        actions = [move(start), {"type": "pointerDown", **button}, move((start + stop) / 2), move(stop)]
+        actions = [
+            move(start),
+            {"type": "pointerDown", **button},
+            move((start + stop) / 2),
+            move(stop),
+        ]
         actions.append({"type": "pointerUp", **button})
-        mouse = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
+        mouse = {
+            "type": "pointer",
+            "id": "mouse",
+            "parameters": {"pointerType": "mouse"},
+            "actions": actions,
+        }
         self._call("actions", {"actions": [mouse]})
 
     def errors(self) -> list[str]:
@@ -65,7 +89,9 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._call("goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics})
+        self._call(
+            "goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": metrics}
+        )
 
     def _call(self, path: str, body: Any) -> Any:
         return _post(f"{self._session}/{path}", body)
@@ -87,13 +113,19 @@ def browser(folder: Path, width: int = 1280, height: int = 900) -> Iterator[Brow
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    driver = subprocess.Popen([str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(
+        [str(DRIVER), f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         base = f"http://127.0.0.1:{port}"
         _wait(base)
         args = [*FLAGS, f"--user-data-dir={folder / 'profile'}", f"--window-size={width},{height}"]
         options = {"binary": BROWSER, "args": args}
-        wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
         made = _post(f"{base}/session", {"capabilities": {"alwaysMatch": wanted}})
         session = f"{base}/session/{made['sessionId']}"
         yield Browser(session)

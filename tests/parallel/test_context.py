@@ -1,4 +1,6 @@
-"""A network whose ranks share the tokens of every pack is the network of one rank: outputs, gradients, three steps."""
+"""A network whose ranks share the tokens of every pack is the network of one rank: outputs,
+gradients, three steps.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ CASES = {
     "gemma2": Case("gemma2"),  # windows, capped scores
     "gpt2": Case("gpt2"),  # learned positions
     "mistral": Case("mistral", changes={"sliding_window": 7}),
-    "dropout": Case("gpt2", drops=True, changes={"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}),
+    "dropout": Case(
+        "gpt2", drops=True, changes={"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
+    ),
     "mixtral": Case("mixtral"),
     "by length": Case(
         changes={
@@ -106,7 +110,11 @@ def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda:
         for packed in packs(case):
             found = network(packed, WANT[case.head])
             assert isinstance(found, dict)
-            loss = sum((torch.cos(torch.arange(len(v)) + 0.1) * v).sum() for v in found.values() if v.requires_grad)
+            loss = sum(
+                (torch.cos(torch.arange(len(v)) + 0.1) * v).sum()
+                for v in found.values()
+                if v.requires_grad
+            )
             if packed.aux_loss is not None:
                 loss = loss + BALANCE * packed.aux_loss.by_sequence().sum()
             assert isinstance(loss, Tensor)
@@ -115,7 +123,9 @@ def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda:
                 outputs.append({str(name): value.detach() for name, value in found.items()})
         complete()
         if number == 0:
-            gradients = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+            gradients = {
+                name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None
+            }
         rule.step()
         rule.zero_grad()
     return Run(outputs, gradients, {name: value.clone() for name, value in values(network).items()})
@@ -144,7 +154,11 @@ def on_rank(case: Case, network: Transformer, complete: Callable[[], None] = lam
 
 def check(case: Case, ranks: Ranks) -> None:
     expected = on_rank(case, build(case))
-    exact = {"rtol": 1e-10, "atol": 1e-12} if case.dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-5}
+    exact = (
+        {"rtol": 1e-10, "atol": 1e-12}
+        if case.dtype == torch.float64
+        else {"rtol": 2e-4, "atol": 2e-5}
+    )
     for found in ranks.run(shared, case):
         for part in ("gradients", "parameters"):
             same(getattr(found, part), getattr(expected, part), exact)
@@ -179,7 +193,9 @@ def asked(joined: bool) -> list[dict[str, Tensor]]:
         context.join(network, group)
     (packed, *_) = packs(Case())
     generator = torch.Generator().manual_seed(2)
-    ids = torch.stack([torch.randperm(131, generator=generator)[:4] for _ in range(len(packed.rows))])
+    ids = torch.stack(
+        [torch.randperm(131, generator=generator)[:4] for _ in range(len(packed.rows))]
+    )
     counts = torch.arange(len(packed.rows)) % 3
     support = Support(torch.randint(0, 131, (int(counts.sum()),), generator=generator), counts)
     top = network(replace(packed, ids=TopIds(3)), frozenset({"top_ids", "top_logprobs"}))
@@ -197,12 +213,18 @@ def test_other_outputs(ranks: Ranks) -> None:
 
 @given(st.integers(1, 200), st.integers(2, 9))
 def test_every_token_has_one_rank_and_ranks_have_as_many(length: int, size: int) -> None:
-    each = [[t for run in context.runs_of(length, size, rank) for t in range(*run)] for rank in range(size)]
+    each = [
+        [t for run in context.runs_of(length, size, rank) for t in range(*run)]
+        for rank in range(size)
+    ]
     assert sorted(t for tokens in each for t in tokens) == list(range(length))
     assert max(map(len, each)) - min(map(len, each)) <= 2
 
 
 def test_long_sequences_cost_ranks_alike() -> None:
     """(query, key) pairs of one sequence."""
-    pairs = [sum(t + 1 for run in context.runs_of(800, 4, rank) for t in range(*run)) for rank in range(4)]
+    pairs = [
+        sum(t + 1 for run in context.runs_of(800, 4, rank) for t in range(*run))
+        for rank in range(4)
+    ]
     assert max(pairs) < 1.01 * min(pairs)

@@ -1,4 +1,6 @@
-"""Ranks that hold some experts each compute what one rank with all of them does: outputs and gradients."""
+"""Ranks that hold some experts each compute what one rank with all of them does: outputs and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def packed(case: Case, rank: int) -> Packed:
     made = pack(sequences(PACKS[rank], seed=rank))
     if not case.adapters:
         return made
-    return replace(made, dropout=DropoutKeys.of(1, 2, [(f"{rank}/{n}", 0) for n in range(len(PACKS[rank]))]))
+    return replace(
+        made, dropout=DropoutKeys.of(1, 2, [(f"{rank}/{n}", 0) for n in range(len(PACKS[rank]))])
+    )
 
 
 def adapt(network: Transformer, case: Case) -> None:
@@ -65,7 +69,9 @@ def filled(case: Case) -> tuple[Transformer, Values]:
 
 
 def apart(case: Case) -> tuple[Values, Values, Values]:
-    """On each rank: log-probs of its own pack, gradients, and all parameters as they are gathered to generate."""
+    """On each rank: log-probs of its own pack, gradients, and all parameters as they are gathered
+    to generate.
+    """
     known, values = filled(case)
     group = dist.group.WORLD
     assert group is not None
@@ -78,7 +84,9 @@ def apart(case: Case) -> tuple[Values, Values, Values]:
     found = network(packed(case, group.rank()), WANT)
     (torch.cos(torch.arange(len(found["logprobs"])) * 1.0) * found["logprobs"]).sum().backward()
     shard.gather(network, known, group)
-    gradients = {name: part.grad for name, part in canonical(network).items() if part.grad is not None}
+    gradients = {
+        name: part.grad for name, part in canonical(network).items() if part.grad is not None
+    }
     outputs = {"logprobs": found["logprobs"].detach()}
     return outputs, gradients, {name: part.data for name, part in canonical(known).items()}
 
@@ -89,7 +97,9 @@ def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
     network, values = filled(case)
     outputs = [network(packed(case, rank), WANT)["logprobs"] for rank in range(2)]
     sum((torch.cos(torch.arange(len(each)) * 1.0) * each).sum() for each in outputs).backward()  # type: ignore[union-attr]
-    expected = {name: part.grad for name, part in canonical(network).items() if part.grad is not None}
+    expected = {
+        name: part.grad for name, part in canonical(network).items() if part.grad is not None
+    }
     found = ranks.run(apart, case)
     for rank, (own, gradients, gathered) in enumerate(found):
         assert_close(own["logprobs"], outputs[rank].detach(), rtol=1e-11, atol=1e-12)
@@ -97,9 +107,17 @@ def test_two_ranks_are_as_one(name: str, ranks: Ranks) -> None:
         for key, value in expected.items():
             if of_experts(key):
                 where = expert_slice(key, whole(tuple(value.shape)), 2, rank)
-                assert_close(gradients[key], value[where], rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+                assert_close(
+                    gradients[key],
+                    value[where],
+                    rtol=1e-10,
+                    atol=1e-12,
+                    msg=lambda m, key=key: f"{key}: {m}",
+                )
             else:
                 total = found[0][1][key] + found[1][1][key]
-                assert_close(total, value, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}")
+                assert_close(
+                    total, value, rtol=1e-10, atol=1e-12, msg=lambda m, key=key: f"{key}: {m}"
+                )
         for key, value in values.items():
             assert torch.equal(gathered[key], value), key

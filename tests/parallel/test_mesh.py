@@ -1,4 +1,6 @@
-"""Process groups of layouts: made by their own ranks alone, however many groups each of these belongs to."""
+"""Process groups of layouts: made by their own ranks alone, however many groups each of these
+belongs to.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ def totals(*meshes: Mesh) -> list[float]:
 
 
 def test_meshes_that_overlap(ranks: Ranks) -> None:
-    """Rank 1 is of both, so it has more groups than the ranks that it makes the second mesh with; and once more."""
-    meshes = Mesh(Layout(data=2), (0, 1)), Mesh(Layout(tensor=2), (1, 2)), Mesh(Layout(pipeline=3), (0, 1, 2))
+    """Rank 1 is of both, so it has more groups than the ranks that it makes the second mesh with;
+    and once more.
+    """
+    meshes = (
+        Mesh(Layout(data=2), (0, 1)),
+        Mesh(Layout(tensor=2), (1, 2)),
+        Mesh(Layout(pipeline=3), (0, 1, 2)),
+    )
     for _ in range(2):
         assert ranks.run(totals, *meshes) == [[3.0, 6.0], [3.0, 5.0, 6.0], [5.0, 6.0]]

@@ -1,4 +1,6 @@
-"""Networks whose blocks lie on several processes are the whole network: outputs, gradients, three steps of an optimizer."""
+"""Networks whose blocks lie on several processes are the whole network: outputs, gradients, three
+steps of an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Case:
     count: int = 5
     tied: bool = False
     recompute: bool = False
-    form: str = ""  # lora, dropout, balance (of experts), unmoved (the first micro-batch trains nothing)
+    # lora, dropout, balance (of experts), unmoved (the first micro-batch trains nothing)
+    form: str = ""
     dtype: torch.dtype = torch.float64
     stages_a_rank: int | None = None
 
@@ -56,9 +59,11 @@ class Run:
 
 def build(case: Case) -> Transformer:
     changes = {"tie_word_embeddings": case.tied} if case.family in ("llama", "mixtral") else {}
-    network = tiny(case.family, dtype=case.dtype, num_hidden_layers=8, **changes) if case.family != "gpt2" else tiny(
-        case.family, dtype=case.dtype, n_layer=8
-    )  # fmt: skip
+    network = (
+        tiny(case.family, dtype=case.dtype, num_hidden_layers=8, **changes)
+        if case.family != "gpt2"
+        else tiny(case.family, dtype=case.dtype, n_layer=8)
+    )
     if case.form == "lora":
         adapt(network)
     if case.form == "dropout":
@@ -77,7 +82,9 @@ def adapt(network: Transformer) -> None:
     lora.attach(network, r=4, alpha=8.0, seed=3)
     for name, part in canonical(network).items():
         if name.endswith("lora_b"):
-            torch.nn.init.normal_(part.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                part.data, std=0.1, generator=torch.Generator().manual_seed(len(name))
+            )
 
 
 def stage(known: Transformer, case: Case, layers: range) -> Transformer:
@@ -125,7 +132,9 @@ def balance(case: Case, known: Transformer, given: list[Microbatch], number: int
 def alone(case: Case) -> Run:
     """The whole network in one process, one micro-batch after the other."""
     network = build(case)
-    rule = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    rule = torch.optim.SGD(
+        [p for p in network.parameters() if p.requires_grad], lr=RATE, momentum=0.9
+    )
     outputs: list[Outputs] = []
     gradients: Values = {}
     for step in range(STEPS):
@@ -147,7 +156,11 @@ def alone(case: Case) -> Run:
 
 
 def gradients_of(network: Transformer) -> Values:
-    return {name: part.grad.clone() for name, part in canonical(network).items() if part.grad is not None}
+    return {
+        name: part.grad.clone()
+        for name, part in canonical(network).items()
+        if part.grad is not None
+    }
 
 
 def staged(case: Case) -> list[Run]:
@@ -156,7 +169,9 @@ def staged(case: Case) -> list[Run]:
     assert group is not None
     known, placement = build(case), placement_of(case.kind, group.size(), case.stages_a_rank)
     count, layers = placement.num_stages, known.config.num_layers
-    networks = {s: stage(known, case, stage_of(layers, count, s)) for s in placement.stages_of(group.rank())}
+    networks = {
+        s: stage(known, case, stage_of(layers, count, s)) for s in placement.stages_of(group.rank())
+    }
     pipeline = Pipeline(networks, case.kind, group)
     last = placement.last_rank
     ends = dist.new_group([0, last]) if last != 0 else None
@@ -167,9 +182,10 @@ def staged(case: Case) -> list[Run]:
     for step in range(STEPS):
         given = microbatches(case, step)
         pipeline.train(
-            given, lambda number, found: loss_of(case, number, found),
+            given,
+            lambda number, found: loss_of(case, number, found),
             lambda _, number, given=given: balance(case, known, given, number),
-        )  # fmt: skip
+        )
         if group.rank() in (0, last):
             sum_tied_gradients(tied_copies(networks), ends, torch.device("cpu"))
         if step == 0:
@@ -185,7 +201,13 @@ def staged(case: Case) -> list[Run]:
 def same(found: Values, expected: Values, tolerance: float, name: str) -> None:
     assert found.keys() == expected.keys(), name
     for key, value in expected.items():
-        assert_close(found[key], value, rtol=tolerance, atol=tolerance, msg=lambda m, key=key: f"{name} {key}: {m}")
+        assert_close(
+            found[key],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, key=key: f"{name} {key}: {m}",
+        )
 
 
 def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None:
@@ -199,7 +221,11 @@ def check(case: Case, ranks: Ranks, size: int, tolerance: float = 1e-12) -> None
             for what in ("gradients", "parameters"):
                 every: Values = getattr(expected, what)
                 sizes, tied = Even(known.config.num_layers), known.config.tied
-                own = {n: v for n, v in every.items() if number in stages_of(n, sizes, count, tied=tied)}
+                own = {
+                    n: v
+                    for n, v in every.items()
+                    if number in stages_of(n, sizes, count, tied=tied)
+                }
                 same(getattr(run, what), own, tolerance, f"{what} of stage {number}")
 
 
@@ -215,8 +241,18 @@ class Even:
 
 
 def named(case: Case) -> str:
-    said = [case.family, case.kind, f"m{case.count}", "tied" * case.tied, "recomputed" * case.recompute, case.form]
-    said += ["float32" if case.dtype == torch.float32 else "", f"v{case.stages_a_rank}" if case.stages_a_rank else ""]
+    said = [
+        case.family,
+        case.kind,
+        f"m{case.count}",
+        "tied" * case.tied,
+        "recomputed" * case.recompute,
+        case.form,
+    ]
+    said += [
+        "float32" if case.dtype == torch.float32 else "",
+        f"v{case.stages_a_rank}" if case.stages_a_rank else "",
+    ]
     return "-".join(filter(None, said))
 
 
@@ -263,8 +299,15 @@ def test_two_ranks_in_every_form(case: Case, ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "case",
     [Case(kind=kind, count=count) for kind in get_args(Kind) for count in (2, 9)]
-    + [Case(family, tied=tied) for family, tied in (("llama", True), ("gpt2", False), ("mixtral", False))]
-    + [Case(kind="zbv", tied=True), Case("mixtral", "zero_bubble", form="balance"), Case("gpt2", "interleaved_1f1b")],
+    + [
+        Case(family, tied=tied)
+        for family, tied in (("llama", True), ("gpt2", False), ("mixtral", False))
+    ]
+    + [
+        Case(kind="zbv", tied=True),
+        Case("mixtral", "zero_bubble", form="balance"),
+        Case("gpt2", "interleaved_1f1b"),
+    ],
     ids=named,
 )
 def test_four_ranks_are_one_network(case: Case, four_ranks: Ranks) -> None:
@@ -275,7 +318,9 @@ def test_four_ranks_are_one_network(case: Case, four_ranks: Ranks) -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 def test_with_weft_s_kernels(family: str, kind: Kind, ranks: Ranks) -> None:
-    """In float32, whose products are functions of weft's own; a zero-bubble schedule goes through their backward twice."""
+    """In float32, whose products are functions of weft's own; a zero-bubble schedule goes through
+    their backward twice.
+    """
     check(Case(family, kind, dtype=torch.float32), ranks, 2, tolerance=5e-5)
 
 
@@ -301,7 +346,8 @@ def late(folder: str) -> str:
 def test_a_rank_that_is_late_is_named(ranks: Ranks, tmp_path: Path) -> None:
     said, _ = ranks.run(late, str(tmp_path))
     assert said.startswith(
-        "pipeline stage 0 (rank 0), micro-batch 0: the gradient did not come from stage 1 (rank 1); that rank failed"
+        "pipeline stage 0 (rank 0), micro-batch 0: the gradient did not come from stage 1 (rank "
+        "1); that rank failed"
     )
 
 
@@ -317,7 +363,12 @@ def test_one_rank_holds_all_stages() -> None:
         same(one, other, 1e-12, "outputs of")
     pipeline.train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
     sum_tied_gradients(tied_copies(networks), None, torch.device("cpu"))
-    same(gradients_of(networks[0]) | gradients_of(networks[1]), expected.gradients, 1e-12, "gradient of")
+    same(
+        gradients_of(networks[0]) | gradients_of(networks[1]),
+        expected.gradients,
+        1e-12,
+        "gradient of",
+    )
 
 
 def test_hooks_of_parameters_see_both_halves() -> None:
@@ -335,10 +386,14 @@ def test_hooks_of_parameters_see_both_halves() -> None:
     for network in networks.values():
         for parameter in network.parameters():
             parameter.register_post_accumulate_grad_hook(take)
-    Pipeline(networks, "zbv").train(microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs))
+    Pipeline(networks, "zbv").train(
+        microbatches(case, 0), lambda number, outputs: loss_of(case, number, outputs)
+    )
     for network in networks.values():
         for name, part in canonical(network).items():
-            assert_close(part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12)
+            assert_close(
+                part.of(taken[part.parameter]), expected.gradients[name], rtol=1e-12, atol=1e-12
+            )
 
 
 def test_stages_of_another_rank_are_refused() -> None:

@@ -1,4 +1,6 @@
-"""Orders of a pipeline: every action once, everything made before it is needed, and no two ranks ever wait for each other."""
+"""Orders of a pipeline: every action once, everything made before it is needed, and no two ranks
+ever wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ from weft.parallel.schedule import (
 from weft.placement import Placement
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-PLACED = [(kind, None) for kind in KINDS] + [("interleaved_1f1b", 3), ("interleaved_zero_bubble", 3)]
+PLACED = [(kind, None) for kind in KINDS] + [
+    ("interleaved_1f1b", 3),
+    ("interleaved_zero_bubble", 3),
+]
 RANKS, MICROBATCHES = range(1, 9), range(1, 17)
 
 
 def rendezvous(lists: Sequence[Sequence[Action]], placement: Placement) -> list[list[Compute]]:
-    """Run the lists where a send ends only when its receiver stands at the receive. Returns what each rank computed; a list
-    that cannot go on is an error, and so is an action whose inputs are not there."""
+    """Run the lists where a send ends only when its receiver stands at the receive.
+
+    Returns what each rank computed; a list that cannot go on is an error, and so is an action whose
+    inputs are not there.
+    """
     at, held = (
         [0] * len(lists),
         [set[tuple[int, int, bool]]() for _ in lists],
@@ -45,7 +53,11 @@ def rendezvous(lists: Sequence[Sequence[Action]], placement: Placement) -> list[
                 at[rank] += 1
                 moved += 1
         for rank, own in enumerate(lists):
-            if at[rank] < len(own) and isinstance(send := own[at[rank]], Message) and send.way == "SEND":
+            if (
+                at[rank] < len(own)
+                and isinstance(send := own[at[rank]], Message)
+                and send.way == "SEND"
+            ):
                 peer = placement.rank_of(send.target)
                 if at[peer] < len(lists[peer]) and lists[peer][at[peer]] == Message(
                     "RECV", send.source, send.target, send.microbatch
@@ -56,7 +68,9 @@ def rendezvous(lists: Sequence[Sequence[Action]], placement: Placement) -> list[
                     at[rank] += 1
                     at[peer] += 1
                     moved += 2
-        assert moved, f"nobody can go on: {[own[i] for i, own in zip(at, lists, strict=True) if i < len(own)]}"
+        assert moved, (
+            f"nobody can go on: {[own[i] for i, own in zip(at, lists, strict=True) if i < len(own)]}"
+        )
         left -= moved
     return computed
 
@@ -84,8 +98,10 @@ def test_every_plan_ends_under_rendezvous(kind: Kind, stages_a_rank: int | None)
             for rank, own in enumerate(found):
                 wanted = Counter(
                     Compute(half, s, m)  # type: ignore[arg-type]
-                    for half in halves for s in placement.stages_of(rank) for m in range(count)
-                )  # fmt: skip
+                    for half in halves
+                    for s in placement.stages_of(rank)
+                    for m in range(count)
+                )
                 assert Counter(own) == wanted
 
 
@@ -97,7 +113,9 @@ def test_inference_is_the_forward_half(kind: Kind, stages_a_rank: int | None) ->
             lists = plan.__wrapped__(kind, placement, count, forward_only=True)
             found = rendezvous(lists, placement)
             assert Counter(action for own in found for action in own) == Counter(
-                Compute("F", stage, m) for stage in range(placement.num_stages) for m in range(count)
+                Compute("F", stage, m)
+                for stage in range(placement.num_stages)
+                for m in range(count)
             )
 
 
@@ -119,7 +137,9 @@ def test_1f1b_by_hand() -> None:
 
 
 def test_1f1b_keeps_few_states() -> None:
-    """No rank holds more micro-batches between forward and backward than there are ranks from it on."""
+    """No rank holds more micro-batches between forward and backward than there are ranks from it
+    on.
+    """
     for ranks in RANKS:
         for rank, own in enumerate(order_of("1f1b", Placement(ranks), 16)):
             held = peak = 0
@@ -132,15 +152,27 @@ def test_1f1b_keeps_few_states() -> None:
 @pytest.mark.parametrize("turns", [False, True])
 def test_every_stage_has_one_rank(turns: bool) -> None:
     placement = Placement(4, 2, turns)
-    assert sorted(stage for rank in range(4) for stage in placement.stages_of(rank)) == list(range(8))
+    assert sorted(stage for rank in range(4) for stage in placement.stages_of(rank)) == list(
+        range(8)
+    )
     assert placement.stages_of(0) == ((0, 7) if turns else (0, 4))
     assert placement.last_rank == (0 if turns else 3)
 
 
 def test_the_simulator_finds_two_ranks_that_wait_for_each_other() -> None:
     placement = Placement(2)
-    first: list[Action] = [Compute("F", 0, 0), Compute("F", 0, 1), Message("SEND", 0, 1, 1), Message("SEND", 0, 1, 0)]
-    last: list[Action] = [Message("RECV", 0, 1, 0), Message("RECV", 0, 1, 1), Compute("F", 1, 0), Compute("F", 1, 1)]
+    first: list[Action] = [
+        Compute("F", 0, 0),
+        Compute("F", 0, 1),
+        Message("SEND", 0, 1, 1),
+        Message("SEND", 0, 1, 0),
+    ]
+    last: list[Action] = [
+        Message("RECV", 0, 1, 0),
+        Message("RECV", 0, 1, 1),
+        Compute("F", 1, 0),
+        Compute("F", 1, 1),
+    ]
     with pytest.raises(AssertionError, match="nobody can go on"):
         rendezvous([first, last], placement)
 
@@ -155,7 +187,10 @@ def test_what_a_kind_does_not_take_is_refused() -> None:
         placement_of("1f1b", 2, 2)
     with pytest.raises(ConfigError, match="zbv has 2 stages per rank, and 3 were"):
         placement_of("zbv", 2, 3)
-    with pytest.raises(ConfigError, match="at least 2 stages per rank, and 1 was asked for; with 1 it is zero_bubble"):
+    with pytest.raises(
+        ConfigError,
+        match="at least 2 stages per rank, and 1 was asked for; with 1 it is zero_bubble",
+    ):
         placement_of("interleaved_zero_bubble", 2, 1)
     with pytest.raises(ConfigError, match="'dualpipe' is unknown; known: gpipe, 1f1b"):
         placement_of("dualpipe", 2)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Sharded networks under a pipeline that halves backward passes: gradients, how often they are summed, what is whole."""
+"""Sharded networks under a pipeline that halves backward passes: gradients, how often they are
+summed, what is whole.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ LAYERS, COUNT, WIDTH = 4, 3, torch.float64
 
 @dataclass(frozen=True)
 class Seen:
-    """`sums` of each parameter's gradient over the ranks; `most`: blocks of a stage that were whole while gradients of weights
-    were made; `whole`: parameters that were so after the last pass; `second`: second halves, counted by groups of weights;
-    `kept`: the most whole gradients that were there between two passes."""
+    """`sums` of each parameter's gradient over the ranks; `most`: blocks of a stage that were whole
+    while gradients of weights were made; `whole`: parameters that were so after the last pass;
+    `second`: second halves, counted by groups of weights; `kept`: the most whole gradients that
+    were there between two passes.
+    """
 
     gradients: dict[str, torch.Tensor]
     sums: list[int]
@@ -48,7 +52,9 @@ def build(case: Case) -> Transformer:
 
 
 def loss(case: Case, step: int, number: int, found: Outputs) -> torch.Tensor:
-    """The last micro-batch trains nothing where the case says so, of both ranks or of the second alone."""
+    """The last micro-batch trains nothing where the case says so, of both ranks or of the second
+    alone.
+    """
     value = loss_of(Case(), number + step, found)
     unmoved = case.form == "unmoved" or (case.form == "unmoved by one" and step == 1)
     return value.detach() if unmoved and number == COUNT - 1 else value
@@ -61,13 +67,26 @@ def whole_gradients(network: Transformer) -> int:
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups
     ]
-    every = [parameter for group in groups for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
-    return sum(p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None for p in every)
+    every = [
+        parameter
+        for group in groups
+        for parameter in group.fsdp_params
+        if hasattr(parameter, "_unsharded_param")
+    ]
+    return sum(
+        p.unsharded_accumulated_grad is not None or p._unsharded_param.grad is not None
+        for p in every
+    )
 
 
 def trained(case: Case, sums_once: bool) -> Seen:
-    """One rank of two that share all parameters; it holds both stages, and has micro-batches of its own."""
-    whole_network, mesh = build(case), RankMesh(Mesh.first(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups())
+    """One rank of two that share all parameters; it holds both stages, and has micro-batches of its
+    own.
+    """
+    whole_network, mesh = (
+        build(case),
+        RankMesh(Mesh.first(Layout(data=2, fsdp=2)), dist.get_rank(), ProcessGroups()),
+    )
     networks = dict(enumerate(whole_network.split([range(2), range(2, LAYERS)])))
     shard(networks.values(), mesh, torch.device("cpu"), WIDTH)
     sums, second, most, kept = Counter[torch.Tensor](), 0, 0, 0
@@ -82,7 +101,10 @@ def trained(case: Case, sums_once: bool) -> Seen:
     def seen(group: dict[str, Any]) -> None:
         nonlocal second, most
         second += 1
-        most = max(most, *(sum(whole(block) > 0 for block in network.blocks) for network in networks.values()))
+        most = max(
+            most,
+            *(sum(whole(block) > 0 for block in network.blocks) for network in networks.values()),
+        )
         halve(group)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -94,12 +116,16 @@ def trained(case: Case, sums_once: bool) -> Seen:
             kept = max(kept, *map(whole_gradients, networks.values()))
             return loss(case, step, number, found)
 
-        Pipeline(networks, case.kind, sums_once=sums_once).train(microbatches(case, step), loss_here)
+        Pipeline(networks, case.kind, sums_once=sums_once).train(
+            microbatches(case, step), loss_here
+        )
     parameters = list(whole_network.parameters())
     assert sums.keys() == set(parameters)
     shards = Shards(whole_network)
     shards.take_gradients()
-    gradients = {name: part.grad.clone() for name, part in shards.stored.items() if part.grad is not None}
+    gradients = {
+        name: part.grad.clone() for name, part in shards.stored.items() if part.grad is not None
+    }
     left = whole(whole_network)
     return Seen(gradients, list(sums.values()), most, left, second, kept)
 
@@ -119,19 +145,27 @@ def alone(case: Case) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("sums_once", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("form", ["", "unmoved", "unmoved by one"])
-@pytest.mark.parametrize(("kind", "tied"), [("zbv", False), ("zbv", True), ("interleaved_1f1b", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("zbv", False), ("zbv", True), ("interleaved_1f1b", False)]
+)
 def test_gradients_are_summed_once_or_after_each_pass(
     kind: Kind, tied: bool, form: str, recompute: bool, sums_once: bool, ranks: Ranks
 ) -> None:
-    """Of a matrix that both stages read those of the second may come later than the first one's last."""
+    """Of a matrix that both stages read those of the second may come later than the first one's
+    last.
+    """
     case = Case(kind=kind, count=COUNT, form=form, recompute=recompute, tied=tied)
     expected, found = alone(case), ranks.run(trained, case, sums_once)
     for name, whole in expected.items():
         parts = [each.gradients[name] for each in found if name in each.gradients]
-        assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        assert_close(
+            torch.cat(parts), whole, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}"
+        )
     for each in found:
         times = 1 if sums_once else COUNT
-        assert sorted(each.sums)[:-1] == [times] * (len(each.sums) - 1) and max(each.sums) <= times * (1 + tied)
+        assert sorted(each.sums)[:-1] == [times] * (len(each.sums) - 1) and max(
+            each.sums
+        ) <= times * (1 + tied)
         assert (each.kept > 0) == sums_once
         assert (each.most <= 1, each.whole) == (True, 0)
         assert (each.second > 0) == (kind == "zbv" and not recompute)

@@ -1,6 +1,8 @@
-"""A network whose blocks are sharded over two processes, or of which each holds a part of every layer, is the whole network.
+"""A network whose blocks are sharded over two processes, or of which each holds a part of every
+layer, is the whole network.
 
-Log-probs, gradients, and the parameters after three steps of an optimizer, with weft's kernels and without.
+Log-probs, gradients, and the parameters after three steps of an optimizer, with weft's kernels and
+without.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw: outputs of its first pass over each pack, gradients of the first step, parameters after the last."""
+    """What one rank saw: outputs of its first pass over each pack, gradients of the first step,
+    parameters after the last.
+    """
 
     outputs: list[Values]
     gradients: Values
@@ -64,12 +68,17 @@ def adapt(network: Transformer) -> None:
     lora.attach(network, r=4, alpha=8.0, seed=3)
     for name, part in canonical(network).items():
         if name.endswith("lora_b"):
-            torch.nn.init.normal_(part.data, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                part.data, std=0.1, generator=torch.Generator().manual_seed(len(name))
+            )
 
 
 def packs(case: Case) -> list[tuple[Packed, Tensor]]:
     """Two packs, and how much the log-prob of each token weighs."""
-    made = [prefixed(seed) if case.form == "prefixes" else pack(sequences([9, 17, 5], seed=seed)) for seed in (1, 2)]
+    made = [
+        prefixed(seed) if case.form == "prefixes" else pack(sequences([9, 17, 5], seed=seed))
+        for seed in (1, 2)
+    ]
     return [(packed, torch.cos(torch.arange(len(packed.rows)) * 1.0)) for packed in made]
 
 
@@ -77,16 +86,24 @@ def prefixed(seed: int) -> Packed:
     """20 tokens, two continuations of them of 10 and 14, and 13 tokens that stand alone."""
     (tokens,) = sequences([57], seed=seed)
     starts = torch.tensor([0, 20, 30, 44, 57], dtype=torch.int32)
-    positions = torch.cat([torch.arange(20), torch.arange(20, 30), torch.arange(20, 34), torch.arange(13)])
+    positions = torch.cat(
+        [torch.arange(20), torch.arange(20, 30), torch.arange(20, 34), torch.arange(13)]
+    )
     context = Prefixed(Dense(starts, 20), (Join((0, 20), (20, 44)),), torch.tensor([29, 43, 56]))
     rows = torch.tensor([19, *range(20, 29), 19, *range(30, 43), *range(44, 56)])
     labels = torch.tensor([20, *range(21, 30), 30, *range(31, 44), *range(45, 57)])
     return Packed(tokens, positions, context, rows, tokens[labels])
 
 
-def run(network: Transformer, given: list[tuple[Packed, Tensor]], complete: Callable[[], None] = lambda: None) -> Run:
+def run(
+    network: Transformer,
+    given: list[tuple[Packed, Tensor]],
+    complete: Callable[[], None] = lambda: None,
+) -> Run:
     """Three steps over the packs; `complete` is called before each step of the optimizer."""
-    rule = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=RATE, momentum=0.9)
+    rule = torch.optim.SGD(
+        [p for p in network.parameters() if p.requires_grad], lr=RATE, momentum=0.9
+    )
     outputs: list[Values] = []
     gradients: Values = {}
     for number in range(STEPS):
@@ -97,10 +114,16 @@ def run(network: Transformer, given: list[tuple[Packed, Tensor]], complete: Call
                 outputs.append({name: value.detach() for name, value in found.items()})
         complete()
         if number == 0:
-            gradients = {name: whole(part.grad) for name, part in canonical(network).items() if part.grad is not None}
+            gradients = {
+                name: whole(part.grad)
+                for name, part in canonical(network).items()
+                if part.grad is not None
+            }
         rule.step()
         rule.zero_grad()
-    return Run(outputs, gradients, {name: whole(part.data) for name, part in canonical(network).items()})
+    return Run(
+        outputs, gradients, {name: whole(part.data) for name, part in canonical(network).items()}
+    )
 
 
 def whole(x: Tensor) -> Tensor:
@@ -108,7 +131,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def sharded(case: Case) -> Run:
-    """On each rank: every block's parameters are sharded over both, and each computes one of the packs."""
+    """On each rank: every block's parameters are sharded over both, and each computes one of the
+    packs.
+    """
     network = build(case)
     for block in network.blocks:
         fully_shard(block)
@@ -130,7 +155,9 @@ def narrowed(case: Case) -> Run:
     network.recompute_every = known.recompute_every
     values = {name: part.data for name, part in canonical(known).items()}
     for name, part in canonical(network).items():
-        part.data.copy_(values[name][tensor_slice(name, tuple(values[name].shape), config, size, rank)])
+        part.data.copy_(
+            values[name][tensor_slice(name, tuple(values[name].shape), config, size, rank)]
+        )
     group = dist.group.WORLD
     assert group is not None
     shares, device = case.shares_rows, torch.device("cpu")
@@ -169,7 +196,9 @@ def named(case: Case) -> str:
 def same(found: Values, expected: Values, name: str = "") -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
-        assert_close(found[key], value, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{name} {key}: {m}")
+        assert_close(
+            found[key], value, rtol=2e-4, atol=2e-5, msg=lambda m, key=key: f"{name} {key}: {m}"
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -205,5 +234,7 @@ def check_parts(case: Case, ranks: Ranks, size: int) -> None:
             same(one, other, "outputs of")
         for kind in ("gradients", "parameters"):
             every: Values = getattr(expected, kind)
-            parts = {n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()}
+            parts = {
+                n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()
+            }
             same(getattr(found, kind), parts, kind)

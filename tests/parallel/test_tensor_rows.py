@@ -1,5 +1,6 @@
-"""Ranks that hold parts of every layer and share the rows between attention and MLP, in float64: they are the whole network,
-and take less memory and as many bytes."""
+"""Ranks that hold parts of every layer and share the rows between attention and MLP, in float64:
+they are the whole network, and take less memory and as many bytes.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +55,17 @@ def part_of(whole: Transformer, shares_rows: bool) -> Transformer:
 def loss_of(network: Transformer, packed: Packed, ranks: int) -> tuple[Tensor, Values]:
     found = network(packed, WANT[network.kind])
     assert isinstance(found, dict)
-    made = [(torch.cos(torch.arange(len(v)) + 0.1) * v).sum() for v in found.values() if v.requires_grad]
+    made = [
+        (torch.cos(torch.arange(len(v)) + 0.1) * v).sum() for v in found.values() if v.requires_grad
+    ]
     if packed.aux_loss is not None:
         made.append(AuxLoss(BALANCE, ranks).of(packed.aux_loss.by_sequence().sum()))
     return torch.stack(made).sum(), {str(name): value.detach() for name, value in found.items()}
 
 
-def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda: None, ranks: int = 1) -> Run:
+def run(
+    case: Case, network: Transformer, complete: Callable[[], None] = lambda: None, ranks: int = 1
+) -> Run:
     """Three steps over the packs; `complete` is called before each step of the optimizer."""
     rule = torch.optim.SGD(network.parameters(), lr=RATE, momentum=0.9)
     outputs: list[Values] = []
@@ -72,10 +77,16 @@ def run(case: Case, network: Transformer, complete: Callable[[], None] = lambda:
             outputs += [found] if number == 0 else []
         complete()
         if number == 0:
-            gradients = {n: p.grad.clone() for n, p in canonical(network).items() if p.grad is not None}
+            gradients = {
+                n: p.grad.clone() for n, p in canonical(network).items() if p.grad is not None
+            }
         rule.step()
         rule.zero_grad()
-    return Run(outputs, gradients, {name: part.data.detach().clone() for name, part in canonical(network).items()})
+    return Run(
+        outputs,
+        gradients,
+        {name: part.data.detach().clone() for name, part in canonical(network).items()},
+    )
 
 
 def shared(case: Case, shares_rows: bool) -> Run:
@@ -84,7 +95,9 @@ def shared(case: Case, shares_rows: bool) -> Run:
     network = part_of(whole, shares_rows)
 
     def complete() -> None:
-        tensor.sum_gradients(canonical(network), whole.config, group, torch.device("cpu"), shares_rows=shares_rows)
+        tensor.sum_gradients(
+            canonical(network), whole.config, group, torch.device("cpu"), shares_rows=shares_rows
+        )
 
     return run(case, network, complete, group.size())
 
@@ -96,7 +109,9 @@ def check(case: Case, ranks: Ranks, size: int, *, shares_rows: bool = True) -> N
             same(one, other, EXACT)
         for kind in ("gradients", "parameters"):
             every: Values = getattr(expected, kind)
-            parts = {n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()}
+            parts = {
+                n: v[tensor_slice(n, tuple(v.shape), config, size, rank)] for n, v in every.items()
+            }
             same(getattr(found, kind), parts, EXACT)
 
 
@@ -119,7 +134,9 @@ def short(lengths: list[int]) -> list[tuple[Tensor, Values]]:
     network = part_of(whole, True)
 
     def complete() -> None:
-        tensor.sum_gradients(canonical(network), whole.config, group, torch.device("cpu"), shares_rows=True)
+        tensor.sum_gradients(
+            canonical(network), whole.config, group, torch.device("cpu"), shares_rows=True
+        )
 
     return one_by_one(network, lengths, complete)
 
@@ -132,8 +149,17 @@ def one_by_one(
         loss, _ = loss_of(network, pack(sequences([length])), 1)
         loss.backward()
         complete()
-        whole = {name: part.grad for name, part in canonical(network).items() if "norm" in name or "score" in name}
-        found.append((loss.detach(), {name: grad.clone() for name, grad in whole.items() if grad is not None}))
+        whole = {
+            name: part.grad
+            for name, part in canonical(network).items()
+            if "norm" in name or "score" in name
+        }
+        found.append(
+            (
+                loss.detach(),
+                {name: grad.clone() for name, grad in whole.items() if grad is not None},
+            )
+        )
         network.zero_grad()
     return found
 
@@ -154,7 +180,9 @@ EVEN = [16, 16]  # two ranks have as many tokens, and as many rows that are read
 
 
 def kept(recompute: int, shares_rows: bool) -> tuple[list[int], int]:
-    """Rows that each block hands on, and elements that are kept for the backward pass beside parameters."""
+    """Rows that each block hands on, and elements that are kept for the backward pass beside
+    parameters.
+    """
     network = part_of(tiny(dtype=torch.float64, num_hidden_layers=4), shares_rows)
     network.recompute_every = recompute
     rows: list[int] = []
@@ -176,14 +204,17 @@ def kept(recompute: int, shares_rows: bool) -> tuple[list[int], int]:
 
 
 def test_states_between_blocks_are_a_part_on_each_rank(ranks: Ranks) -> None:
-    """The inputs of recomputed blocks and of the last norm are half as many elements; without recomputation those of every norm
-    are."""
+    """The inputs of recomputed blocks and of the last norm are half as many elements; without
+    recomputation those of every norm are.
+    """
     hidden, layers, tokens = tiny().config.hidden_size, 4, sum(EVEN)
     norm, wanted = hidden + 1, tokens - 2  # a norm keeps a number a row beside what it reads
     recomputed = layers * tokens * hidden + wanted * norm
     kept_all = ((2 * layers - 1) * tokens + 2 * wanted) * norm
     for recompute, of_streams in ((1, recomputed), (0, kept_all)):
-        (whole_rows, whole), (rows, less) = (ranks.run(kept, recompute, shares)[0] for shares in (False, True))
+        (whole_rows, whole), (rows, less) = (
+            ranks.run(kept, recompute, shares)[0] for shares in (False, True)
+        )
         assert whole_rows == [tokens] * 3 + [wanted] and rows == [tokens // 2] * 3 + [wanted // 2]
         assert whole - less == of_streams / 2
 
@@ -198,7 +229,11 @@ def counted(size: int) -> Iterator[dict[str, float]]:
             real = getattr(dist, name)
 
             def counting(*args: Any, name: str = name, real: Any = real, **more: Any) -> Any:
-                whole = args[0].numel() if name == "all_reduce" else size * args[name == "all_gather"].numel()
+                whole = (
+                    args[0].numel()
+                    if name == "all_reduce"
+                    else size * args[name == "all_gather"].numel()
+                )
                 if name == "reduce_scatter":
                     whole = size * args[0].numel()
                 sent[name] += turns[name] * whole * (size - 1) / size
@@ -219,8 +254,9 @@ def sent(recompute: int, shares_rows: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_as_many_bytes_are_sent(recompute: int, ranks: Ranks) -> None:
-    """A block that is computed again stops before its last sum: of its two sums one is taken, but three of the four halves that
-    gather and scatter."""
+    """A block that is computed again stops before its last sum: of its two sums one is taken, but
+    three of the four halves that gather and scatter.
+    """
     whole, shared = (ranks.run(sent, recompute, shares)[0] for shares in (False, True))
     hidden, tokens, layers = tiny().config.hidden_size, sum(EVEN), 4
     assert sum(shared.values()) - sum(whole.values()) == recompute * layers * tokens / 2 * hidden
@@ -234,12 +270,16 @@ def test_stretches_are_as_owners_say(count: int, ranks: Ranks) -> None:
         assert (number, places, own) == every[rank]
 
 
-def stretches(count: int) -> tuple[list[int], list[int], list[int], list[tuple[list[int], list[int], list[int]]]]:
+def stretches(
+    count: int,
+) -> tuple[list[int], list[int], list[int], list[tuple[list[int], list[int], list[int]]]]:
     group = dist.group.WORLD
     assert group is not None
     rows = RowParts.stretches(count, group, torch.device("cpu"))
     most = max(1, -(-count // group.size()))
-    same_rows = RowParts.of(torch.arange(count) // most, group) if count else replace(rows, filled=False)
+    same_rows = (
+        RowParts.of(torch.arange(count) // most, group) if count else replace(rows, filled=False)
+    )
     assert same_rows.most == rows.most and tensor.Stretches(group).count(count) == len(rows.own)
     expected = (same_rows.number.tolist(), same_rows.places.tolist(), same_rows.own.tolist())
     return rows.own.tolist(), rows.number.tolist(), rows.places.tolist(), [expected] * group.size()

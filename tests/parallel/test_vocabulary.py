@@ -1,4 +1,6 @@
-"""Several ids a row over a vocabulary that ranks hold parts of: log-probs of one rank with all of it, and their gradients."""
+"""Several ids a row over a vocabulary that ranks hold parts of: log-probs of one rank with all of
+it, and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ CASES = {
 def row_gradient(weights: Tensor, labelled: bool) -> RowGradient:
     def gradient(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
         made: dict[Output, Tensor] = {"given_logprobs": weights.clone()}
-        return {**made, "logprobs": torch.full((N,), 0.5, dtype=weights.dtype)} if labelled else made
+        return (
+            {**made, "logprobs": torch.full((N,), 0.5, dtype=weights.dtype)} if labelled else made
+        )
 
     return gradient
 
@@ -58,10 +62,13 @@ def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
     """(outputs, gradients) of a rank that holds its part of the vocabulary."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight, bias = (
-        torch.randn(*shape, generator=generator, dtype=case.dtype) for shape in ((N, H), (V, H), (V,))
+        torch.randn(*shape, generator=generator, dtype=case.dtype)
+        for shape in ((N, H), (V, H), (V,))
     )
     labels = torch.randint(0, V, (N,), generator=generator)
-    ids = torch.stack([torch.randperm(V, generator=generator)[: case.count] for _ in range(N)]).int()
+    ids = torch.stack(
+        [torch.randperm(V, generator=generator)[: case.count] for _ in range(N)]
+    ).int()
     weights = torch.randn(N, case.count + 1, generator=generator, dtype=case.dtype)
     if case.count == V:
         weights[:, -1] = 0.0  # there are no other ids
@@ -70,21 +77,32 @@ def run(case: Case, rank: int, size: int) -> tuple[Values, Values]:
         group = dist.group.WORLD
         assert group is not None
         split = GroupSplit(own.start, V, group)
-    leaves = {"hidden": hidden, "weight": weight[own].clone()} | ({"bias": bias[own].clone()} if case.bias else {})
+    leaves = {"hidden": hidden, "weight": weight[own].clone()} | (
+        {"bias": bias[own].clone()} if case.bias else {}
+    )
     for leaf in leaves.values():
         leaf.requires_grad_()
     projection = Projection(leaves["weight"], leaves.get("bias"), case.softcap, split)
     top = top_outputs(hidden, projection, TopIds(case.count, case.below), temperature=0.7, chunk=4)
     known = row_gradient(weights, case.labelled) if case.by_row else None
     found = given_outputs(
-        leaves["hidden"], labels, ids, projection, temperature=0.7, labelled=case.labelled, chunk=4, gradient=known
+        leaves["hidden"],
+        labels,
+        ids,
+        projection,
+        temperature=0.7,
+        labelled=case.labelled,
+        chunk=4,
+        gradient=known,
     )
     loss = torch.where(weights != 0, weights * found["given_logprobs"], 0.0).sum()
     if case.labelled:
         loss = loss + 0.5 * found["logprobs"].sum()
     loss.backward()
     outputs = {str(name): value.detach() for name, value in (top | found).items()}
-    return outputs, {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    return outputs, {
+        name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None
+    }
 
 
 def split(case: Case) -> tuple[Values, Values]:
@@ -105,7 +123,9 @@ def test_four_parts_are_as_one(name: str, four_ranks: Ranks) -> None:
 def supported(size: int, dtype: torch.dtype) -> Values:
     """Outputs over two kept ids a row, and gradients of a rank's part of the output matrix."""
     generator = torch.Generator().manual_seed(3)
-    hidden, weight = (torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((N, H), (V, H)))
+    hidden, weight = (
+        torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((N, H), (V, H))
+    )
     labels = torch.arange(N) % V
     kept = Support(torch.stack([labels, (labels + 1) % V], dim=1).flatten(), torch.full((N,), 2))
     own, split, group = slice(0, V), None, dist.group.WORLD
@@ -115,7 +135,9 @@ def supported(size: int, dtype: torch.dtype) -> Values:
         split = GroupSplit(own.start, V, group)
     part = weight[own].clone().requires_grad_()
     want = frozenset[Output]({"logprobs", "entropy", "top1"})
-    found = token_outputs(hidden, labels, Projection(part, split=split), want, temperature=0.7, support=kept, chunk=4)
+    found = token_outputs(
+        hidden, labels, Projection(part, split=split), want, temperature=0.7, support=kept, chunk=4
+    )
     (found["logprobs"].sum() + 0.3 * found["entropy"].sum()).backward()
     assert part.grad is not None
     gradient = torch.zeros_like(weight)
@@ -130,11 +152,19 @@ def test_rows_whose_kept_ids_are_all_on_one_rank(dtype: torch.dtype, ranks: Rank
     total = sum(each["gradient"] for each in found)
     for each in found:
         for name, value in expected.items():
-            assert_close(total if name == "gradient" else each[name], value, msg=lambda m, name=name: f"{name}: {m}")
+            assert_close(
+                total if name == "gradient" else each[name],
+                value,
+                msg=lambda m, name=name: f"{name}: {m}",
+            )
 
 
 def check(case: Case, ranks: Ranks, size: int) -> None:
-    exact = {"rtol": 1e-10, "atol": 1e-12} if case.dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    exact = (
+        {"rtol": 1e-10, "atol": 1e-12}
+        if case.dtype == torch.float64
+        else {"rtol": 2e-5, "atol": 2e-6}
+    )
     outputs, gradients = run(case, 0, 1)
     every = ranks.run(split, case)
     for rank, (made, grads) in enumerate(every):

@@ -1,4 +1,6 @@
-"""gRPC messages are those of the public protocol: another program's stubs read ours, and ours theirs."""
+"""gRPC messages are those of the public protocol: another program's stubs read ours, and ours
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from weft.protocol import messages
 
 
 def test_tritonclient_reads_what_is_written() -> None:
-    theirs = pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed").service_pb2
+    theirs = pytest.importorskip(
+        "tritonclient.grpc", reason="tritonclient is not installed"
+    ).service_pb2
     for name in messages.MESSAGES:
         if "." in name:
             continue
@@ -18,15 +22,24 @@ def test_tritonclient_reads_what_is_written() -> None:
         fields = {field.name: (field.number, field.type) for field in other.fields}
         assert {field.name: (field.number, field.type) for field in own.fields} == fields, name
     request = messages.message("ModelInferRequest")(model_name="m", id="1")
-    messages.write_tensors({"x": np.arange(6, dtype="<i4").reshape(2, 3)}, request.inputs, request.raw_input_contents)
+    messages.write_tensors(
+        {"x": np.arange(6, dtype="<i4").reshape(2, 3)}, request.inputs, request.raw_input_contents
+    )
     values = {"a": True, "b": 3, "c": 0.5, "d": "text"}
     messages.write_parameters(values, request.parameters)
     read = theirs.ModelInferRequest.FromString(request.SerializeToString())
-    assert (read.model_name, list(read.inputs[0].shape), read.inputs[0].datatype) == ("m", [2, 3], "INT32")
+    assert (read.model_name, list(read.inputs[0].shape), read.inputs[0].datatype) == (
+        "m",
+        [2, 3],
+        "INT32",
+    )
     assert np.frombuffer(read.raw_input_contents[0], "<i4").tolist() == [0, 1, 2, 3, 4, 5]
     again = messages.message("ModelInferRequest").FromString(read.SerializeToString())
     assert messages.read_parameters(again.parameters) == values
-    assert messages.read_tensors(again.inputs, again.raw_input_contents)["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert messages.read_tensors(again.inputs, again.raw_input_contents)["x"].tolist() == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]
 
 
 def test_contents_that_are_no_bytes() -> None:

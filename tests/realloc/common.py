@@ -27,8 +27,9 @@ LEAN = re.compile(r"(embed|head|attention\.[qko]|mlp\.down|\d\.norm).weight")
 
 
 def shapes(sizes: Sizes, *, tied: bool = False, form: str = "plain") -> Shapes:
-    """Canonical names and whole shapes of a `plain` network, some of them (`lean`), those of one with `experts`, or the
-    `adapters` of a plain one."""
+    """Canonical names and whole shapes of a `plain` network, some of them (`lean`), those of one
+    with `experts`, or the `adapters` of a plain one.
+    """
     q, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     linear = {
         "attention.q": (q, HIDDEN),
@@ -41,7 +42,9 @@ def shapes(sizes: Sizes, *, tied: bool = False, form: str = "plain") -> Shapes:
     for layer in range(sizes.num_layers):
         block: Shapes = {}
         if form == "experts":
-            block |= {f"mlp.experts.{name}.weight": (EXPERTS, *shape) for name, shape in mlp.items()}
+            block |= {
+                f"mlp.experts.{name}.weight": (EXPERTS, *shape) for name, shape in mlp.items()
+            }
             block["mlp.router.weight"] = (EXPERTS, HIDDEN)
             layers = linear
         else:
@@ -52,13 +55,21 @@ def shapes(sizes: Sizes, *, tied: bool = False, form: str = "plain") -> Shapes:
             else:
                 block |= {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
         if form != "adapters":
-            block |= {"attention.q_norm.weight": (q,), "attention.k_norm.weight": (kv,), "norm.weight": (HIDDEN,)}
+            block |= {
+                "attention.q_norm.weight": (q,),
+                "attention.k_norm.weight": (kv,),
+                "norm.weight": (HIDDEN,),
+            }
         found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
     if form != "adapters":
         found["norm.weight"] = (HIDDEN,)
     if form != "adapters" and not tied:
         found["head.weight"] = (IDS, HIDDEN)
-    return {name: shape for name, shape in found.items() if LEAN.search(name)} if form == "lean" else found
+    return (
+        {name: shape for name, shape in found.items() if LEAN.search(name)}
+        if form == "lean"
+        else found
+    )
 
 
 def layouts(most: int, sizes: Sizes) -> list[Layout]:

@@ -64,9 +64,13 @@ def test_parts_of_a_message_do_not_overlap() -> None:
 
 
 def test_ranks_work_at_the_same_time() -> None:
-    """Two ranks send 8 KiB each to each of two others: no more rounds than one of them needs for its own 16."""
+    """Two ranks send 8 KiB each to each of two others: no more rounds than one of them needs for
+    its own 16.
+    """
     piece = (slice(0, 64), slice(0, 16))
-    transfers = [Transfer(f"w{g}{t}{n}", piece, g, t) for g in (0, 1) for t in (2, 3) for n in range(8)]
+    transfers = [
+        Transfer(f"w{g}{t}{n}", piece, g, t) for g in (0, 1) for t in (2, 3) for n in range(8)
+    ]
     sizes = {each.name: 1 for each in transfers}
     made = rounds(transfers, sizes, 4 * 1024 + 64)
     assert len(made) <= 6
@@ -78,5 +82,7 @@ def test_what_stays_needs_no_message() -> None:
 
 
 def test_a_bucket_that_is_too_small() -> None:
-    with pytest.raises(ConfigError, match=f"bucket_bytes=100: a bucket has at least {SMALLEST} bytes"):
+    with pytest.raises(
+        ConfigError, match=f"bucket_bytes=100: a bucket has at least {SMALLEST} bytes"
+    ):
         rounds([], {}, 100)

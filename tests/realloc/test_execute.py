@@ -1,4 +1,6 @@
-"""Plans carried out on four processes: targets hold what they should bit for bit, and whatever goes wrong is said."""
+"""Plans carried out on four processes: targets hold what they should bit for bit, and whatever goes
+wrong is said.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,18 @@ class Case:
     def wholes(self, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         every = shapes(SIZES, tied=self.tied, form=self.form)
-        return {n: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for n, shape in every.items()}
+        return {
+            n: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            for n, shape in every.items()
+        }
 
 
 class Engine:
     """Parameters of one rank: the part of an engine that reallocation speaks to."""
 
-    def __init__(self, parts: Mapping[str, Slice], wholes: Mapping[str, Tensor], version: int) -> None:
+    def __init__(
+        self, parts: Mapping[str, Slice], wholes: Mapping[str, Tensor], version: int
+    ) -> None:
         self.parts, self.version = parts, version
         self.values = {name: wholes[name][part].clone() for name, part in parts.items()}
 
@@ -71,9 +78,14 @@ class Engine:
         for name in names:
             yield name, self.parts[name], self.values[name]
 
-    def write(self, parts: Iterable[tuple[str, Slice, Tensor]], *, version: int, eta: float = 1.0) -> None:
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Tensor]], *, version: int, eta: float = 1.0
+    ) -> None:
         for name, piece, values in parts:
-            at = tuple(slice(a.start - p.start, a.stop - p.start) for a, p in zip(piece, self.parts[name], strict=True))
+            at = tuple(
+                slice(a.start - p.start, a.stop - p.start)
+                for a, p in zip(piece, self.parts[name], strict=True)
+            )
             target = self.values[name][at]
             target.copy_(values if eta == 1.0 else target.lerp(values.to(target.dtype), eta))
         self.version = version
@@ -90,7 +102,9 @@ def engines(case: Case, rank: int) -> tuple[Engine | None, Engine | None]:
 
 def expected(case: Case, name: str, part: Slice) -> Tensor:
     """The target's values after it, from whole tensors."""
-    given, taken = (case.wholes(seed, dtype)[name] for seed, dtype in zip((1, 2), case.dtypes, strict=True))
+    given, taken = (
+        case.wholes(seed, dtype)[name] for seed, dtype in zip((1, 2), case.dtypes, strict=True)
+    )
     cast = given.to(taken.dtype)
     return (cast if case.eta == 1.0 else taken.lerp(cast, case.eta))[part]
 
@@ -118,10 +132,18 @@ def run_so(case: Case) -> Moved:
     source, target = engines(case, rank)
     before = {name: values.clone() for name, values in source.values.items()} if source else {}
     moved = move(
-        source, target, case.transfers, rank=rank, group=dist.group.WORLD, eta=case.eta, bucket_bytes=case.bucket_bytes
+        source,
+        target,
+        case.transfers,
+        rank=rank,
+        group=dist.group.WORLD,
+        eta=case.eta,
+        bucket_bytes=case.bucket_bytes,
     )
     for name, values in before.items():
-        assert source is not None and torch.equal(values, source.values[name]), f"the source's {name} changed"
+        assert source is not None and torch.equal(values, source.values[name]), (
+            f"the source's {name} changed"
+        )
     if target is not None:
         assert target.version == 7
         for name, part in target.parts.items():
@@ -148,7 +170,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("shelves", [True, False], ids=["shelves", "sent"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.source}-{case.target}+{case.start}-{case.form}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.source}-{case.target}+{case.start}-{case.form}"
+)
 def test_targets_hold_what_they_should(case: Case, shelves: bool, ranks: Ranks) -> None:
     case = replace(case, shelves=shelves)
     moved = ranks.run(run, case)
@@ -168,7 +192,9 @@ def test_a_moving_average(eta: float, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("shelves", [True, False])
 def test_two_buckets_each_way_and_no_more(shelves: bool, ranks: Ranks) -> None:
-    small, large = (Case("d4f4", "t4", bucket_bytes=size, shelves=shelves) for size in (2048, 2**20))
+    small, large = (
+        Case("d4f4", "t4", bucket_bytes=size, shelves=shelves) for size in (2048, 2**20)
+    )
     for case in (small, large):
         moved = ranks.run(run, case)
         assert all(0 < each.buffer_bytes <= 4 * case.bucket_bytes for each in moved)
@@ -176,10 +202,14 @@ def test_two_buckets_each_way_and_no_more(shelves: bool, ranks: Ranks) -> None:
 
 
 def again(case: Case, count: int) -> list[bool]:
-    """On one rank: what is worked out once serves for every move; the source changes from one to the next."""
+    """On one rank: what is worked out once serves for every move; the source changes from one to
+    the next.
+    """
     rank = dist.get_rank()
     source, target = engines(case, rank)
-    reallocation = Reallocation(case.transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=case.bucket_bytes)
+    reallocation = Reallocation(
+        case.transfers, rank=rank, group=dist.group.WORLD, bucket_bytes=case.bucket_bytes
+    )
     good = []
     for step in range(count):
         wholes = case.wholes(10 + step, case.dtypes[0])
@@ -189,7 +219,10 @@ def again(case: Case, count: int) -> list[bool]:
                 source.values[name].copy_(wholes[name][part])
         reallocation.move(source, target)
         if target is not None:
-            good += [torch.equal(target.values[name], wholes[name][part]) for name, part in target.parts.items()]
+            good += [
+                torch.equal(target.values[name], wholes[name][part])
+                for name, part in target.parts.items()
+            ]
             good.append(target.version == step)
     return good
 
@@ -205,10 +238,13 @@ HALF = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(
     ("dtypes", "eta", "itemsize"),
     [
-        (HALF, 1.0, 2), (HALF, 0.5, 4), (HALF[::-1], 1.0, 2), (HALF[::-1], 0.5, 2),
+        (HALF, 1.0, 2),
+        (HALF, 0.5, 4),
+        (HALF[::-1], 1.0, 2),
+        (HALF[::-1], 0.5, 2),
         ((torch.float16, torch.bfloat16), 1.0, 2),
     ],
-)  # fmt: skip
+)
 def test_the_smaller_dtype_travels_where_it_loses_nothing(
     dtypes: tuple[torch.dtype, torch.dtype], eta: float, itemsize: int, ranks: Ranks
 ) -> None:
@@ -220,15 +256,27 @@ def test_the_smaller_dtype_travels_where_it_loses_nothing(
 # -- what goes wrong
 
 
-def told(change: Callable[[int, Engine | None, Case], Case | None], case: Case, timeout: float = 3.0) -> str:
-    """On one rank: what it says after `change` has spoilt something; a group of its own, since messages may be left in it."""
+def told(
+    change: Callable[[int, Engine | None, Case], Case | None], case: Case, timeout: float = 3.0
+) -> str:
+    """On one rank: what it says after `change` has spoilt something; a group of its own, since
+    messages may be left in it.
+    """
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=timeout))
     source, target = engines(case, rank)
     batch, laid_out = dist.batch_isend_irecv, link.laid_out
     changed = change(rank, source, case)
     try:
         if changed is not None:
-            move(source, target, changed.transfers, rank=rank, group=group, eta=changed.eta, bucket_bytes=4096)
+            move(
+                source,
+                target,
+                changed.transfers,
+                rank=rank,
+                group=group,
+                eta=changed.eta,
+                bucket_bytes=4096,
+            )
     except RunError as error:
         return str(error)
     finally:
@@ -313,23 +361,31 @@ def test_nothing_is_said_where_nothing_is_wrong(ranks: Ranks) -> None:
 @pytest.mark.parametrize("shelves", [True, False])
 def test_damaged_data(shelves: bool, ranks: Ranks) -> None:
     said = ranks.run(told, damage, replace(APART, shelves=shelves))
-    text = r"blocks\.0\..* from rank 0 to rank [23]: the checksum of this message is not the sender's"
+    text = (
+        r"blocks\.0\..* from rank 0 to rank [23]: the checksum of this message is not the sender's"
+    )
     assert any(re.search(text, each) for each in said[2:]), said
 
 
 def test_sources_of_two_versions(ranks: Ranks) -> None:
     said = ranks.run(told, stale, APART)
-    assert len(set(said)) == 1 and "one version of the weights (rank 0: 7, rank 1: 6)" in said[0], said
+    assert len(set(said)) == 1 and "one version of the weights (rank 0: 7, rank 1: 6)" in said[0], (
+        said
+    )
 
 
 def test_a_source_that_changes_meanwhile(ranks: Ranks) -> None:
     said = ranks.run(told, training, APART)
-    assert any("from rank 0" in each and "of version 8, awaited 7" in each for each in said[2:]), said
+    assert any("from rank 0" in each and "of version 8, awaited 7" in each for each in said[2:]), (
+        said
+    )
 
 
 def test_another_plan(ranks: Ranks) -> None:
     said = ranks.run(told, another_plan, APART)
-    assert all("rank 2 was given another plan, eta or bucket size than" in said[rank] for rank in (0, 1, 3)), said
+    assert all(
+        "rank 2 was given another plan, eta or bucket size than" in said[rank] for rank in (0, 1, 3)
+    ), said
     assert "was given another plan" in said[2]
 
 
@@ -341,7 +397,9 @@ def test_sources_of_two_dtypes(ranks: Ranks) -> None:
 
 def test_a_rank_that_is_late(ranks: Ranks) -> None:
     said = ranks.run(told, absent, APART)
-    assert all(f"rank {rank} lost what goes" in said[rank] and "rank 3" in said[rank] for rank in (0, 1, 2)), said
+    assert all(
+        f"rank {rank} lost what goes" in said[rank] and "rank 3" in said[rank] for rank in (0, 1, 2)
+    ), said
 
 
 def dying(rank: int, folder: str, pipe: Any) -> None:
@@ -356,7 +414,8 @@ def dying(rank: int, folder: str, pipe: Any) -> None:
     def end(ops: Sequence[Any]) -> Any:
         nonlocal count
         count += 1
-        if count == 7:  # four times ranks tell each other something; the first bucket, thanks for it, the second
+        # four times ranks tell each other something; the first bucket, thanks for it, the second
+        if count == 7:
             os._exit(1)
         return post(ops)
 
@@ -372,7 +431,10 @@ def dying(rank: int, folder: str, pipe: Any) -> None:
 def test_a_rank_that_dies(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    processes = [context.Process(target=dying, args=(rank, str(tmp_path), theirs), daemon=True) for rank in (0, 1)]
+    processes = [
+        context.Process(target=dying, args=(rank, str(tmp_path), theirs), daemon=True)
+        for rank in (0, 1)
+    ]
     for process in processes:
         process.start()
     assert ours.poll(60)
@@ -391,7 +453,10 @@ def test_within_a_process_no_group_is_needed() -> None:
     source, target = engines(case, 0)
     assert source is not None and target is not None
     moved = move(source, target, case.transfers, rank=0, group=None)
-    assert all(torch.equal(target.values[name], expected(case, name, part)) for name, part in target.parts.items())
+    assert all(
+        torch.equal(target.values[name], expected(case, name, part))
+        for name, part in target.parts.items()
+    )
     assert (moved.version, moved.sent, moved.buffer_bytes) == (7, 0, 0) and moved.copied > 0
 
 

@@ -39,7 +39,9 @@ def test_what_is_kept_does_not_change_with_the_engine() -> None:
 
 
 class Counted:
-    """Two parameters, made when they are read, so that what holds one holds memory; what is alive of them, and was at most."""
+    """Two parameters, made when they are read, so that what holds one holds memory; what is alive
+    of them, and was at most.
+    """
 
     version = 4
 
@@ -59,7 +61,9 @@ class Counted:
 
 def num_bytes(*every: Kept) -> int:
     storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage() for kept in every for _, part in kept.parts.values()
+        part.untyped_storage().data_ptr(): part.untyped_storage()
+        for kept in every
+        for _, part in kept.parts.values()
     }
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -83,7 +87,9 @@ def test_parts_of_several_ways_are_kept_once_and_freed_with_the_last() -> None:
 
 
 def test_parameters_are_copied_one_after_the_other() -> None:
-    """Of what a source makes to be read, such as whole values of rounded ones, no more than one and the next is there."""
+    """Of what a source makes to be read, such as whole values of rounded ones, no more than one and
+    the next is there.
+    """
     giver = Counted()
     Kept.of(giver, [f"name {number}" for number in range(5)])
     assert giver.most <= 2 and len(giver.alive) <= 1

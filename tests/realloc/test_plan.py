@@ -1,4 +1,6 @@
-"""Plans between all layouts: every element of every target once, from a rank that has it, and nothing that is there already."""
+"""Plans between all layouts: every element of every target once, from a rank that has it, and
+nothing that is there already.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,17 @@ def mask(shape: tuple[int, ...], piece: Slice) -> np.ndarray:
 
 
 def check(every: Shapes, source: Holdings, target: Holdings, transfers: list[Transfer]) -> None:
-    """Carry the plan out on arrays of different numbers above 0, adding what arrives, so that twice is wrong; count what is
-    sent."""
-    wholes = {name: 1 + np.arange(np.prod(shape, dtype=int)).reshape(shape) for name, shape in every.items()}
-    arrived = {rank: {name: np.zeros(every[name], np.int64) for name in parts} for rank, parts in target.items()}
+    """Carry the plan out on arrays of different numbers above 0, adding what arrives, so that twice
+    is wrong; count what is sent.
+    """
+    wholes = {
+        name: 1 + np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        for name, shape in every.items()
+    }
+    arrived = {
+        rank: {name: np.zeros(every[name], np.int64) for name in parts}
+        for rank, parts in target.items()
+    }
     for name, piece, giver, taker in transfers:
         assert inside(piece, source[giver][name]), f"{name}: rank {giver} has no {piece}"
         arrived[taker][name][piece] += wholes[name][piece]
@@ -51,7 +60,9 @@ def check(every: Shapes, source: Holdings, target: Holdings, transfers: list[Tra
     for rank, parts in target.items():
         for name, part in parts.items():
             asked = mask(every[name], part)
-            assert (arrived[rank][name] == asked * wholes[name]).all(), f"{name} on rank {rank}: not all of it once"
+            assert (arrived[rank][name] == asked * wholes[name]).all(), (
+                f"{name} on rank {rank}: not all of it once"
+            )
             own = source.get(rank, {}).get(name)
             least += int(asked.sum() if own is None else (asked > mask(every[name], own)).sum())
     assert sum(each.num_elements for each in transfers if not each.stays) == least
@@ -62,7 +73,9 @@ def inside(piece: Slice, part: Slice) -> bool:
 
 
 def pairs(sizes: Sizes, most: int, part: int = 0, parts: int = 1) -> list[tuple[Layout, Layout]]:
-    """Return all pairs of layouts, or one of so many parts of them; each layout is in every part, as source and as target."""
+    """Return all pairs of layouts, or one of so many parts of them; each layout is in every part,
+    as source and as target.
+    """
     found = list(enumerate(layouts(most, sizes)))
     return [(a, b) for i, a in found for k, b in found if (i + k) % parts == part]
 
@@ -93,7 +106,14 @@ def go_through(
 
 def test_layouts_are_those_meant() -> None:
     found = {str(layout) for layout in layouts(8, DEEP)}
-    assert {"d8f8t1p1c1e1", "d1f1t8p1c1e1", "d1f1t1p8c1e1", "d2f2t2p2c1e1", "d6f3t1p1c1e1", "d1f1t1p5c1e1"} <= found
+    assert {
+        "d8f8t1p1c1e1",
+        "d1f1t8p1c1e1",
+        "d1f1t1p8c1e1",
+        "d2f2t2p2c1e1",
+        "d6f3t1p1c1e1",
+        "d1f1t1p5c1e1",
+    } <= found
     assert len(found) == 56 and not any("t3" in name for name in found)
 
 
@@ -106,13 +126,29 @@ def test_every_pair_of_layouts_on_the_same_ranks() -> None:
 def test_every_pair_of_four_ranks_in_all_forms(form: str, tied: bool) -> None:
     """Plain ones on the same ranks, on overlapping ones, and apart."""
     go_through(
-        TINY, 4, [(form, tied)], lambda a: sorted({0, a.num_devices // 2, a.num_devices} if form == "plain" else {1})
+        TINY,
+        4,
+        [(form, tied)],
+        lambda a: sorted({0, a.num_devices // 2, a.num_devices} if form == "plain" else {1}),
     )
 
 
 def test_layouts_with_experts_on_ranks_of_their_own() -> None:
     """In stages and shards, to each other and to those without."""
-    named = ("d2e2", "d2f2e2", "d4f4e2", "d4f2e2", "d2p2e2", "d4f4p2e2", "d2c2e2", "d2t2e2", "d1", "t2", "d4f4", "p2c2")
+    named = (
+        "d2e2",
+        "d2f2e2",
+        "d4f4e2",
+        "d4f2e2",
+        "d2p2e2",
+        "d4f4p2e2",
+        "d2c2e2",
+        "d2t2e2",
+        "d1",
+        "t2",
+        "d4f4",
+        "p2c2",
+    )
     every = shapes(TINY, form="experts")
     held = [on(Layout.parse(name), TINY, form="experts") for name in named]
     for source in held:
@@ -123,11 +159,16 @@ def test_layouts_with_experts_on_ranks_of_their_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_every_pair_of_layouts_with_all_pipelines(number: int) -> None:
-    """Eight layers, so that a pipeline has up to 8 stages; the target begins at the source's middle rank.
+    """Eight layers, so that a pipeline has up to 8 stages; the target begins at the source's middle
+    rank.
 
-    Each pair is in one of the forms, and each layout in all of them; all pairs of four ranks are in all forms above.
+    Each pair is in one of the forms, and each layout in all of them; all pairs of four ranks are in
+    all forms above.
     """
-    assert go_through(DEEP, 8, [KINDS[number]], lambda a: [a.num_devices // 2], number, len(KINDS)) > 500
+    assert (
+        go_through(DEEP, 8, [KINDS[number]], lambda a: [a.num_devices // 2], number, len(KINDS))
+        > 500
+    )
 
 
 PLACED = [
@@ -144,7 +185,13 @@ PLACED = [
 def test_pairs_with_several_stages_on_a_rank(form: str, tied: bool) -> None:
     """Both ways between these and layouts of one stage a rank, and among themselves."""
     every = shapes(DEEP, tied=tied, form=form)
-    others = [Layout(), Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=4), Layout(data=2, fsdp=2, tensor=2)]
+    others = [
+        Layout(),
+        Layout(tensor=2),
+        Layout(pipeline=2),
+        Layout(pipeline=4),
+        Layout(data=2, fsdp=2, tensor=2),
+    ]
     sources = {layout: on(layout, DEEP, tied=tied, form=form) for layout in PLACED + others}
     assert len({str(source) for source in sources.values()}) == len(sources), "no two hold the same"
     for a, source in sources.items():
@@ -157,13 +204,19 @@ def test_the_check_can_fail() -> None:
     a, b = Layout(tensor=2), Layout(data=2)
     every, source, target = shapes(TINY), on(a, TINY), on(b, TINY)
     good = plan(source, target, node_of=one_node)
-    for bad in (good[1:], [*good, good[0]], [good[0]._replace(source=1 - good[0].source), *good[1:]]):
+    for bad in (
+        good[1:],
+        [*good, good[0]],
+        [good[0]._replace(source=1 - good[0].source), *good[1:]],
+    ):
         with pytest.raises(AssertionError):
             check(every, source, target, bad)
 
 
 def test_a_plan_written_by_hand() -> None:
-    """Rows on ranks 0 and 1 become columns on ranks 1 and 2: rank 1 keeps a quarter, the rest is sent."""
+    """Rows on ranks 0 and 1 become columns on ranks 1 and 2: rank 1 keeps a quarter, the rest is
+    sent.
+    """
     rows = {r: {"w": (slice(2 * r, 2 * r + 2), slice(0, 4))} for r in (0, 1)}
     columns = {r: {"w": (slice(0, 4), slice(2 * r - 2, 2 * r))} for r in (1, 2)}
     assert set(map(str, plan(rows, columns, node_of=one_node))) == {
@@ -182,7 +235,9 @@ def test_a_rank_of_the_same_node_gives_first() -> None:
     node = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
     transfers = plan(source, target, node_of=node.__getitem__)
     assert {each.source for each in transfers} == {2, 3}
-    assert {each.source for each in plan(source, {6: source[0]}, node_of=lambda rank: rank // 2)} == {0, 1, 2}
+    assert {
+        each.source for each in plan(source, {6: source[0]}, node_of=lambda rank: rank // 2)
+    } == {0, 1, 2}
 
 
 def test_the_least_loaded_gives() -> None:
@@ -216,7 +271,10 @@ def test_a_scalar_and_an_empty_part() -> None:
 
 @pytest.mark.parametrize("have", [{}, {0: {"w": (slice(0, 3), slice(0, 4))}}])
 def test_an_element_that_nobody_has(have: Holdings) -> None:
-    with pytest.raises(ConfigError, match=r"parameter 'w': rank 5 is to hold \[0:4, 0:4\] and no rank of the source"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parameter 'w': rank 5 is to hold \[0:4, 0:4\] and no rank of the source",
+    ):
         plan(have, {5: {"w": (slice(0, 4), slice(0, 4))}}, node_of=one_node)
 
 

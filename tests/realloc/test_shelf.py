@@ -10,7 +10,9 @@ import torch
 
 from weft.realloc import shelf
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux has files without a name"
+)
 
 
 def test_another_process_sees_it() -> None:

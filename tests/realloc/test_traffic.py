@@ -13,13 +13,21 @@ def node_of(rank: int) -> int:
 
 
 def test_by_hand() -> None:
-    """w [4, 4] in halves of rows on ranks 0 and 1 goes whole to 1 and to 2, of another node; v [2] is on 1 before and after."""
+    """w [4, 4] in halves of rows on ranks 0 and 1 goes whole to 1 and to 2, of another node; v [2]
+    is on 1 before and after.
+    """
     source: dict[int, dict[str, Slice]] = {
         0: {"w": (slice(0, 2), slice(0, 4))},
         1: {"w": (slice(2, 4), slice(0, 4)), "v": whole((2,))},
     }
     target = {1: {"w": whole((4, 4)), "v": whole((2,))}, 2: {"w": whole((4, 4))}}
-    found = traffic(plan(source, target, node_of=node_of), source, target, itemsize={"w": 2, "v": 4}, node_of=node_of)
+    found = traffic(
+        plan(source, target, node_of=node_of),
+        source,
+        target,
+        itemsize={"w": 2, "v": 4},
+        node_of=node_of,
+    )
     assert found.sent == {0: 32, 1: 16} and found.received == {1: 16, 2: 32}
     assert found.kept == {1: 8} and found.copied == {1: 16} and found.stayed == 24
     assert (found.inside, found.across, found.moved) == (16, 32, 48) and found.names == {"w": 48}
@@ -32,6 +40,12 @@ def test_every_plan_sends_the_least() -> None:
     for a in layouts(4, sizes):
         for b in layouts(4, sizes):
             source, target = on(a, sizes), on(b, sizes, start=2)
-            found = traffic(plan(source, target, node_of=node_of), source, target, itemsize=itemsize, node_of=node_of)
+            found = traffic(
+                plan(source, target, node_of=node_of),
+                source,
+                target,
+                itemsize=itemsize,
+                node_of=node_of,
+            )
             assert found.moved == least(source, target, itemsize=itemsize)
             assert found.sent.total() == found.received.total() == found.moved

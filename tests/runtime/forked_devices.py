@@ -1,6 +1,8 @@
-"""Several devices that are forked processes of this machine: the real group, jobs, commands, stores and collectives, no Ray.
+"""Several devices that are forked processes of this machine: the real group, jobs, commands, stores
+and collectives, no Ray.
 
-They start in a fraction of a second, where Ray's take seconds. What Ray itself does is tested in `test_ray.py`.
+They start in a fraction of a second, where Ray's take seconds. What Ray itself does is tested in
+`test_ray.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class _Line:
         self._lock = threading.Lock()
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method of `DeviceProcess`, or raise its error; `DevicesLost` if the process ended."""
+        """Return the result of a method of `DeviceProcess`, or raise its error; `DevicesLost` if
+        the process ended.
+        """
         try:
             with self._lock:
                 self._connection.send_bytes(pickle.dumps((method, arguments)))
@@ -79,7 +83,9 @@ class _Peers:
         try:
             return [each.result(seconds) if isinstance(each, Future) else each for each in promises]
         except TimeoutError:
-            raise DevicesLost(f"tensors that another device holds did not come within {seconds:g} s") from None
+            raise DevicesLost(
+                f"tensors that another device holds did not come within {seconds:g} s"
+            ) from None
 
 
 def _serve(rank: int, folder: Path, environment: Mapping[str, str], ready: Connection) -> None:
@@ -106,7 +112,10 @@ def _answer(process: DeviceProcess, connection: Connection) -> None:
 
 
 class ForkedDevices:
-    """Implements `weft.runtime.dispatch.Devices`. The devices have the environment of this process, and `environment`."""
+    """Implements `weft.runtime.dispatch.Devices`.
+
+    The devices have the environment of this process, and `environment`.
+    """
 
     def __init__(self, world: int, environment: Mapping[str, str] | None = None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="devices-"))
@@ -115,7 +124,9 @@ class ForkedDevices:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._folder, given, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._folder, given, theirs), daemon=True
+            )
             process.start()
             self._processes.append(process)
             pipes.append(ours)
@@ -130,9 +141,19 @@ class ForkedDevices:
         for rank in range(world):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
-    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+    def send(
+        self,
+        rank: int,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        given: Given,
+    ) -> None:
         with suppress(DevicesLost):  # a device that ended is reported by `receive`
-            self._lines[rank].ask("receive", place, number, command, ranks, given.wants, given.shared)
+            self._lines[rank].ask(
+                "receive", place, number, command, ranks, given.wants, given.shared
+            )
 
     def receive(self) -> list[tuple[int, list[Report] | Lost]]:
         try:
@@ -179,7 +200,9 @@ class ForkedDevices:
 
 
 class ForkedLaunch:
-    """Starts a forked process per device in the place of `weft.runtime.ray.Launch`; it is its own cluster, too."""
+    """Starts a forked process per device in the place of `weft.runtime.ray.Launch`; it is its own
+    cluster, too.
+    """
 
     def __init__(self, experiment: Experiment, mode: str, cluster: None = None) -> None:
         self.cluster = self

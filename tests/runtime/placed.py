@@ -1,4 +1,6 @@
-"""Runs on several devices, for tests: hooks that sleep or die in a device, and commands whose processes are counted."""
+"""Runs on several devices, for tests: hooks that sleep or die in a device, and commands whose
+processes are counted.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,14 @@ def fail(model, step):
     if model.step == step:
         raise ValueError("out of luck")
 '''
-CLOCKS = ("step_seconds", "peak_memory_gb", "tokens_per_second", "mfu", "cached_fraction", "num_bytes_moved")
+CLOCKS = (
+    "step_seconds",
+    "peak_memory_gb",
+    "tokens_per_second",
+    "mfu",
+    "cached_fraction",
+    "num_bytes_moved",
+)
 
 
 def write_hooks(folder: Path) -> Path:
@@ -99,14 +108,19 @@ def timeless(path: Path) -> list[dict[str, Any]]:
     """Metrics without times, memory, and what was moved between devices."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS}
+        {
+            k: v
+            for k, v in line.items()
+            if not k.startswith("time/") and k.rsplit("/", 1)[-1] not in CLOCKS
+        }
         for line in lines
     ]
 
 
 class Command:
-    """`weft quickstart WORDS` in a process of its own; everything that it starts carries a mark in its environment. Of
-    `environment` it has what is not None beside."""
+    """`weft quickstart WORDS` in a process of its own; everything that it starts carries a mark in
+    its environment. Of `environment` it has what is not None beside.
+    """
 
     def __init__(self, *words: str, cwd: Path, **environment: str | None) -> None:
         self.mark = f"weft-{uuid.uuid4().hex}"
@@ -114,7 +128,12 @@ class Command:
         environment = {name: value for name, value in asked.items() if value is not None}
         line = [sys.executable, "-m", "weft.cli.main", "quickstart", *words]
         self.process = subprocess.Popen(
-            line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            line,
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._printed = ""
 
@@ -149,7 +168,9 @@ class Command:
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if self.mark.encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(folder.name)] = (
+                        (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    )
             except OSError:
                 continue
         return found
@@ -165,7 +186,9 @@ class Command:
         return len(found)
 
     def none_left(self, seconds: float = 180.0) -> bool:
-        """Whether all of them are gone, soon at least: helpers of a Ray that was killed give up after a minute or two."""
+        """Whether all of them are gone, soon at least: helpers of a Ray that was killed give up
+        after a minute or two.
+        """
         end = time.monotonic() + seconds
         while self.left() and time.monotonic() < end:
             time.sleep(0.2)
@@ -176,9 +199,11 @@ class Command:
 
 
 def run_forked(*words: str, cwd: Path, **environment: str) -> tuple[int, str]:
-    """Run `weft quickstart WORDS` in a forked process whose devices are forked processes too; its exit code and output.
+    """Run `weft quickstart WORDS` in a forked process whose devices are forked processes too; its
+    exit code and output.
 
-    For tests of a run's numbers. Tests of the command itself, of its signals and of what it leaves behind take `Command`.
+    For tests of a run's numbers. Tests of the command itself, of its signals and of what it leaves
+    behind take `Command`.
     """
     asked = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = run_weft(["quickstart", *words], cwd, asked, _fork_devices)

@@ -13,7 +13,11 @@ def measured(value: float) -> Measured:
 
 def test_a_line_holds_its_own_step_in_the_order_of_decisions() -> None:
     books = Books()
-    first, ahead, train = Firing("gen", ("a", "b"), 0), Firing("gen", ("c", "d"), 1), Firing("train", ("a", "b"), 0)
+    first, ahead, train = (
+        Firing("gen", ("a", "b"), 0),
+        Firing("gen", ("c", "d"), 1),
+        Firing("train", ("a", "b"), 0),
+    )
     for firing in (first, ahead, train):
         books.decide(firing)
     books.note("train", Measured({"rounds": 2.0}, 1, 0.0))
@@ -22,8 +26,12 @@ def test_a_line_holds_its_own_step_in_the_order_of_decisions() -> None:
     books.end(first, measured(1.0))
     assert not books.are_open({"c", "d"}) and books.are_open()
     assert list(books.close({"c", "d"}).items()) == [
-        ("time/gen", 1.0), ("time/train", 1.0), ("gen/loss", 1.0), ("train/loss", 3.0), ("train/rounds", 2.0),
-    ]  # fmt: skip
+        ("time/gen", 1.0),
+        ("time/train", 1.0),
+        ("gen/loss", 1.0),
+        ("train/loss", 3.0),
+        ("train/rounds", 2.0),
+    ]
     books.end(ahead, measured(2.0))
     assert books.close() == {"time/gen": 1.0, "gen/loss": 2.0}
 
@@ -35,4 +43,7 @@ def test_what_was_measured_ahead_survives_a_restart() -> None:
     books.end(firing, measured(2.0))
     assert books.close({"c"}) == {}
     other.load_state_dict(books.state_dict())
-    assert not other.are_open() and other.close() == books.close() == {"time/gen": 1.0, "gen/loss": 2.0}
+    assert not other.are_open() and other.close() == books.close() == {
+        "time/gen": 1.0,
+        "gen/loss": 2.0,
+    }

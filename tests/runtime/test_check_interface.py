@@ -13,21 +13,26 @@ from weft.interfaces.train import Train
 from weft.testing import check_interface
 
 
-@pytest.mark.parametrize(("cls", "head", "args"), [
-    (Generate, "lm", {"max_new_tokens": 4, "samples_per_prompt": 2}),
-    (Infer, "lm", {"outputs": ["logprobs", "entropy"]}),
-    (Infer, "score", {"outputs": ["scores"]}),
-    (Infer, "value", {"outputs": ["values"]}),
-    (Train, "lm", {"loss": "sft"}),
-    (Train, "lm", {"loss": "dpo", "loss_args": {"beta": 0.1}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "head", "args"),
+    [
+        (Generate, "lm", {"max_new_tokens": 4, "samples_per_prompt": 2}),
+        (Infer, "lm", {"outputs": ["logprobs", "entropy"]}),
+        (Infer, "score", {"outputs": ["scores"]}),
+        (Infer, "value", {"outputs": ["values"]}),
+        (Train, "lm", {"loss": "sft"}),
+        (Train, "lm", {"loss": "dpo", "loss_args": {"beta": 0.1}}),
+    ],
+)
 def test_what_weft_ships_passes(cls, head, args):
     check_interface(cls, head=head, **args)
 
 
 def scores(batch: SequenceSample, values) -> SequenceSample:
     counts = [[1] * len(n) for n in batch.seqlens["completion"]]
-    return SequenceSample.from_groups(batch.ids, {"scores": counts}, {"scores": torch.as_tensor(values)})
+    return SequenceSample.from_groups(
+        batch.ids, {"scores": counts}, {"scores": torch.as_tensor(values)}
+    )
 
 
 class Base:
@@ -101,18 +106,21 @@ class DoesNotTrain:
         return MFCResult()
 
 
-@pytest.mark.parametrize(("cls", "words"), [
-    (NoMethod, "implements none of"),
-    (NotFinite, "'mean' is nan"),
-    (Centred, "on 'a' alone"),
-    (Random, "called again"),
-    (LosesIds, r"outputs are of \['a'\]"),
-    (HalfState, "only one of"),
-    (Forgets, "does not bring back"),
-    (SavesNothing, "leaves its directory empty"),
-    (Writes, "changes the batch"),
-    (DoesNotTrain, "version is 0, not 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (NoMethod, "implements none of"),
+        (NotFinite, "'mean' is nan"),
+        (Centred, "on 'a' alone"),
+        (Random, "called again"),
+        (LosesIds, r"outputs are of \['a'\]"),
+        (HalfState, "only one of"),
+        (Forgets, "does not bring back"),
+        (SavesNothing, "leaves its directory empty"),
+        (Writes, "changes the batch"),
+        (DoesNotTrain, "version is 0, not 1"),
+    ],
+)
 def test_what_is_wrong_is_found(cls, words):
     with pytest.raises(AssertionError, match=words):
         check_interface(cls)

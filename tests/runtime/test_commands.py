@@ -1,4 +1,6 @@
-"""Calls that are interrupted for a training step on the same devices: every layout goes on as one process does."""
+"""Calls that are interrupted for a training step on the same devices: every layout goes on as one
+process does.
+"""
 
 from __future__ import annotations
 
@@ -61,18 +63,32 @@ class Sampling:
     def mesh_of(self, name: str) -> Mesh:
         return self.mesh
 
-    def call(self, name: str, step: int, minibatches: Any, early: Any, weights: Any, updates: Any) -> MFCResult:
+    def call(
+        self, name: str, step: int, minibatches: Any, early: Any, weights: Any, updates: Any
+    ) -> MFCResult:
         sent = Sent(updates, self.after)
-        handle = Model("actor", self.engine, self.tokenizer, self.tokenizer, "cpu", "float64", seed=5, updates=sent)
-        found = Generate(max_new_tokens=12, samples_per_prompt=K, stop_ids=STOPS).generate(handle, self.prompts)
+        handle = Model(
+            "actor",
+            self.engine,
+            self.tokenizer,
+            self.tokenizer,
+            "cpu",
+            "float64",
+            seed=5,
+            updates=sent,
+        )
+        found = Generate(max_new_tokens=12, samples_per_prompt=K, stop_ids=STOPS).generate(
+            handle, self.prompts
+        )
         while sent.sent < len(self.after):
             sent.send()
         return found
 
 
 class Sent:
-    """`Meanwhile`, with what the driver sends at moments of this test: to the first rank after so many steps, to the second
-    one first too late, then too early."""
+    """`Meanwhile`, with what the driver sends at moments of this test: to the first rank after so
+    many steps, to the second one first too late, then too early.
+    """
 
     def __init__(self, updates: Meanwhile, after: list[int]) -> None:
         self.updates, self.after, self.asked, self.sent, self.fresh = updates, after, 0, 0, False
@@ -82,7 +98,10 @@ class Sent:
 
     def are_waiting(self) -> bool:
         self.asked += 1
-        if self.sent < len(self.after) and self.asked >= self.after[self.sent] + (-1) ** self.sent * self.late:
+        if (
+            self.sent < len(self.after)
+            and self.asked >= self.after[self.sent] + (-1) ** self.sent * self.late
+        ):
             self.send()
         return self.updates.are_waiting()
 
@@ -94,7 +113,9 @@ class Sent:
 
     def send(self, seconds: float = 0.0) -> None:
         self.sent, self.fresh = self.sent + 1, True
-        threading.Timer(seconds, self._send, [self.sent]).start() if seconds else self._send(self.sent)
+        threading.Timer(seconds, self._send, [self.sent]).start() if seconds else self._send(
+            self.sent
+        )
 
     def _send(self, number: int) -> None:
         self.process.receive(2 * number - 1, 90 + number, Discard(()), [self.process.rank], (), ())
@@ -114,8 +135,12 @@ def ended(process: DeviceProcess, numbers: set[int]) -> dict[int, Any]:
     return found
 
 
-def sampled(path: Path, layout: str, case: Case, after: list[int]) -> dict[tuple[str, int], Completion] | None:
-    """The completions of this rank's prompts, with training steps in their middle; None on ranks of no use."""
+def sampled(
+    path: Path, layout: str, case: Case, after: list[int]
+) -> dict[tuple[str, int], Completion] | None:
+    """The completions of this rank's prompts, with training steps in their middle; None on ranks of
+    no use.
+    """
     parsed = Layout.parse(layout)
     rank = dist.get_rank() if parsed.num_devices > 1 else 0
     if rank >= parsed.num_devices:
@@ -124,25 +149,34 @@ def sampled(path: Path, layout: str, case: Case, after: list[int]) -> dict[tuple
         made, index = layouts.engine(path, layout, case)
         process = DeviceProcess(rank, peers=None)  # type: ignore[arg-type]
         process.groups = ProcessGroups()
-        mine = [n for n in range(len(IDS)) if min(n, parsed.data - 1) == index]  # the first part is done early
+        # the first part is done early
+        mine = [n for n in range(len(IDS)) if min(n, parsed.data - 1) == index]
         prompts = SequenceSample.from_groups(
-            [IDS[n] for n in mine], {"prompt": [[len(layouts.PROMPTS[n])] for n in mine]},
+            [IDS[n] for n in mine],
+            {"prompt": [[len(layouts.PROMPTS[n])] for n in mine]},
             {"prompt": np.array([token for n in mine for token in layouts.PROMPTS[n]])},
-        )  # fmt: skip
+        )
         part = over_ranks(layouts.batch(0), parsed.data, "sequence")[index]
         tokenizer = Tokenizer.load(made._spec.tokenizer, str(path))
         worker = Sampling(made, part, Mesh.first(made.layout), after, prompts, tokenizer)
         process.worker = worker  # type: ignore[assignment]
         nothing = SequenceSample((), {}, {}, {}, {})
-        process.receive(0, 0, Call("gen", 0, (), nothing, announces=False), worker.mesh.ranks, (), ())
+        process.receive(
+            0, 0, Call("gen", 0, (), nothing, announces=False), worker.mesh.ranks, (), ()
+        )
         outputs = ended(process, set(range(len(after) + 1)))[0].outputs
     keys = [(id, k) for id in outputs.ids for k in range(K)]
     rows = zip(outputs.sequences("completion"), outputs.sequences("versions"), strict=True)
-    return {key: (tokens.tolist(), versions.tolist()) for key, (tokens, versions) in zip(keys, rows, strict=True)}
+    return {
+        key: (tokens.tolist(), versions.tolist())
+        for key, (tokens, versions) in zip(keys, rows, strict=True)
+    }
 
 
 def check(case: Case, layout: str, ranks: Ranks, folder: Path, after: list[int]) -> None:
-    """Each completion is what one process makes that takes up new weights after the same tokens of it."""
+    """Each completion is what one process makes that takes up new weights after the same tokens of
+    it.
+    """
     path = layouts.write_model(case, folder / "hf")
     alone = dict[tuple[int, ...], Any]()
     found: dict[tuple[str, int], Completion] = {}
@@ -155,12 +189,16 @@ def check(case: Case, layout: str, ranks: Ranks, folder: Path, after: list[int])
         if changes not in alone:
             alone[changes] = sampled(path, "d1", case, list(changes))
         assert (tokens, versions) == alone[changes][key], (key, changes)
-    assert {version for _, versions in found.values() for version in versions} == set(range(len(after) + 1))
+    assert {version for _, versions in found.values() for version in versions} == set(
+        range(len(after) + 1)
+    )
     assert len({len(tokens) for tokens, _ in found.values()}) > 2, "they end at different steps"
 
 
 @pytest.mark.parametrize("layout", ["t2", "p2", "c2", "d2f1", "d2"])
-def test_new_weights_in_the_middle_on_two_devices(layout: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_new_weights_in_the_middle_on_two_devices(
+    layout: str, ranks: Ranks, tmp_path: Path
+) -> None:
     check(Case(), layout, ranks, tmp_path, [3, 9])
 
 
@@ -180,5 +218,7 @@ def test_new_weights_of_experts(ranks: Ranks, tmp_path: Path) -> None:
         ("d2t2e2", "mixtral"),
     ],
 )
-def test_new_weights_in_the_middle_on_four_devices(layout: str, family: str, four_ranks: Ranks, tmp_path: Path) -> None:
+def test_new_weights_in_the_middle_on_four_devices(
+    layout: str, family: str, four_ranks: Ranks, tmp_path: Path
+) -> None:
     check(Case(family), layout, four_ranks, tmp_path, [3, 9])

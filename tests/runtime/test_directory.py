@@ -33,13 +33,21 @@ def test_an_empty_place_begins_a_run_and_an_unfinished_one_goes_on(control):
     assert admit(RunDirectory.of(control), control, CONFIG) is False
     directory = begun(control)
     assert admit(directory, control, CONFIG) is True
-    assert admit(directory, control, CONFIG | {"recover_mode": "resume"}) is True, "how to go on is no other run"
+    assert admit(directory, control, CONFIG | {"recover_mode": "resume"}) is True, (
+        "how to go on is no other run"
+    )
 
 
 def test_another_configuration_is_refused_and_what_differs_is_named(control):
     directory = begun(control)
-    with pytest.raises(ConfigError, match=r"model\.optimizer\.lr: 1e-05 there, 0\.1 here") as caught:
-        admit(directory, control, {"seed": 1, "model": {"path": "m", "optimizer": {"lr": 0.1}}, "recover_mode": "auto"})
+    with pytest.raises(
+        ConfigError, match=r"model\.optimizer\.lr: 1e-05 there, 0\.1 here"
+    ) as caught:
+        admit(
+            directory,
+            control,
+            {"seed": 1, "model": {"path": "m", "optimizer": {"lr": 0.1}}, "recover_mode": "auto"},
+        )
     assert "seed" not in str(caught.value) and "trial_name" in str(caught.value)
 
 
@@ -70,18 +78,31 @@ def test_files_that_are_no_runs_are_left_alone(control):
 def test_differences_survive_the_way_through_yaml(control):
     directory = begun(control)
     assert differences(directory.read_config(), CONFIG) == []
-    assert differences({"a": {"b": 1}}, {"a": {"c": 1}}) == ["a.b: 1 there, null here", "a.c: null there, 1 here"]
+    assert differences({"a": {"b": 1}}, {"a": {"c": 1}}) == [
+        "a.b: 1 there, null here",
+        "a.c: null there, 1 here",
+    ]
     assert differences({"a": {"b": True}}, {"a": None}) == ["a: set there, null here"]
 
 
 def test_an_option_that_an_older_weft_did_not_have_is_at_its_default(control):
     directory = begun(control)
-    newer = CONFIG | {"model": {**CONFIG["model"], "fp8": False}, "search": {"gpu": None, "memory": {"share": 0.9}}}
-    assert admit(directory, control, newer, {"model.fp8", "search.gpu", "search.memory.share"}) is True
+    newer = CONFIG | {
+        "model": {**CONFIG["model"], "fp8": False},
+        "search": {"gpu": None, "memory": {"share": 0.9}},
+    }
+    assert (
+        admit(directory, control, newer, {"model.fp8", "search.gpu", "search.memory.share"}) is True
+    )
     with pytest.raises(ConfigError, match=r"model\.fp8: null there, false here"):
         admit(directory, control, newer, {"search.gpu", "search.memory.share"})
     with pytest.raises(ConfigError, match=r"model\.optimizer\.lr: 1e-05 there, 0\.1 here"):
-        admit(directory, control, CONFIG | {"model": {"path": "m", "optimizer": {"lr": 0.1}}}, {"model.optimizer.lr"})
+        admit(
+            directory,
+            control,
+            CONFIG | {"model": {"path": "m", "optimizer": {"lr": 0.1}}},
+            {"model.optimizer.lr"},
+        )
 
 
 def test_a_second_process_is_kept_out_and_a_dead_one_is_not_waited_for(tmp_path):
@@ -89,7 +110,9 @@ def test_a_second_process_is_kept_out_and_a_dead_one_is_not_waited_for(tmp_path)
     lock = RunLock(run)
     lock.take()
     code = f"from pathlib import Path; from weft.runtime.directory import RunLock; RunLock(Path({str(run)!r})).take()"
-    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    second = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert f"written by process {os.getpid()}" in second.stderr
     assert owner(run) == os.getpid()
     lock.release()

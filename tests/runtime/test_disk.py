@@ -48,7 +48,9 @@ def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypa
     with pytest.raises((RunError, KeyboardInterrupt)) as caught:
         disk.write_directory(target, full_disk if where == "fill" else fill("two"))
     if caught.type is RunError:
-        assert "the disk is full" in str(caught.value) and "what was saved before it is whole" in str(caught.value)
+        assert "the disk is full" in str(
+            caught.value
+        ) and "what was saved before it is whole" in str(caught.value)
     monkeypatch.undo()
     disk.mend(tmp_path)
     assert (target / "a.txt").read_text() == "one"
@@ -81,7 +83,9 @@ def test_what_another_process_still_writes_hides_no_error(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_is_removed_although_another_process_still_writes_into_it(tmp_path, monkeypatch):
+def test_a_directory_is_removed_although_another_process_still_writes_into_it(
+    tmp_path, monkeypatch
+):
     (tmp_path / "step1" / "workers").mkdir(parents=True)
     written_meanwhile(monkeypatch, times=3)
     disk.remove(tmp_path / "step1")
@@ -93,7 +97,12 @@ def test_the_last_two_cuts_are_kept(tmp_path):
     for step in (1, 2, 5):
         points.write(step, fill(str(step)))
     assert [point.step for point in points.found()] == [5, 2]
-    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == ["step2", "step2.json", "step5", "step5.json"]
+    assert sorted(p.name for p in (tmp_path / "recover").iterdir()) == [
+        "step2",
+        "step2.json",
+        "step5",
+        "step5.json",
+    ]
 
 
 def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):

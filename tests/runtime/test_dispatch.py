@@ -68,10 +68,15 @@ class Played:
 def job(word: str, ranks, roles=(), after=(), **more: Any) -> tuple[Job, Future]:
     over: Future[Any] = Future()
     made = Job(
-        f"job {word}", ranks, lambda rank: (Say(word), Given()),
+        f"job {word}",
+        ranks,
+        lambda rank: (Say(word), Given()),
         done=lambda ends: over.set_result({rank: report.value for rank, report in ends.items()}),
-        failed=over.set_exception, roles=frozenset(roles), after=after, **more,
-    )  # fmt: skip
+        failed=over.set_exception,
+        roles=frozenset(roles),
+        after=after,
+        **more,
+    )
     return made, over
 
 
@@ -153,7 +158,10 @@ def test_a_wait_that_takes_too_long_says_who_waits_for_whom():
     one, over = job("x", [0, 1], seconds=0.05)
     jobs.submit(one)
     devices.end(0, one.number)
-    with pytest.raises(RunError, match=r"job x did not end within 0.05 s; it waits for device 1 \(host, process 101\)"):
+    with pytest.raises(
+        RunError,
+        match=r"job x did not end within 0.05 s; it waits for device 1 \(host, process 101\)",
+    ):
         over.result(5)
     jobs.close()
 
@@ -163,7 +171,10 @@ def test_a_death_explains_the_broken_connection_that_was_told_before_it():
     jobs = Dispatch(devices)
     one, over = job("x", [0, 1])
     jobs.submit(one)
-    broken = portable(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection reset by peer"), devices.where[0])
+    broken = portable(
+        RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection reset by peer"),
+        devices.where[0],
+    )
     devices.said.put((0, [Report(one.number, "failed", broken)]))
     with pytest.raises(TimeoutError):
         over.result(0.2)
@@ -178,9 +189,13 @@ def test_a_broken_connection_that_no_death_explains_is_told_with_its_job(monkeyp
     jobs = Dispatch(devices)
     one, over = job("x", [0, 1])
     jobs.submit(one)
-    late = portable(RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.where[1])
+    late = portable(
+        RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out"), devices.where[1]
+    )
     devices.said.put((1, [Report(one.number, "failed", late)]))
-    with pytest.raises(DevicesLost, match=r"device 1 \(host, process 101\): RuntimeError: .*Timed out \(in job x\)"):
+    with pytest.raises(
+        DevicesLost, match=r"device 1 \(host, process 101\): RuntimeError: .*Timed out \(in job x\)"
+    ):
         over.result(5)
     jobs.close()
 
@@ -191,7 +206,11 @@ def test_only_what_others_did_counts_as_devices_lost():
     wrapped.__cause__ = DevicesLost("tensors are lost")
     assert isinstance(portable(wrapped, where), DevicesLost)
     assert isinstance(portable(ConnectionResetError("gone"), where), DevicesLost)
-    for own in (ValueError("x"), RunError("the loss is not finite"), RuntimeError("shape mismatch")):
+    for own in (
+        ValueError("x"),
+        RunError("the loss is not finite"),
+        RuntimeError("shape mismatch"),
+    ):
         assert not isinstance(portable(own, where), DevicesLost)
 
 
@@ -203,21 +222,30 @@ def test_a_call_that_is_overdue_names_the_ranks_it_waits_for():
     devices.said.put((0, [Report(one.number, "finished")]))
     while len(one.waits_for) > 1:
         pass
-    assert str(jobs.overdue(("train", 3), "late")) == "late; it waits for device 1 (host, process 101)"
+    assert (
+        str(jobs.overdue(("train", 3), "late")) == "late; it waits for device 1 (host, process 101)"
+    )
     jobs.close()
 
 
 @pytest.mark.parametrize(
     ("doing", "named"),
     [
-        ({0: Activity(True, "all_reduce (c.py:1)"), 1: Activity(False, "nap (hooks.py:7)")},
-         "device 1 (host, process 101), which is in nap (hooks.py:7)"),
-        ({0: Activity(True, "all_reduce (c.py:1)")}, "device 1 (host, process 101), which does not answer"),
-        ({rank: Activity(True, "all_reduce (c.py:1)") for rank in (0, 1)},
-         "device 0 (host, process 100), device 1 (host, process 101)"),
+        (
+            {0: Activity(True, "all_reduce (c.py:1)"), 1: Activity(False, "nap (hooks.py:7)")},
+            "device 1 (host, process 101), which is in nap (hooks.py:7)",
+        ),
+        (
+            {0: Activity(True, "all_reduce (c.py:1)")},
+            "device 1 (host, process 101), which does not answer",
+        ),
+        (
+            {rank: Activity(True, "all_reduce (c.py:1)") for rank in (0, 1)},
+            "device 0 (host, process 100), device 1 (host, process 101)",
+        ),
         ({}, "device 0 (host, process 100), device 1 (host, process 101)"),
     ],
-)  # fmt: skip
+)
 def test_of_devices_that_are_late_the_one_that_holds_up_the_others_is_named(doing, named):
     devices = Played(2, doing=doing)
     jobs = Dispatch(devices)
@@ -256,7 +284,9 @@ def test_a_real_device_says_whether_it_waits_for_another(tmp_path):
     meet = lambda rank: (MeetLate(tmp_path / "go"), Given())  # noqa: E731
     jobs.submit(Job("meeting", [0, 1], meet, over.set_result, over.set_exception))
     wait_for_file(tmp_path / "go.waits")
-    while not devices.activities([0]) or not devices.activities([0])[0].place.startswith("run (test_dispatch.py"):
+    while not devices.activities([0]) or not devices.activities([0])[0].place.startswith(
+        "run (test_dispatch.py"
+    ):
         time.sleep(0.01)  # rank 0 comes to the collective in a moment
     found = devices.activities([0, 1])
     (tmp_path / "go").touch()
@@ -302,9 +332,15 @@ def test_commands_run_in_the_order_of_their_places_whatever_order_they_come_in()
     while len(reports) < 6:
         reports += process.next_reports(5.0)
     ends = [report for report in reports if report.kind != "started"]
-    assert [(report.number, report.kind) for report in ends] == [(10, "finished"), (11, "failed"), (12, "finished")]
+    assert [(report.number, report.kind) for report in ends] == [
+        (10, "finished"),
+        (11, "failed"),
+        (12, "finished"),
+    ]
     assert [ends[0].value, ends[2].value] == ["0", "2"]
-    assert str(ends[1].value).startswith("device 3 (") and "ValueError: out of luck" in str(ends[1].value)
+    assert str(ends[1].value).startswith("device 3 (") and "ValueError: out of luck" in str(
+        ends[1].value
+    )
     assert process.next_reports(0.0) == []
 
 

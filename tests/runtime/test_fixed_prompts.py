@@ -31,9 +31,17 @@ def answers(directory: Path) -> list[dict[str, Any]]:
 
 
 def small(root: Path, folder: str, **more: Any) -> SFTConfig:
-    given = {"eval_prompts": str(root / "asked.txt"), "eval_prompts_max_new_tokens": 6, "eval_freq_steps": 2}
+    given = {
+        "eval_prompts": str(root / "asked.txt"),
+        "eval_prompts_max_new_tokens": 6,
+        "eval_freq_steps": 2,
+    }
     config = SFTConfig(**options(root, folder, **{**given, "max_steps": 5, **more}))
-    config.model.path, config.model.optimizer.lr, config.model.dtype = str(root / "model"), 1e-2, "float64"
+    config.model.path, config.model.optimizer.lr, config.model.dtype = (
+        str(root / "model"),
+        1e-2,
+        "float64",
+    )
     config.dataset.train_path, config.dataset.train_bs_n_seqs = str(root / "sft.jsonl"), 8
     return config
 
@@ -41,7 +49,9 @@ def small(root: Path, folder: str, **more: Any) -> SFTConfig:
 def test_answers_come_at_the_start_at_every_evaluation_and_at_the_end(root: Path) -> None:
     """Without validation rows, too."""
     found = answers(run(small(root, "sft")).directory)
-    assert [(row["step"], row["id"]) for row in found] == [(step, id) for step in (0, 2, 4, 5) for id in "01"]
+    assert [(row["step"], row["id"]) for row in found] == [
+        (step, id) for step in (0, 2, 4, 5) for id in "01"
+    ]
     assert [row["prompt"] for row in found[:2]] == PROMPTS
     assert all(row["tokens"] <= 6 and row["finish_reason"] in ("stop", "length") for row in found)
     first, last = found[0]["completion"], found[-2]["completion"]
@@ -49,8 +59,18 @@ def test_answers_come_at_the_start_at_every_evaluation_and_at_the_end(root: Path
 
 
 def test_training_is_the_same_with_and_without_them(root: Path) -> None:
-    with_prompts, without = run(small(root, "with")), run(small(root, "without", eval_prompts=None,
-        eval_prompts_max_new_tokens=None, eval_freq_steps=None))  # fmt: skip
+    with_prompts, without = (
+        run(small(root, "with")),
+        run(
+            small(
+                root,
+                "without",
+                eval_prompts=None,
+                eval_prompts_max_new_tokens=None,
+                eval_freq_steps=None,
+            )
+        ),
+    )
     losses = [[line["train/loss"] for line in result.metrics] for result in (with_prompts, without)]
     assert losses[0] == losses[1]
 
@@ -79,7 +99,8 @@ def test_a_resumed_run_has_each_answer_once(root: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "make", [grpo, pytest.param(ppo, marks=pytest.mark.slow), pytest.param(dpo, marks=pytest.mark.slow)]
+    "make",
+    [grpo, pytest.param(ppo, marks=pytest.mark.slow), pytest.param(dpo, marks=pytest.mark.slow)],
 )
 def test_every_algorithm_that_trains_a_policy_answers(make: Any, root: Path) -> None:
     config: RunConfig = make(root, f"of-{make.__name__}")
@@ -100,7 +121,12 @@ def test_answers_are_the_same_in_every_layout(layout: str, root: Path) -> None:
 
 
 def test_prompts_that_cannot_be_asked_are_reported_before_anything_is_written(root: Path) -> None:
-    (root / "bad.jsonl").write_text('{"prompt": "fine"}\n{"question": 3}\n{"prompt": "' + "long " * 4000 + '"}\n')
-    with pytest.raises(UserError, match=r"bad.jsonl:2: (.|\n)*bad.jsonl:3: the prompt has .* tokens, and the model's"):
+    (root / "bad.jsonl").write_text(
+        '{"prompt": "fine"}\n{"question": 3}\n{"prompt": "' + "long " * 4000 + '"}\n'
+    )
+    with pytest.raises(
+        UserError,
+        match=r"bad.jsonl:2: (.|\n)*bad.jsonl:3: the prompt has .* tokens, and the model's",
+    ):
         run(small(root, "bad", eval_prompts=str(root / "bad.jsonl")))
     assert not (root / "bad").exists()

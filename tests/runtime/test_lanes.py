@@ -1,4 +1,6 @@
-"""Sampling far ahead of training on a device of its own: nothing waits without need, and the weights are those decided on."""
+"""Sampling far ahead of training on a device of its own: nothing waits without need, and the
+weights are those decided on.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,15 @@ class Stage:
     """Calls that are over, by name and number, and what each may wait for before it goes on."""
 
     before: Callable[[str, int], tuple[str, int] | None]
-    over: dict[tuple[str, int], int] = field(default_factory=dict)  # the version of the weights that it used
+    # the version of the weights that it used
+    over: dict[tuple[str, int], int] = field(default_factory=dict)
     change: threading.Condition = field(default_factory=threading.Condition)
 
     def play(self, monkeypatch: pytest.MonkeyPatch) -> Stage:
-        for name, cls, method in (("gen", ToyGenerate, "generate"), ("train", ToyTrain, "train_step")):
+        for name, cls, method in (
+            ("gen", ToyGenerate, "generate"),
+            ("train", ToyTrain, "train_step"),
+        ):
             monkeypatch.setattr(cls, method, self._held(name, getattr(cls, method)))
         return self
 
@@ -51,9 +57,9 @@ class Stage:
             call, version = (name, model.step), model.engine.version
             wanted = self.before(*call)
             with self.change:
-                assert self.change.wait_for(lambda: wanted is None or wanted in self.over, SECONDS), (
-                    f"{call} has begun and is held until {wanted} is over, which does not come"
-                )
+                assert self.change.wait_for(
+                    lambda: wanted is None or wanted in self.over, SECONDS
+                ), f"{call} has begun and is held until {wanted} is over, which does not come"
             result = method(interface, model, batch)
             with self.change:
                 self.over[call] = version
@@ -63,7 +69,12 @@ class Stage:
         return call
 
     def versions(self, name: str) -> list[int]:
-        return [version for (_, version) in sorted((step, v) for (each, step), v in self.over.items() if each == name)]
+        return [
+            version
+            for (_, version) in sorted(
+                (step, v) for (each, step), v in self.over.items() if each == name
+            )
+        ]
 
 
 def wanted_versions(staleness: int) -> list[int]:
@@ -88,13 +99,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("staleness", [2, 3, 5])
 def test_training_begins_while_the_next_batch_is_still_sampled(tmp_path, monkeypatch, staleness):
-    """Each sampling goes on until the batch before its own is trained: later ones of the same version have not begun then."""
+    """Each sampling goes on until the batch before its own is trained: later ones of the same
+    version have not begun then.
+    """
     held = lambda name, step: ("train", step - 1) if name == "gen" and step % BATCHES else None  # noqa: E731
     kept = counted(monkeypatch)
     stage = Stage(held).play(monkeypatch)
     apart = toy(tmp_path / "apart", staleness, ema=None)
     apart.run()
-    assert stage.versions("gen") == wanted_versions(staleness) and stage.versions("train") == list(range(2 * BATCHES))
+    assert stage.versions("gen") == wanted_versions(staleness) and stage.versions("train") == list(
+        range(2 * BATCHES)
+    )
     assert max(kept) == {2: 1, 3: 2, 5: 1}[staleness] and kept[-1] == 0
     monkeypatch.undo()
     here = Toy(tmp_path / "here", staleness=staleness, ema=None, num_ids=30)
@@ -108,7 +123,11 @@ def test_sampling_runs_ahead_as_far_as_its_weights_may_be_old(tmp_path, monkeypa
 
     def held(name: str, step: int) -> tuple[str, int] | None:
         ahead = step + staleness
-        return ("gen", ahead) if name == "train" and ahead % BATCHES < BATCHES - 1 and ahead < BATCHES - 1 else None
+        return (
+            ("gen", ahead)
+            if name == "train" and ahead % BATCHES < BATCHES - 1 and ahead < BATCHES - 1
+            else None
+        )
 
     stage = Stage(held).play(monkeypatch)
     toy(tmp_path, staleness).run()
@@ -136,8 +155,10 @@ def test_no_number_depends_on_time_nor_on_devices(tmp_path, monkeypatch, drop):
 
 
 def test_a_call_that_takes_newer_weights_begins_with_those_that_are_there(tmp_path, monkeypatch):
-    """With weights up to 2 steps old: sampling ends once training of the batch before it has begun, and that ends once sampling
-    of the next batch has begun, which gets the new weights in its middle."""
+    """With weights up to 2 steps old: sampling ends once training of the batch before it has begun,
+    and that ends once sampling of the next batch has begun, which gets the new weights in its
+    middle.
+    """
     generate, train, seen = ToyGenerate.generate, ToyTrain.train_step, dict[int, tuple[int, int]]()
     begun, trained = threading.Condition(), set[int]()
 
@@ -163,13 +184,17 @@ def test_a_call_that_takes_newer_weights_begins_with_those_that_are_there(tmp_pa
         with begun:
             trained.add(model.step)
             begun.notify_all()
-            assert begun.wait_for(lambda: ahead >= BATCHES - 1 or ahead in seen, SECONDS), f"{ahead} does not begin"
+            assert begun.wait_for(lambda: ahead >= BATCHES - 1 or ahead in seen, SECONDS), (
+                f"{ahead} does not begin"
+            )
         return train(self, model, minibatches)
 
     monkeypatch.setattr(ToyGenerate, "generate", sample)
     monkeypatch.setattr(ToyTrain, "train_step", hold)
     toy(tmp_path, 2, interruptible=True, control={"max_steps": BATCHES - 1}).run()
-    assert seen == {number: (max(0, number - 2), max(0, number - 1)) for number in range(BATCHES - 1)}
+    assert seen == {
+        number: (max(0, number - 2), max(0, number - 1)) for number in range(BATCHES - 1)
+    }
 
 
 class Halt(Exception):
@@ -178,7 +203,9 @@ class Halt(Exception):
 
 @pytest.mark.parametrize("at", [1, 4, 10])
 def test_a_run_on_devices_that_goes_on_ends_as_one_that_never_stopped(tmp_path, monkeypatch, at):
-    """The run that never stops makes no points: nothing waits in it for the ends of calls that are ahead."""
+    """The run that never stops makes no points: nothing waits in it for the ends of calls that are
+    ahead.
+    """
     whole = toy(tmp_path / "whole", 2)
     whole.run()
     train = ToyTrain.train_step

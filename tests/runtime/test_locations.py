@@ -29,7 +29,9 @@ def test_what_is_on_its_way_is_not_sent_again_and_not_had_from_there():
     assert where.lacking(0, ["a"], ["prompt"]) == []
     assert where.lacking(3, ["a"], ["prompt"]) == [Want(DRIVER, ("a",), ("prompt",))]
     where.copied(0, ["a"], ["prompt"])
-    assert where.lacking(3, ["a"], ["prompt"]) == [Want(0, ("a",), ("prompt",))], "a device before the driver"
+    assert where.lacking(3, ["a"], ["prompt"]) == [Want(0, ("a",), ("prompt",))], (
+        "a device before the driver"
+    )
 
 
 def test_a_key_that_is_made_anew_is_had_from_its_maker_alone():

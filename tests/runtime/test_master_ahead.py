@@ -1,4 +1,6 @@
-"""Sampling that runs ahead of training: how old its weights are, that no number depends on time, and restarts."""
+"""Sampling that runs ahead of training: how old its weights are, that no number depends on time,
+and restarts.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def noted(method: Callable[..., Any], versions: list[int]) -> Callable[..., Any]
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 7])
 def test_weights_of_a_batch_are_as_old_as_they_may_be(tmp_path, monkeypatch, staleness):
-    """A full batch of an epoch is sampled ahead; its short last one, and the first of the next, are not."""
+    """A full batch of an epoch is sampled ahead; its short last one, and the first of the next, are
+    not.
+    """
     used, trained = ages(monkeypatch, Toy(tmp_path, staleness=staleness))
     assert trained == list(range(2 * BATCHES))
     epoch = [max(0, number - staleness) for number in range(BATCHES - 1)] + [BATCHES - 1]
@@ -50,7 +54,11 @@ def test_nothing_is_sampled_for_steps_that_do_not_come(tmp_path, monkeypatch):
 def slowed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Calls and host functions take times of their own."""
     draw = random.Random(seed)
-    for cls, method in ((ToyGenerate, "generate"), (ToyInfer, "inference"), (ToyTrain, "train_step")):
+    for cls, method in (
+        (ToyGenerate, "generate"),
+        (ToyInfer, "inference"),
+        (ToyTrain, "train_step"),
+    ):
         plain = getattr(cls, method)
 
         def slow(self, model, batch, plain=plain):
@@ -70,7 +78,9 @@ def test_no_number_depends_on_time(tmp_path, monkeypatch, drop):
             toy.run()
             found.append((timeless(lines(toy.path)), toy.weights(), read_sizes(toy.path, "train")))
     assert found[0] == found[1]
-    assert found[0][0] != timeless(run_lines(tmp_path / "sync", drop=drop)), "older weights give other numbers"
+    assert found[0][0] != timeless(run_lines(tmp_path / "sync", drop=drop)), (
+        "older weights give other numbers"
+    )
 
 
 def run_lines(root: Path, **more: Any) -> list[dict[str, Any]]:
@@ -91,7 +101,10 @@ class Halt(Exception):
 @pytest.mark.parametrize("drop", [0.0, 0.3])
 @pytest.mark.parametrize("at", [2, 4])
 def test_a_run_that_goes_on_ends_as_one_that_never_stopped(tmp_path, monkeypatch, drop, at):
-    """The recovery point holds what was sampled ahead. The whole run makes no points, so these change nothing either."""
+    """The recovery point holds what was sampled ahead.
+
+    The whole run makes no points, so these change nothing either.
+    """
     whole = Toy(tmp_path / "whole", staleness=2, drop=drop)
     whole.run()
     train = ToyTrain.train_step
@@ -115,13 +128,15 @@ def test_evaluation_has_the_group_for_itself(tmp_path):
     often = run_lines(tmp_path / "often", staleness=2, control={"eval_freq_steps": 1})
     never = run_lines(tmp_path / "never", staleness=2, control={"eval_freq_steps": 100})
     assert all("eval/held/loss" in line for line in often)
-    assert timeless([{k: v for k, v in line.items() if not k.startswith("eval/")} for line in often]) == timeless(
-        [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in never]
-    )
+    assert timeless(
+        [{k: v for k, v in line.items() if not k.startswith("eval/")} for line in often]
+    ) == timeless([{k: v for k, v in line.items() if not k.startswith("eval/")} for line in never])
 
 
 def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypatch):
-    """In one process: what its batch's predecessor still lacks, then the training of that, and no other sampling."""
+    """In one process: what its batch's predecessor still lacks, then the training of that, and no
+    other sampling.
+    """
     generate, seen = ToyGenerate.generate, list[tuple[int, int]]()
 
     def wait(self, model, batch):
@@ -138,4 +153,6 @@ def test_a_call_that_samples_has_training_done_in_its_middle(tmp_path, monkeypat
     toy.run()
     epoch = [(0, 0), (0, 1), (1, 2), (2, 3), (4, 4)]
     assert seen == epoch + [(BATCHES + before, BATCHES + after) for before, after in epoch]
-    assert len(lines(toy.path)) == 2 * BATCHES and all("gen/response_length" in line for line in lines(toy.path))
+    assert len(lines(toy.path)) == 2 * BATCHES and all(
+        "gen/response_length" in line for line in lines(toy.path)
+    )

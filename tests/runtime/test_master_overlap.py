@@ -1,4 +1,6 @@
-"""What need not wait does not: host functions and calls that need nothing of each other, and the next batch during a step."""
+"""What need not wait does not: host functions and calls that need nothing of each other, and the
+next batch during a step.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,15 @@ def test_a_host_function_and_a_call_run_at_the_same_time(tmp_path, monkeypatch, 
     def changed(self):
         made = experiment(self)
         nodes = [node for node in made.graph.nodes if node.name not in ("filter", "ref_inf")]
-        reward = HostFunction("reward", f"toy_slow_reward_{host_first}", self.size, ["completion"], ["ref"])
-        return replace(made, graph=DataflowGraph([reward, *nodes] if host_first else [*nodes, reward], ["prompt"], []))
+        reward = HostFunction(
+            "reward", f"toy_slow_reward_{host_first}", self.size, ["completion"], ["ref"]
+        )
+        return replace(
+            made,
+            graph=DataflowGraph(
+                [reward, *nodes] if host_first else [*nodes, reward], ["prompt"], []
+            ),
+        )
 
     monkeypatch.setattr(Toy, "experiment", changed)
     toy = Toy(tmp_path, ema=None, control={"max_steps": 3})
@@ -89,7 +98,9 @@ class ToyReward(Stateless):
         self.begun: dict[str, float] = {}
 
     def begin(self, batch, context) -> None:
-        self.begun |= {id: float(c.sum()) for id, c in zip(batch.ids, batch.sequences("answer"), strict=True)}
+        self.begun |= {
+            id: float(c.sum()) for id, c in zip(batch.ids, batch.sequences("answer"), strict=True)
+        }
         if BROKEN:
             raise DataError("no reward begins")
         BEGUN.set()
@@ -116,7 +127,9 @@ class ToyAnnounce(ToyGenerate):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_host_function_begins_with_ids_of_a_call_that_goes_on(tmp_path, monkeypatch, broken):
-    """Two of them, under the names that the nodes have for their keys; an error names the node, whichever of both met it."""
+    """Two of them, under the names that the nodes have for their keys; an error names the node,
+    whichever of both met it.
+    """
     register_function(f"toy_reward_{broken}")(ToyReward)
     register_interface(f"toy_announce_{broken}")(ToyAnnounce)
     monkeypatch.setattr("tests.runtime.test_master_overlap.BROKEN", ["yes"] * broken)
@@ -127,9 +140,16 @@ def test_a_host_function_begins_with_ids_of_a_call_that_goes_on(tmp_path, monkey
         nodes = [node for node in made.graph.nodes if node.name not in ("filter", "ref_inf")]
         nodes[0] = replace(nodes[0], interface=f"toy_announce_{broken}")
         reward = HostFunction(
-            "reward", f"toy_reward_{broken}", self.size, ["answer"], ["ref"], input_key_remap={"answer": "completion"}
+            "reward",
+            f"toy_reward_{broken}",
+            self.size,
+            ["answer"],
+            ["ref"],
+            input_key_remap={"answer": "completion"},
         )
-        other = replace(reward, name="other", output_keys=["ref"], output_key_remap={"ref": "unread"})
+        other = replace(
+            reward, name="other", output_keys=["ref"], output_key_remap={"ref": "unread"}
+        )
         return replace(made, graph=DataflowGraph([*nodes, reward, other], ["prompt"], []))
 
     monkeypatch.setattr(Toy, "experiment", changed)

@@ -1,4 +1,6 @@
-"""The Master goes by events: what can begin does, and what is decided never depends on what finishes first."""
+"""The Master goes by events: what can begin does, and what is decided never depends on what
+finishes first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ SLOW = [0.0]
 
 
 class DelayedGroup:
-    """A group whose events arrive late, those of different tasks in any order; `asked` is what it was asked for."""
+    """A group whose events arrive late, those of different tasks in any order; `asked` is what it
+    was asked for.
+    """
 
     def __init__(self, group: Any, slow: float, seed: int) -> None:
         self._group, self._slow, self._random = group, slow, random.Random(seed)
@@ -52,13 +56,17 @@ class DelayedGroup:
         while True:
             event = self._group.events.get()
             late = self._slow * self._random.random() if isinstance(event, Finished) else 0.0
-            threading.Timer(late, self.events.put, [event]).start() if late else self.events.put(event)
+            threading.Timer(late, self.events.put, [event]).start() if late else self.events.put(
+                event
+            )
 
 
 @register_function("timing_length")
 def timing_length(batch: Any, context: Any) -> Any:
     time.sleep(SLOW[0] * SPENT.random())
-    return one_each(batch.ids, "length", [float(len(each)) for each in batch.sequences("completion")])
+    return one_each(
+        batch.ids, "length", [float(len(each)) for each in batch.sequences("completion")]
+    )
 
 
 @register_function("timing_filter")
@@ -69,26 +77,88 @@ def timing_filter(batch: Any, context: Any, modulus: int) -> Any:
 
 
 def wide(toy: Toy, rounds: int) -> Any:
-    """Small nodes beside each other, two filters that drop different ids, two roles that train, a reference that follows."""
+    """Small nodes beside each other, two filters that drop different ids, two roles that train, a
+    reference that follows.
+    """
     made = Toy.experiment(toy)
     nodes = [
-        call("gen", "actor", "toy_generate", "generate", 2, input_keys=["prompt"], output_keys=["completion"]),
+        call(
+            "gen",
+            "actor",
+            "toy_generate",
+            "generate",
+            2,
+            input_keys=["prompt"],
+            output_keys=["completion"],
+        ),
         HostFunction("length", "timing_length", 1, ["completion"], ["length"]),
-        call("rew", "reward", "toy_infer", "inference", 2, input_keys=["completion"], output_keys=["scores"]),
-        call("ref_inf", "ref", "toy_infer", "inference", 3, input_keys=["completion"], output_keys=["scores"],
-             output_key_remap={"scores": "ref"}),
-        HostFunction("third", "timing_filter", 2, ["scores"], ["kept_3"], args={"modulus": 3}, refill_rounds=rounds),
+        call(
+            "rew",
+            "reward",
+            "toy_infer",
+            "inference",
+            2,
+            input_keys=["completion"],
+            output_keys=["scores"],
+        ),
+        call(
+            "ref_inf",
+            "ref",
+            "toy_infer",
+            "inference",
+            3,
+            input_keys=["completion"],
+            output_keys=["scores"],
+            output_key_remap={"scores": "ref"},
+        ),
+        HostFunction(
+            "third",
+            "timing_filter",
+            2,
+            ["scores"],
+            ["kept_3"],
+            args={"modulus": 3},
+            refill_rounds=rounds,
+        ),
         HostFunction("seventh", "timing_filter", 1, ["length"], ["kept_7"], args={"modulus": 7}),
-        call("critic_inf", "critic", "toy_infer", "inference", 1, input_keys=["completion", "scores"],
-             output_keys=["scores"], output_key_remap={"scores": "values"}),
-        call("second", "reward", "toy_infer", "inference", 1, input_keys=["completion", "ref"],
-             output_keys=["scores"], output_key_remap={"scores": "second"}),
-        HostFunction("advantages", "toy_advantages", 4, ["scores", "ref", "kept_3", "kept_7", "values"], ["advantages"]),
+        call(
+            "critic_inf",
+            "critic",
+            "toy_infer",
+            "inference",
+            1,
+            input_keys=["completion", "scores"],
+            output_keys=["scores"],
+            output_key_remap={"scores": "values"},
+        ),
+        call(
+            "second",
+            "reward",
+            "toy_infer",
+            "inference",
+            1,
+            input_keys=["completion", "ref"],
+            output_keys=["scores"],
+            output_key_remap={"scores": "second"},
+        ),
+        HostFunction(
+            "advantages",
+            "toy_advantages",
+            4,
+            ["scores", "ref", "kept_3", "kept_7", "values"],
+            ["advantages"],
+        ),
         call("train", "actor", "toy_train", "train_step", 4, input_keys=["advantages"]),
-        HostFunction("extra", "timing_length", 4, ["completion", "advantages"], ["length"],
-                     output_key_remap={"length": "extra"}),
+        HostFunction(
+            "extra",
+            "timing_length",
+            4,
+            ["completion", "advantages"],
+            ["length"],
+            output_key_remap={"length": "extra"},
+        ),
         call("critic_train", "critic", "toy_train", "train_step", 4, input_keys=["advantages"]),
-    ]  # fmt: skip
+    ]
     return replace(
         made,
         graph=DataflowGraph(nodes, ["prompt"], [ParamSync("actor", "ref", 0.25)]),
@@ -99,7 +169,9 @@ def wide(toy: Toy, rounds: int) -> Any:
 
 
 def run(root: Path, rounds: int, slow: float, seed: int) -> tuple[Any, ...]:
-    """(metrics, rows shown, checkpoints and recovery points byte for byte, what the group was asked for)."""
+    """(metrics, rows shown, checkpoints and recovery points byte for byte, what the group was asked
+    for).
+    """
     SLOW[0] = slow
     SPENT.seed(seed)
     toy = Toy(root, num_ids=26, control={"recover_freq_steps": 1, "save_freq_steps": 2})
@@ -113,8 +185,14 @@ def run(root: Path, rounds: int, slow: float, seed: int) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.runtime.toy.LocalGroup", delayed)
         toy.run()
-    points = sorted((toy.path / "recover").rglob("*.bin")) + sorted((toy.path / "checkpoints").rglob("*.json"))
-    files = {str(path.relative_to(toy.path)): path.read_bytes() for path in points if path.name != "master.bin"}
+    points = sorted((toy.path / "recover").rglob("*.bin")) + sorted(
+        (toy.path / "checkpoints").rglob("*.json")
+    )
+    files = {
+        str(path.relative_to(toy.path)): path.read_bytes()
+        for path in points
+        if path.name != "master.bin"
+    }
     asked = [each for each in groups[0].asked if not each[0].startswith("eval/")]
     return timeless(lines(toy.path)), (toy.path / "samples.jsonl").read_text(), files, asked
 
@@ -145,7 +223,9 @@ def with_nodes(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Any]], li
 
 @pytest.mark.parametrize("reads", ["scores", "fast"])
 def test_a_node_does_not_wait_for_others_than_it_reads_from(tmp_path, monkeypatch, reads):
-    """`slow`, beside `rew` and `fast`, ends only once `ref_inf` has begun, which reads what one of these makes."""
+    """`slow`, beside `rew` and `fast`, ends only once `ref_inf` has begun, which reads what one of
+    these makes.
+    """
     begun = threading.Semaphore(0)
     infer = ToyInfer.inference
 
@@ -154,7 +234,9 @@ def test_a_node_does_not_wait_for_others_than_it_reads_from(tmp_path, monkeypatc
         keeps_all = True
 
         def __call__(self, batch, context):
-            assert begun.acquire(timeout=SECONDS), "ref_inf waits for a node that it does not read from"
+            assert begun.acquire(timeout=SECONDS), (
+                "ref_inf waits for a node that it does not read from"
+            )
             return one_each(batch.ids, "slow", [0.0] * batch.num_ids)
 
     @register_function(f"timing_fast_{reads}")
@@ -171,7 +253,15 @@ def test_a_node_does_not_wait_for_others_than_it_reads_from(tmp_path, monkeypatc
         ref_inf = replace(ref_inf, input_keys=["completion", reads])
         slow = HostFunction("slow", f"timing_slow_{reads}", 4, ["completion"], ["slow"])
         fast = HostFunction("fast", f"timing_fast_{reads}", 4, ["completion"], ["fast"])
-        return [gen, slow, fast, rew, ref_inf, replace(advantages, input_keys=["scores", "ref", "slow"]), train]
+        return [
+            gen,
+            slow,
+            fast,
+            rew,
+            ref_inf,
+            replace(advantages, input_keys=["scores", "ref", "slow"]),
+            train,
+        ]
 
     monkeypatch.setattr(ToyInfer, "inference", count)
     with_nodes(monkeypatch, change)
@@ -202,7 +292,14 @@ def test_a_call_begins_while_another_call_beside_it_goes_on(tmp_path, monkeypatc
     def change(nodes):
         gen, rew, _, ref_inf, advantages, train = nodes
         other = replace(rew, name="other", output_key_remap={"scores": "others"})
-        return [gen, rew, other, replace(ref_inf, input_keys=["completion", "others"]), advantages, train]
+        return [
+            gen,
+            rew,
+            other,
+            replace(ref_inf, input_keys=["completion", "others"]),
+            advantages,
+            train,
+        ]
 
     held: list[Event] = []
     with_nodes(monkeypatch, lambda nodes: [replace(n, deadline_s=SECONDS) for n in change(nodes)])
@@ -222,7 +319,13 @@ def test_a_deadline_counts_from_the_beginning_of_the_work(tmp_path, monkeypatch)
 
     def change(nodes):
         gen, rew, _, ref_inf, advantages, train = nodes
-        return [gen, rew, replace(ref_inf, input_keys=["completion"], deadline_s=0.4), advantages, train]
+        return [
+            gen,
+            rew,
+            replace(ref_inf, input_keys=["completion"], deadline_s=0.4),
+            advantages,
+            train,
+        ]
 
     monkeypatch.setattr(ToyInfer, "inference", slow)
     with_nodes(monkeypatch, change)
@@ -249,8 +352,17 @@ def test_a_group_tells_what_happens_as_data(tmp_path, monkeypatch):
         meta = group.put(one_each([id], "completion", [1.0]))
         group.submit("rew", step, [[meta]])
     told = [group.events.get(timeout=SECONDS) for _ in range(6)]
-    assert [type(event) for event in told] == [Started, Announced, Finished, Started, Announced, Failed]
-    assert [event.task for event in told if not isinstance(event, Announced)] == [("rew", 0)] * 2 + [("rew", 1)] * 2
+    assert [type(event) for event in told] == [
+        Started,
+        Announced,
+        Finished,
+        Started,
+        Announced,
+        Failed,
+    ]
+    assert [event.task for event in told if not isinstance(event, Announced)] == [
+        ("rew", 0)
+    ] * 2 + [("rew", 1)] * 2
     for event in told[:3]:
         assert type(pickle.loads(pickle.dumps(event))) is type(event)
     assert told[1].call == "rew" and told[1].outputs.ids == ("a",) and not told[1].outputs.data

@@ -12,13 +12,33 @@ from weft.runtime.merge import merged, merged_metrics, merged_seen
 
 def test_metrics_are_means_over_ids_unless_they_say_otherwise():
     parts = [
-        {"loss": 1.0, "length_max": 5.0, "length_min": 2.0, "learning_rate": 0.1, "started": 10.0, "seconds": 4.0},
-        {"loss": 4.0, "length_max": 3.0, "length_min": 1.0, "learning_rate": 0.1, "started": 11.0, "seconds": 5.0,
-         "own": 7.0},
-    ]  # fmt: skip
+        {
+            "loss": 1.0,
+            "length_max": 5.0,
+            "length_min": 2.0,
+            "learning_rate": 0.1,
+            "started": 10.0,
+            "seconds": 4.0,
+        },
+        {
+            "loss": 4.0,
+            "length_max": 3.0,
+            "length_min": 1.0,
+            "learning_rate": 0.1,
+            "started": 11.0,
+            "seconds": 5.0,
+            "own": 7.0,
+        },
+    ]
     assert merged_metrics(parts, [2, 1]) == {
-        "loss": 2.0, "length_max": 5.0, "length_min": 1.0, "learning_rate": 0.1, "started": 10.0, "seconds": 6.0, "own": 7.0,
-    }  # fmt: skip
+        "loss": 2.0,
+        "length_max": 5.0,
+        "length_min": 1.0,
+        "learning_rate": 0.1,
+        "started": 10.0,
+        "seconds": 6.0,
+        "own": 7.0,
+    }
 
 
 def test_one_part_stays_as_it_is_to_the_last_bit():
@@ -32,7 +52,10 @@ def test_a_part_without_ids_has_no_say():
 
 
 def test_outputs_come_in_the_order_of_the_batch():
-    parts = [SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.arange(len(ids))}) for ids in ("ca", "b")]
+    parts = [
+        SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.arange(len(ids))})
+        for ids in ("ca", "b")
+    ]
     empty = parts[0].select(ids=[])
     results = [MFCResult(part.meta()) for part in (*parts, empty)]
     whole = merged(results, [2, 1, 0], ["a", "b", "c"]).outputs
@@ -41,7 +64,10 @@ def test_outputs_come_in_the_order_of_the_batch():
 
 
 def test_what_ranks_saw_is_told_once():
-    one, two = (SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.ones(len(ids))}) for ids in ("ab", "bc"))
+    one, two = (
+        SequenceSample.from_default(ids, [1] * len(ids), {"x": torch.ones(len(ids))})
+        for ids in ("ab", "bc")
+    )
     found = merged_seen([MFCResult(seen=one), MFCResult(), MFCResult(seen=two)])
     assert found is not None and found.ids == ("a", "b", "c")
     assert merged_seen([MFCResult()]) is None

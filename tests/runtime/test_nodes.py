@@ -16,8 +16,11 @@ def test_this_machine_is_first_and_addresses_count_as_numbers() -> None:
 
 def test_a_machine_is_what_ray_lists() -> None:
     listed = {
-        "NodeID": "a", "NodeManagerHostname": "h", "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 4.0, "memory": 1.0},
-    }  # fmt: skip
+        "NodeID": "a",
+        "NodeManagerHostname": "h",
+        "NodeManagerAddress": "10.0.0.1",
+        "Resources": {"CPU": 4.0, "memory": 1.0},
+    }
     assert Node.of(listed) == Node("a", "h", "10.0.0.1", 4, 0)
 
 

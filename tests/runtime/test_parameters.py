@@ -38,7 +38,9 @@ class Recorder:
 def experiment(root, **changes: Any) -> Experiment:
     """The actor is trained on device 0 and samples on device 1, where the reference is."""
     made = Toy(root).experiment().with_mfc("gen", device_mesh="1")
-    return replace(made, roles={**made.roles, "ref": replace(made.roles["ref"], device_mesh="1")}, **changes)
+    return replace(
+        made, roles={**made.roles, "ref": replace(made.roles["ref"], device_mesh="1")}, **changes
+    )
 
 
 def parameters(
@@ -47,7 +49,9 @@ def parameters(
     places = [*made.meshes().items(), *made.copies()]
     held = {name: whole(shape) for name, shape in shapes.items()}
     built = {
-        rank: Built({}, {}, {"actor": trained}, {place: held for place in places if rank in place[1].ranks})
+        rank: Built(
+            {}, {}, {"actor": trained}, {place: held for place in places if rank in place[1].ranks}
+        )
         for rank in range(made.num_devices)
     }
     recorder = Recorder()
@@ -70,7 +74,9 @@ def train(parameters: Parameters) -> Job:
     return job
 
 
-def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_changes(tmp_path) -> None:
+def test_a_copy_gets_weights_once_after_each_change_and_only_what_training_changes(
+    tmp_path,
+) -> None:
     there, recorder = parameters(experiment(tmp_path))
     known: dict[str, Prepare] = {}
     (place,) = experiment(tmp_path).copies()
@@ -118,7 +124,9 @@ def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -
     assert there.refresh(place, fails, 0) == 0 and recorder.commands() == [], "it has them"
     step(there, 1, keeps=True)
     (job,) = recorder.jobs
-    assert list(job.ranks) == [0] and job.roles == {"actor"}, "after the step before, before the next one"
+    assert list(job.ranks) == [0] and job.roles == {"actor"}, (
+        "after the step before, before the next one"
+    )
     (kept,) = recorder.commands()
     last = step(there, 2, keeps=True)
     recorder.commands()
@@ -131,8 +139,12 @@ def test_a_copy_gets_the_weights_of_a_version_when_a_call_wants_them(tmp_path) -
         and isinstance(move, Move)
         and (kept.kept, kept.key) == (move.kept, move.key) == (1, kept.key)
     )
-    assert there.refresh(place, fails, 2) == 2 and [each.kept for each in recorder.commands()] == [2]
-    assert there.refresh(place, fails, 3) == 3 and [each.kept for each in recorder.commands()] == [None], "the newest"
+    assert there.refresh(place, fails, 2) == 2 and [each.kept for each in recorder.commands()] == [
+        2
+    ]
+    assert there.refresh(place, fails, 3) == 3 and [each.kept for each in recorder.commands()] == [
+        None
+    ], "the newest"
     assert there.refresh(place, fails, 3) == 3 and recorder.commands() == []
 
 
@@ -164,8 +176,12 @@ def test_after_a_restart_the_first_weights_are_the_newest(tmp_path) -> None:
     step(there, 7)
     step(there, 8, keeps=True)
     assert moved(recorder.commands(), {}) == []
-    assert there.refresh(place, fails, 8) == 2 and [each.kept for each in recorder.commands()] == [8]
-    assert there.refresh(place, fails) == 3 and [each.kept for each in recorder.commands()] == [None]
+    assert there.refresh(place, fails, 8) == 2 and [each.kept for each in recorder.commands()] == [
+        8
+    ]
+    assert there.refresh(place, fails) == 3 and [each.kept for each in recorder.commands()] == [
+        None
+    ]
 
 
 def test_ranks_that_could_not_get_ready_say_why(tmp_path) -> None:
@@ -200,7 +216,9 @@ def test_where_an_engine_does_not_tell_what_it_trains_all_goes(tmp_path) -> None
 
 def test_a_role_that_is_written_to_gives_all_of_it_to_its_copies(tmp_path) -> None:
     made = experiment(tmp_path)
-    made = replace(made, graph=replace(made.graph, syncs=[ParamSync("ref", "actor", after="train")]))
+    made = replace(
+        made, graph=replace(made.graph, syncs=[ParamSync("ref", "actor", after="train")])
+    )
     there, recorder = parameters(made)
     (place,) = made.copies()
     there.move(made.graph.syncs[0], print, fails, print)
@@ -229,7 +247,9 @@ def test_a_sync_between_different_networks_is_refused_at_the_start(tmp_path) -> 
     there, _ = parameters(made)
     other = next(place for place in made.meshes().items() if place[0] == "ref")
     there._ways._built[1].slices[other] = {"base": whole((4, 6))}
-    with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"):
+    with pytest.raises(
+        ConfigError, match=r"actor -> ref: parameters differ between the two roles \(lora_a\)"
+    ):
         there.begin()
 
 
@@ -238,5 +258,8 @@ def test_a_version_that_is_not_kept_is_named(tmp_path) -> None:
     step(there, 0, keeps=True)
     step(there, 1, keeps=True)
     step(there, 2)
-    with pytest.raises(RunError, match=r"wants version 7 of the weights of 'actor', which is not kept; kept are: 0, 1"):
+    with pytest.raises(
+        RunError,
+        match=r"wants version 7 of the weights of 'actor', which is not kept; kept are: 0, 1",
+    ):
         there.refresh(place, fails, 7)

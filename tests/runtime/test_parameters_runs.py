@@ -1,4 +1,6 @@
-"""Calls on layouts of their own: the numbers of one process, whatever weights have to go where for it."""
+"""Calls on layouts of their own: the numbers of one process, whatever weights have to go where for
+it.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,18 @@ def config(root: Path, folder: str, steps: int = STEPS) -> PPOConfig:
 
 
 def lines(directory: Path) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in timeless(directory)]
+    return [
+        {k: v for k, v in line.items() if isinstance(v, int | float)}
+        for line in timeless(directory)
+    ]
 
 
 def assert_equal(found: Path, expected: Path, steps: range = range(1, STEPS + 1)) -> None:
-    """Metrics of float32 runs whose sums were made in another order. The explained variance divides one difference of few
-    numbers by another, which makes the last bits larger."""
+    """Metrics of float32 runs whose sums were made in another order.
+
+    The explained variance divides one difference of few numbers by another, which makes the last
+    bits larger.
+    """
     ratio = "critic_train/explained_variance"
     ours, theirs = ({line["step"]: line for line in lines(path)} for path in (found, expected))
     for step in steps:
@@ -54,8 +62,9 @@ def one(root) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root) -> Path:
-    """The actor is trained tensor-parallel, samples data-parallel and goes to host memory after each call; its reference
-    and the critic are on the second of the two devices."""
+    """The actor is trained tensor-parallel, samples data-parallel and goes to host memory after
+    each call; its reference and the critic are on the second of the two devices.
+    """
     made = config(root, "two")
     made.actor.offload = True
     made.actor_train.layout, made.actor_gen.layout = "t2", "d2"
@@ -73,7 +82,11 @@ def test_the_run_says_beforehand_where_calls_are_and_what_goes_there(two):
     assert "actor (actor_gen): layout d2f1t1p1c1e1 on devices 0, 1" in log
     assert "memory of actor (actor_gen): parameters" in log
     told = [line for line in log.splitlines() if "parameters of actor to" in line]
-    assert len(told) == 2 and "to ref after actor_train: " in told[0] and "to its copy on d2f1" in told[1]
+    assert (
+        len(told) == 2
+        and "to ref after actor_train: " in told[0]
+        and "to its copy on d2f1" in told[1]
+    )
     sent = [int(line.split(": ")[-1].split(" bytes")[0].replace(",", "")) for line in told]
     assert 0 < sent[0] < sent[1], "one device lacks a half, two lack a half each"
 
@@ -99,7 +112,12 @@ def set_options(made: PPOConfig, options: dict[str, str]) -> None:
         {"actor_gen.device_mesh": "1"},
         {"actor_train.layout": "d2", "actor_gen.layout": "t2", "ref.device_mesh": "1"},
         {"actor_train.layout": "p2", "actor_gen.layout": "d2", "critic.layout": "d2"},
-        {"actor_train.layout": "t2", "actor_gen.layout": "p2", "critic_train.layout": "p2", "critic_inf.layout": "d1"},
+        {
+            "actor_train.layout": "t2",
+            "actor_gen.layout": "p2",
+            "critic_train.layout": "p2",
+            "critic_inf.layout": "d1",
+        },
         {"actor_train.layout": "d2t2", "actor_gen.layout": "d2", "actor_gen.device_mesh": "1,3"},
         {"actor.layout": "c2", "actor_gen.layout": "d2", "critic.layout": "c2"},
         {"actor.layout": "c2", "ref.layout": "c2"},
@@ -129,7 +147,11 @@ def on_deep(made: PPOConfig, root: Path) -> PPOConfig:
     "options",
     [
         {"actor.layout": "p2", "actor.pipeline_schedule": "zbv", "critic.layout": "p2"},
-        {"actor_train.layout": "p2", "actor_gen.layout": "t2", "actor.pipeline_schedule": "interleaved_1f1b"},
+        {
+            "actor_train.layout": "p2",
+            "actor_gen.layout": "t2",
+            "actor.pipeline_schedule": "interleaved_1f1b",
+        },
         {"actor_train.layout": "t2", "actor_gen.layout": "p2", "actor.pipeline_schedule": "zbv"},
     ],
 )
@@ -144,7 +166,10 @@ def test_several_stages_on_a_device(root, deep, options):
 @pytest.mark.slow
 def test_sft_with_several_stages_on_a_device_from_the_command_line(root, deep, tmp_path):
     folders = []
-    for name, more in (("sft-one", []), ("sft-zbv", ["model.layout=p2", "model.pipeline_schedule=zbv"])):
+    for name, more in (
+        ("sft-one", []),
+        ("sft-zbv", ["model.layout=p2", "model.pipeline_schedule=zbv"]),
+    ):
         fixed = {
             "experiment_name": "e",
             "trial_name": "t",
@@ -152,7 +177,11 @@ def test_sft_with_several_stages_on_a_device_from_the_command_line(root, deep, t
             "progress": "false",
             "max_steps": STEPS,
         }
-        set_ = {"model.path": root / "deep", "model.optimizer.lr": 1e-3, "dataset.train_path": root / "sft.jsonl"}
+        set_ = {
+            "model.path": root / "deep",
+            "model.optimizer.lr": 1e-3,
+            "dataset.train_path": root / "sft.jsonl",
+        }
         words = [f"{key}={value}" for key, value in (fixed | set_).items()]
         code, said = run_forked("sft", *words, "dataset.train_bs_n_seqs=6", *more, cwd=tmp_path)
         assert code == 0, said
@@ -166,15 +195,24 @@ def test_sft_with_several_stages_on_a_device_from_the_command_line(root, deep, t
 @pytest.mark.slow
 def test_adapters_go_to_copies_alone(root):
     runs = []
-    for folder, options in (("adapted", {}), ("moved", {"actor_train.layout": "t2", "actor_gen.layout": "d2"})):
+    for folder, options in (
+        ("adapted", {}),
+        ("moved", {"actor_train.layout": "t2", "actor_gen.layout": "d2"}),
+    ):
         made = config(root, folder)
         made.ppo.ref_ema_eta = None
         made.actor.lora.r = 4
         set_options(made, options)
         runs.append(run(made).directory)
     assert_equal(runs[1], runs[0])
-    (told,) = [line for line in (runs[1] / "log.txt").read_text().splitlines() if "parameters of actor to" in line]
-    assert int(told.split(": ")[-1].split(" bytes")[0].replace(",", "")) < 40_000, "the whole network has more"
+    (told,) = [
+        line
+        for line in (runs[1] / "log.txt").read_text().splitlines()
+        if "parameters of actor to" in line
+    ]
+    assert int(told.split(": ")[-1].split(" bytes")[0].replace(",", "")) < 40_000, (
+        "the whole network has more"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,9 @@ class Devices:
         self.asked.append(path)
 
 
-def traced(steps: str | None, told: list[int], over: int | None = None) -> tuple[list[str | None], list[str]]:
+def traced(
+    steps: str | None, told: list[int], over: int | None = None
+) -> tuple[list[str | None], list[str]]:
     """What the devices are asked, and what people are told."""
     devices, notes = Devices(), []
     profiling = Profiling(steps, devices, Path("/run"), notes.append)  # type: ignore[arg-type]
@@ -39,7 +41,9 @@ def traced(steps: str | None, told: list[int], over: int | None = None) -> tuple
 def test_a_trace_goes_from_the_first_to_the_last_step() -> None:
     asked, notes = traced("2:3", [1, 2, 3, 4])
     assert asked == [None, "/run/steps-2-3-worker-{rank}.json.gz"]
-    assert notes == ["trace of steps 2 to 3: /run/steps-2-3-worker-*.json.gz (open it at ui.perfetto.dev)"]
+    assert notes == [
+        "trace of steps 2 to 3: /run/steps-2-3-worker-*.json.gz (open it at ui.perfetto.dev)"
+    ]
     assert traced(None, [1, 2]) == ([], []) and traced("9", [1, 2]) == ([], [])
 
 
@@ -48,11 +52,18 @@ def test_a_run_that_ends_or_begins_among_the_steps_traces_those_it_has() -> None
     assert traced("2:5", [4, 5, 6])[0] == [None, "/run/steps-4-5-worker-{rank}.json.gz"]
 
 
-@pytest.mark.parametrize(("error", "path"), [
-    (None, "/run/steps-2-3-worker-{rank}.json.gz"), (RunError("the loss is NaN"), "/run/steps-2-4-worker-{rank}.json.gz"),
-    (DevicesLost("gone"), None), (KeyboardInterrupt(), None),
-])  # fmt: skip
-def test_what_was_traced_is_kept_where_the_run_ends_or_fails(error: BaseException | None, path: str | None) -> None:
+@pytest.mark.parametrize(
+    ("error", "path"),
+    [
+        (None, "/run/steps-2-3-worker-{rank}.json.gz"),
+        (RunError("the loss is NaN"), "/run/steps-2-4-worker-{rank}.json.gz"),
+        (DevicesLost("gone"), None),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_was_traced_is_kept_where_the_run_ends_or_fails(
+    error: BaseException | None, path: str | None
+) -> None:
     devices, notes = Devices(), list[str]()
     profiling = Profiling("2:9", devices, Path("/run"), notes.append)  # type: ignore[arg-type]
     with contextlib.suppress(RunError, KeyboardInterrupt), profiling.kept(lambda: 3, lambda: 4):

@@ -1,4 +1,6 @@
-"""Roles on devices of their own under a real Ray: the numbers of one process, calls that overlap, tensors that move once."""
+"""Roles on devices of their own under a real Ray: the numbers of one process, calls that overlap,
+tensors that move once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def root(tmp_path_factory) -> Path:
 
 
 def config(root: Path, folder: str) -> PPOConfig:
-    """PPO with every state that there is: adaptive KL, value norm, a reference that follows the actor."""
+    """PPO with every state that there is: adaptive KL, value norm, a reference that follows the
+    actor.
+    """
     made = ppo(root, folder)
     made.max_steps, made.imports = STEPS, [str(root / "placed_hooks.py")]
     return made
@@ -73,29 +77,50 @@ def test_calls_on_different_devices_overlap(three):
 
 def test_a_tensor_moves_to_a_device_once_and_only_where_it_is_read(three):
     for line in map(json.loads, (three / "metrics.jsonl").read_text().splitlines()):
-        moved = {name.split("/")[0]: value for name, value in line.items() if name.endswith("/num_bytes_moved")}
-        # The critic is on the reference's device, which got prompts and completions for the reference's call.
+        moved = {
+            name.split("/")[0]: value
+            for name, value in line.items()
+            if name.endswith("/num_bytes_moved")
+        }
+        # The critic is on the reference's device, which got prompts and completions for the
+        # reference's call.
         assert moved["critic_inf"] == 0 or moved["ref_inf"] == 0
-        assert all(moved[name] > 0 for name in ("actor_gen", "rew_inf", "actor_train", "critic_train"))
+        assert all(
+            moved[name] > 0 for name in ("actor_gen", "rew_inf", "actor_train", "critic_train")
+        )
 
 
 def test_what_devices_print_is_in_a_log_each(three):
-    assert sorted(path.name for path in (three / "logs").iterdir()) == [f"worker-{rank}.log" for rank in range(3)]
+    assert sorted(path.name for path in (three / "logs").iterdir()) == [
+        f"worker-{rank}.log" for rank in range(3)
+    ]
 
 
 def words(root: Path, folder: str, *more: str) -> list[str]:
     """DPO with the reference on a device of its own, as a command line."""
     fixed = options(root, folder)
     return [
-        "dpo", *(f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in fixed.items()),
-        f"actor.path={root}/model", "actor.optimizer.lr=1e-3", f"dataset.train_path={root}/pairs.jsonl",
-        "dataset.train_bs_n_seqs=4", "max_steps=6", "ref.device_mesh=1", f"imports=[{root}/placed_hooks.py]", *more,
-    ]  # fmt: skip
+        "dpo",
+        *(
+            f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in fixed.items()
+        ),
+        f"actor.path={root}/model",
+        "actor.optimizer.lr=1e-3",
+        f"dataset.train_path={root}/pairs.jsonl",
+        "dataset.train_bs_n_seqs=4",
+        "max_steps=6",
+        "ref.device_mesh=1",
+        f"imports=[{root}/placed_hooks.py]",
+        *more,
+    ]
 
 
 @pytest.mark.slow
 def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path):
-    """What SIGINT does, and what becomes of a command that is killed, is tested in `launch/test_supervise.py`."""
+    """What SIGINT does, and what becomes of a command that is killed, is tested in
+    `launch/test_supervise.py`.
+    """
     slow = "ref_inf.pre_hooks=[{function: nap}]"
     first = Command(*words(root, "stopped", slow), cwd=tmp_path)
     first.after(root / "stopped" / "e" / "t" / "metrics.jsonl")
@@ -112,7 +137,10 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_left(root, tmp_path
 
 @pytest.mark.slow
 def test_an_error_in_a_device_is_told_once_with_where_it_was(root, tmp_path):
-    command = Command(*words(root, "failed", "ref_inf.pre_hooks=[{function: fail, args: {step: 1}}]"), cwd=tmp_path)
+    command = Command(
+        *words(root, "failed", "ref_inf.pre_hooks=[{function: fail, args: {step: 1}}]"),
+        cwd=tmp_path,
+    )
     code, out = command.end()
     told = [line for line in out.splitlines() if line.startswith("error")]
     assert code == 1 and len(told) == 1 and "Traceback" not in out, out
@@ -152,7 +180,9 @@ def test_a_run_error_names_the_device() -> None:
 
 
 def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next_one(monkeypatch):
-    """Ray refuses to connect twice with an assertion; a connection that failed halfway counts as one."""
+    """Ray refuses to connect twice with an assertion; a connection that failed halfway counts as
+    one.
+    """
     from weft.runtime.ray import Cluster
 
     calls: list[str] = []

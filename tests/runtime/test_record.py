@@ -14,7 +14,9 @@ from weft.runtime.record import command_of, commit_of, quickstart_of, record_sta
 
 
 def test_a_run_records_how_it_was_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/env/bin/weft", "quickstart", "my-ppo", "launch.env.HF_TOKEN=hf_1", "seed=2"])
+    monkeypatch.setattr(
+        sys, "argv", ["/env/bin/weft", "quickstart", "my-ppo", "launch.env.HF_TOKEN=hf_1", "seed=2"]
+    )
     toy = Toy(tmp_path)
     toy.run()
     record = RunRecord.read(toy.path)
@@ -23,13 +25,18 @@ def test_a_run_records_how_it_was_started(tmp_path, monkeypatch):
     assert start.command == ["weft", "quickstart", "my-ppo", "launch.env.HF_TOKEN=***", "seed=2"]
     assert {"weft", "python", "torch"} <= start.versions.keys() and start.host and start.step == 0
     assert "hf_1" not in (toy.path / "run.json").read_text()
-    assert [(run.algorithm, run.step, run.total_steps) for run in list_runs(tmp_path)] == [("my-ppo", 10, 10)]
+    assert [(run.algorithm, run.step, run.total_steps) for run in list_runs(tmp_path)] == [
+        ("my-ppo", 10, 10)
+    ]
 
 
 def test_a_restart_is_added_and_a_torn_file_begins_anew(tmp_path):
     for step in (0, 7):
         record_start(tmp_path, step=step, total_steps=20, hardware="a CPU")
-    assert [(start.step, start.hardware) for start in RunRecord.read(tmp_path).starts] == [(0, "a CPU"), (7, "a CPU")]
+    assert [(start.step, start.hardware) for start in RunRecord.read(tmp_path).starts] == [
+        (0, "a CPU"),
+        (7, "a CPU"),
+    ]
     (tmp_path / "run.json").write_text('{"starts": [{"time"')
     record_start(tmp_path, step=9, total_steps=None, hardware="")
     assert [start.step for start in RunRecord.read(tmp_path).starts] == [9]
@@ -42,15 +49,28 @@ def test_a_restart_is_added_and_a_torn_file_begins_anew(tmp_path):
 @pytest.mark.parametrize(
     ("words", "original", "shown", "name"),
     [
-        (["/v/bin/weft", "quickstart", "--import", "my.py", "ppo", "a=1"], [],
-         ["weft", "quickstart", "--import", "my.py", "ppo", "a=1"], "ppo"),
-        (["/s/weft/apps/quickstart.py", "sft"], ["python3", "-m", "weft.apps.quickstart", "sft"],
-         ["python", "-m", "weft.apps.quickstart", "sft"], "sft"),
-        (["train.py", "--fast"], ["python3", "train.py", "--fast"], ["python", "train.py", "--fast"], None),
+        (
+            ["/v/bin/weft", "quickstart", "--import", "my.py", "ppo", "a=1"],
+            [],
+            ["weft", "quickstart", "--import", "my.py", "ppo", "a=1"],
+            "ppo",
+        ),
+        (
+            ["/s/weft/apps/quickstart.py", "sft"],
+            ["python3", "-m", "weft.apps.quickstart", "sft"],
+            ["python", "-m", "weft.apps.quickstart", "sft"],
+            "sft",
+        ),
+        (
+            ["train.py", "--fast"],
+            ["python3", "train.py", "--fast"],
+            ["python", "train.py", "--fast"],
+            None,
+        ),
         (["-c"], ["python3", "-c", "import weft; ..."], ["python", "-c", "..."], None),
         (["/v/bin/weft", "demo"], [], ["weft", "demo"], None),
     ],
-)  # fmt: skip
+)
 def test_the_command_is_what_a_user_would_type(words, original, shown, name):
     assert command_of(words, original) == shown
     assert quickstart_of(shown) == name

@@ -1,4 +1,6 @@
-"""A copy of a role on a mesh of its own: it is used with the weights that it is to have or not at all."""
+"""A copy of a role on a mesh of its own: it is used with the weights that it is to have or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from weft.runtime.roles import Place, Roles
 def copy_of(root) -> tuple[Roles, Place]:
     """Device 1, where the actor samples; it is trained on device 0."""
     experiment = Toy(root).experiment().with_mfc("gen", device_mesh="1")
-    specs = {role: replace(spec, schedule=Schedule(10, 0)) for role, spec in experiment.roles.items()}
+    specs = {
+        role: replace(spec, schedule=Schedule(10, 0)) for role, spec in experiment.roles.items()
+    }
     (place,) = experiment.copies()
     return Roles(experiment, specs, rank=1), place
 
@@ -24,7 +28,10 @@ def test_weights_that_are_not_the_ones_asked_for_are_refused(tmp_path) -> None:
     roles, place = copy_of(tmp_path)
     assert roles.engine(*place, weights=0) is roles.at(place)
     for wrong in (1, None):
-        with pytest.raises(RunError, match=r"role 'actor' on .*device 1.*: its weights are not the role's newest ones"):
+        with pytest.raises(
+            RunError,
+            match=r"role 'actor' on .*device 1.*: its weights are not the role's newest ones",
+        ):
             roles.engine(*place, weights=wrong)
     with roles.refreshing(place, 1):
         pass

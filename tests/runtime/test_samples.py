@@ -1,4 +1,6 @@
-"""What samples.jsonl holds: whole groups in some steps, values by token, pairs with their scores; and how much of it."""
+"""What samples.jsonl holds: whole groups in some steps, values by token, pairs with their scores;
+and how much of it.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,24 @@ class Shelf:
         self.batch = batch
 
     def fetch(self, ids: Any, keys: Any, optional: Any = ()) -> SequenceSample:
-        names = [*keys, *(key for key in dict.fromkeys(optional) if key in self.batch.keys and key not in keys)]
+        names = [
+            *keys,
+            *(key for key in dict.fromkeys(optional) if key in self.batch.keys and key not in keys),
+        ]
         return self.batch.select(ids=ids, keys=names)
 
 
 GENERATES = DataflowGraph(
     [
-        MFCDef("gen", "actor", "generate", "generate", 4, ["prompt"], ["completion", "logprobs", "finished"]),
+        MFCDef(
+            "gen",
+            "actor",
+            "generate",
+            "generate",
+            4,
+            ["prompt"],
+            ["completion", "logprobs", "finished"],
+        ),
         HostFunction("reward", "f", 4, ["completion"], ["rewards"]),
         HostFunction("advantages", "g", 4, ["rewards"], ["advantages"]),
     ],
@@ -44,35 +57,59 @@ GENERATES = DataflowGraph(
     [],
 )
 TRAINS = DataflowGraph(
-    [MFCDef("train", "model", "train", "train_step", 4, ["prompt", "completion"])], ["prompt", "completion"], []
+    [MFCDef("train", "model", "train", "train_step", 4, ["prompt", "completion"])],
+    ["prompt", "completion"],
+    [],
 )
 
 
-def sampled(tokenizer: Tokenizer, ids: int = 4, k: int = 10, *, differ: bool = False) -> SequenceSample:
-    prompt, said = tokenizer.encode("What is two plus two?", bos=False), tokenizer.encode("It is four.", bos=False)
+def sampled(
+    tokenizer: Tokenizer, ids: int = 4, k: int = 10, *, differ: bool = False
+) -> SequenceSample:
+    prompt, said = (
+        tokenizer.encode("What is two plus two?", bos=False),
+        tokenizer.encode("It is four.", bos=False),
+    )
     said = [*said, tokenizer.eos_id]
-    lengths = {"prompt": [[len(prompt)]] * ids, "finished": [[1] * k] * ids, "rewards": [[1] * k] * ids}
+    lengths = {
+        "prompt": [[len(prompt)]] * ids,
+        "finished": [[1] * k] * ids,
+        "rewards": [[1] * k] * ids,
+    }
     lengths |= {key: [[len(said)] * k] * ids for key in ("completion", "logprobs", "advantages")}
     count = ids * k
     data = {
         "prompt": torch.tensor(prompt * ids),
         "completion": torch.tensor(said * count),
         "logprobs": torch.full((len(said) * count,), -0.5),
-        "advantages": torch.arange(len(said)).repeat(count).float() if differ else torch.ones(len(said) * count),
+        "advantages": torch.arange(len(said)).repeat(count).float()
+        if differ
+        else torch.ones(len(said) * count),
         "finished": torch.tensor([1.0, 0.0] * (count // 2)),
         "rewards": torch.arange(count).float(),
     }
-    return SequenceSample.from_groups([str(i) for i in range(ids)], lengths, data, {"answer": ["4"] * ids})
+    return SequenceSample.from_groups(
+        [str(i) for i in range(ids)], lengths, data, {"answer": ["4"] * ids}
+    )
 
 
 def test_a_detailed_step_has_whole_groups_with_values_by_token(tokenizer: Tokenizer) -> None:
     batch = sampled(tokenizer)
     rows = Samples(GENERATES, Shelf(batch), tokenizer).rows(batch.ids, 1)  # type: ignore[arg-type]
-    assert [(row["id"], row["k"]) for row in rows] == [(str(i), k) for i in range(3) for k in range(8)]
+    assert [(row["id"], row["k"]) for row in rows] == [
+        (str(i), k) for i in range(3) for k in range(8)
+    ]
     first, second = rows[:2]
     assert (first["prompt"], first["completion"]) == ("What is two plus two?", "It is four.")
-    assert "".join(first["tokens"]) == "It is four.</s>" and len(first["logprobs"]) == len(first["tokens"])
-    assert (first["answer"], first["advantage"], first["reward"], second["reward"]) == ("4", 1.0, 0.0, 1.0)
+    assert "".join(first["tokens"]) == "It is four.</s>" and len(first["logprobs"]) == len(
+        first["tokens"]
+    )
+    assert (first["answer"], first["advantage"], first["reward"], second["reward"]) == (
+        "4",
+        1.0,
+        0.0,
+        1.0,
+    )
     assert (first["finish_reason"], second["finish_reason"]) == ("stop", "length")
     assert "advantages" not in first and "trained" not in first
 
@@ -92,7 +129,9 @@ def test_between_detailed_steps_the_first_completions_are_enough(tokenizer: Toke
     assert "tokens" not in rows[0] and rows[0]["reward"] == 0.0
 
 
-def test_long_completions_and_texts_are_cut(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_completions_and_texts_are_cut(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(samples, "TOKENS", 3)
     monkeypatch.setattr(samples, "TEXT", 8)
     batch = sampled(tokenizer, 1, 2)
@@ -102,19 +141,26 @@ def test_long_completions_and_texts_are_cut(tokenizer: Tokenizer, monkeypatch: p
 
 
 def pair(tokenizer: Tokenizer) -> SequenceSample:
-    prompt, good, bad = (tokenizer.encode(text, bos=False) for text in ("Two plus two?", "Four.", "Five, or so."))
+    prompt, good, bad = (
+        tokenizer.encode(text, bos=False) for text in ("Two plus two?", "Four.", "Five, or so.")
+    )
     lengths = {"prompt": [[len(prompt)]], "completion": [[len(good), len(bad)]], "rank": [[1, 1]]}
     lengths |= {"comparison": [[1, 1]], "ref_logprobs": [[len(good), len(bad)]]}
     data = {
-        "prompt": torch.tensor(prompt), "completion": torch.tensor(good + bad), "rank": torch.tensor([0, 1]),
-        "comparison": torch.tensor([0, 0]), "ref_logprobs": torch.full((len(good) + len(bad),), -2.0),
-    }  # fmt: skip
+        "prompt": torch.tensor(prompt),
+        "completion": torch.tensor(good + bad),
+        "rank": torch.tensor([0, 1]),
+        "comparison": torch.tensor([0, 0]),
+        "ref_logprobs": torch.full((len(good) + len(bad),), -2.0),
+    }
     return SequenceSample.from_groups(["7"], lengths, data)
 
 
 def test_pairs_have_their_scores_or_their_log_ratios(tokenizer: Tokenizer) -> None:
     batch = pair(tokenizer)
-    scores = SequenceSample.from_groups(["7"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -0.25])})
+    scores = SequenceSample.from_groups(
+        ["7"], {"scores": [[1, 1]]}, {"scores": torch.tensor([0.5, -0.25])}
+    )
     reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
     rows = reader.rows(["1", "7"], 1, scores)
     assert [(row["completion"], row["rank"], row["score"]) for row in rows] == [
@@ -126,8 +172,18 @@ def test_pairs_have_their_scores_or_their_log_ratios(tokenizer: Tokenizer) -> No
     logprobs = SequenceSample.from_groups(["7"], {"logprobs": [sizes[0].tolist()]}, given)
     dpo = DataflowGraph(
         [
-            MFCDef("ref_inf", "ref", "infer", "inference", 4, ["prompt", "completion"], ["ref_logprobs"]),
-            MFCDef("train", "actor", "train", "train_step", 4, ["prompt", "completion", "ref_logprobs"]),
+            MFCDef(
+                "ref_inf",
+                "ref",
+                "infer",
+                "inference",
+                4,
+                ["prompt", "completion"],
+                ["ref_logprobs"],
+            ),
+            MFCDef(
+                "train", "actor", "train", "train_step", 4, ["prompt", "completion", "ref_logprobs"]
+            ),
         ],
         ["prompt", "completion"],
         [],
@@ -136,7 +192,9 @@ def test_pairs_have_their_scores_or_their_log_ratios(tokenizer: Tokenizer) -> No
     assert [row["log_ratio"] for row in rows] == [float(size) for size in sizes[0]]
 
 
-def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(tokenizer: Tokenizer) -> None:
+def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(
+    tokenizer: Tokenizer,
+) -> None:
     text = tokenizer.encode("Lily plays.", bos=False)
     count = len(text)
     mask = torch.tensor([0.0] + [1.0] * (count - 1))
@@ -159,7 +217,9 @@ def test_rows_that_were_trained_on_tell_their_loss_and_which_tokens_count(tokeni
 
 def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer: Tokenizer) -> None:
     text = tokenizer.encode("Lily plays.", bos=False)
-    batch = SequenceSample.from_groups(["a"], {"completion": [[len(text)]]}, {"completion": torch.tensor(text)})
+    batch = SequenceSample.from_groups(
+        ["a"], {"completion": [[len(text)]]}, {"completion": torch.tensor(text)}
+    )
     other = SequenceSample.from_groups(["b"], {"logprobs": [[1]]}, {"logprobs": torch.zeros(1)})
     reader = Samples(TRAINS, Shelf(batch), tokenizer)  # type: ignore[arg-type]
     for seen in (None, other):
@@ -169,18 +229,37 @@ def test_rows_of_which_training_told_nothing_are_shown_without_values(tokenizer:
     assert Samples(TRAINS, Shelf(without), tokenizer).rows(["a"], 5) == []  # type: ignore[arg-type]
 
 
-def test_a_completion_that_a_graph_renames_is_shown_in_place_of_the_rows_own(tokenizer: Tokenizer) -> None:
+def test_a_completion_that_a_graph_renames_is_shown_in_place_of_the_rows_own(
+    tokenizer: Tokenizer,
+) -> None:
     names = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
-    generate = MFCDef("gen", "actor", "generate", "generate", 4, ["prompt", "completion"],
-                      ["completion", "loss_mask", "sampled"], output_key_remap=names)  # fmt: skip
+    generate = MFCDef(
+        "gen",
+        "actor",
+        "generate",
+        "generate",
+        4,
+        ["prompt", "completion"],
+        ["completion", "loss_mask", "sampled"],
+        output_key_remap=names,
+    )
     graph = DataflowGraph([generate], ["prompt", "completion"], [])
     own, made = (tokenizer.encode(text, bos=False) for text in ("It is four.", "Lily plays."))
     batch = SequenceSample.from_groups(
         ["a"],
-        {"prompt": [[1]], "completion": [[len(own)]], "mixed_completion": [[len(made)]], "sampled": [[1]]},
-        {"prompt": torch.ones(1).long(), "completion": torch.tensor(own), "mixed_completion": torch.tensor(made),
-         "sampled": torch.ones(1)},
-    )  # fmt: skip
+        {
+            "prompt": [[1]],
+            "completion": [[len(own)]],
+            "mixed_completion": [[len(made)]],
+            "sampled": [[1]],
+        },
+        {
+            "prompt": torch.ones(1).long(),
+            "completion": torch.tensor(own),
+            "mixed_completion": torch.tensor(made),
+            "sampled": torch.ones(1),
+        },
+    )
     for step in (5, 101):
         (row,) = Samples(graph, Shelf(batch), tokenizer).rows(["a"], step)  # type: ignore[arg-type]
         assert (row["completion"], row["sampled"]) == ("Lily plays.", 1.0)

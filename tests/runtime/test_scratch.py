@@ -26,13 +26,17 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_stays(folder):
     mine = Scratch()
     assert mine.path.name.startswith(f"weft-{os.getpid()}-")
     line = [sys.executable, "-c", MAKE]
-    other = subprocess.Popen(line, env={**os.environ, "TMPDIR": str(folder)}, stdin=-1, stdout=-1, text=True)
+    other = subprocess.Popen(
+        line, env={**os.environ, "TMPDIR": str(folder)}, stdin=-1, stdout=-1, text=True
+    )
     assert other.stdout is not None
     theirs = other.stdout.readline().strip()
     assert remove_leftovers() == []
     other.send_signal(signal.SIGKILL)
     other.communicate()
     assert [str(path) for path in remove_leftovers()] == [theirs]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["weft-1-other", mine.path.name])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["weft-1-other", mine.path.name]
+    )
     mine.remove()
     assert not mine.path.exists()

@@ -1,4 +1,6 @@
-"""Whole runs in a toy world: what a step is, what is written, and how a run fails, waits, filters and caches."""
+"""Whole runs in a toy world: what a step is, what is written, and how a run fails, waits, filters
+and caches.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.toy import SIZE, Toy, ToyEngine, ToyGenerate, ToyInfer, ToyTokenizer, one_each, timeless
+from tests.runtime.toy import (
+    SIZE,
+    Toy,
+    ToyEngine,
+    ToyGenerate,
+    ToyInfer,
+    ToyTokenizer,
+    one_each,
+    timeless,
+)
 from weft import register_function
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, Interrupted, RunError
@@ -33,20 +44,28 @@ def lines(path: Path) -> list[dict]:
 def test_a_step_is_one_line_with_what_every_node_measured(tmp_path):
     toy = Toy(tmp_path, control={"eval_freq_epochs": 1})
     done = lines(toy.run()._directory.path)
-    assert [line["step"] for line in done] == list(range(1, 11)), "18 ids, batch 4, 2 epochs: 5 steps an epoch"
+    assert [line["step"] for line in done] == list(range(1, 11)), (
+        "18 ids, batch 4, 2 epochs: 5 steps an epoch"
+    )
     assert [line["epoch"] for line in done][3:6] == pytest.approx([16 / 18, 1.0, 1 + 4 / 18])
     nodes = {"gen", "rew", "filter", "ref_inf", "advantages", "train"}
     assert {f"time/{node}" for node in nodes} <= done[0].keys()
-    assert {"step_seconds", "peak_memory_gb", "train/loss", "rew/mean", "advantages/mean"} <= done[0].keys()
+    assert {"step_seconds", "peak_memory_gb", "train/loss", "rew/mean", "advantages/mean"} <= done[
+        0
+    ].keys()
     assert [i for i, line in enumerate(done) if "eval/held/loss" in line] == [4, 9]
     mean = mean_weight_after(toy, 5)
     assert (
-        done[4]["eval/held/loss"] == done[4]["eval/loss"] == pytest.approx(sum((i - mean) ** 2 for i in range(5)) / 5)
+        done[4]["eval/held/loss"]
+        == done[4]["eval/loss"]
+        == pytest.approx(sum((i - mean) ** 2 for i in range(5)) / 5)
     )
     assert [line.get("eval/num_rows") for line in (done[3], done[4])] == [None, 5]
     first = json.loads((toy.path / "samples.jsonl").read_text().splitlines()[0])
     assert {"step", "id", "prompt", "completion", "score", "advantages"} <= first.keys()
-    assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step10"], "the last step is saved"
+    assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step10"], (
+        "the last step is saved"
+    )
     assert RunDirectory(toy.path).status() == "finished" and (toy.path / "config.yaml").is_file()
 
 
@@ -54,7 +73,9 @@ def mean_weight_after(toy: Toy, step: int) -> float:
     """Of a run that is the same and saves after `step` steps."""
     other = Toy(toy.root / "other", control={"save_freq_steps": step})
     other.run()
-    weights = json.loads((other.path / "checkpoints" / "actor" / f"step{step}" / "model.json").read_text())
+    weights = json.loads(
+        (other.path / "checkpoints" / "actor" / f"step{step}" / "model.json").read_text()
+    )
     return sum(weights) / len(weights)
 
 
@@ -62,7 +83,10 @@ def test_a_row_shows_its_prompt_without_the_tokenizers_bos(tmp_path, monkeypatch
     def prompts(folder: str) -> list[str]:
         toy = Toy(tmp_path / folder)
         toy.run()
-        return [json.loads(line)["prompt"] for line in (toy.path / "samples.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["prompt"]
+            for line in (toy.path / "samples.jsonl").read_text().splitlines()
+        ]
 
     shown = prompts("plain")
     first = shown[0].split()[0]
@@ -81,7 +105,9 @@ def test_filters_are_refilled_and_every_training_batch_is_whole(tmp_path):
     done = lines(toy.run()._directory.path)
     sizes = read_sizes(toy.path, "train")
     assert len(done) == len(sizes) < 20, "half of 80 ids are gone"
-    assert set(sizes[:-1]) - {4} <= {1, 2, 3} and sizes.count(4) >= len(sizes) - 2, "short only at the end of an epoch"
+    assert set(sizes[:-1]) - {4} <= {1, 2, 3} and sizes.count(4) >= len(sizes) - 2, (
+        "short only at the end of an epoch"
+    )
     assert len(read_sizes(toy.path, "gen")) > len(done)
 
 
@@ -112,13 +138,19 @@ def test_a_run_by_steps_ends_where_filters_leave_no_row(tmp_path):
 def test_the_moving_average_follows_after_each_training_step(tmp_path):
     session = Toy(tmp_path, ema=0.25, control={"max_steps": 1}).run()
     roles = session._group._worker.roles
-    assert roles.engine("ref").w.tolist() == pytest.approx((0.25 * roles.engine("actor").w).tolist())
+    assert roles.engine("ref").w.tolist() == pytest.approx(
+        (0.25 * roles.engine("actor").w).tolist()
+    )
     assert roles.engine("ref").version == 1
 
 
-def test_a_sync_between_networks_of_two_shapes_is_refused_before_the_first_step(tmp_path, monkeypatch):
+def test_a_sync_between_networks_of_two_shapes_is_refused_before_the_first_step(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(ToyEngine, "slices", lambda self: {"w": whole((SIZE + self.spec.trained,))})
-    with pytest.raises(ConfigError, match=r"actor -> ref: parameters differ between the two roles \(w\)"):
+    with pytest.raises(
+        ConfigError, match=r"actor -> ref: parameters differ between the two roles \(w\)"
+    ):
         Toy(tmp_path).session()
 
 
@@ -180,7 +212,8 @@ def test_a_call_that_names_no_deadline_has_one(tmp_path, monkeypatch):
     toy = Toy(tmp_path)
     with_node(toy, monkeypatch, "gen", pre_hooks=[Call("toy_sleep")])
     with pytest.raises(
-        RunError, match=r"node 'gen' \(role 'actor', 4 ids: .* did not finish within 0\.2 seconds; set deadline_s"
+        RunError,
+        match=r"node 'gen' \(role 'actor', 4 ids: .* did not finish within 0\.2 seconds; set deadline_s",
     ):
         toy.run()
 
@@ -191,14 +224,22 @@ def test_a_host_function_has_a_deadline_too(tmp_path, monkeypatch):
         threading.Event().wait(5)
 
     with_node(Toy(tmp_path), monkeypatch, "filter", function="toy_hang", args={}, deadline_s=0.2)
-    with pytest.raises(RunError, match=r"node 'filter' \(host function 'toy_hang', 4 ids: .*deadline_s=0\.2"):
+    with pytest.raises(
+        RunError, match=r"node 'filter' \(host function 'toy_hang', 4 ids: .*deadline_s=0\.2"
+    ):
         Toy(tmp_path).run()
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    (lambda batch, context: None, "returned no outputs; its output keys are kept"),
-    (lambda batch, context: batch.select(keys=["scores"]), "made no kept; its outputs are scores"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda batch, context: None, "returned no outputs; its output keys are kept"),
+        (
+            lambda batch, context: batch.select(keys=["scores"]),
+            "made no kept; its outputs are scores",
+        ),
+    ],
+)
 def test_a_host_function_that_breaks_its_word_is_named(tmp_path, monkeypatch, function, words):
     name = f"toy_{abs(hash(words))}"
     register_function(name, function)
@@ -208,7 +249,9 @@ def test_a_host_function_that_breaks_its_word_is_named(tmp_path, monkeypatch, fu
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_the_step_end_and_the_run_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, number, code):
+def test_a_signal_lets_the_step_end_and_the_run_goes_on_as_if_nothing_had_been(
+    tmp_path, monkeypatch, number, code
+):
     whole = Toy(tmp_path / "whole")
     whole.run()
     toy = Toy(tmp_path / "stopped")
@@ -221,7 +264,9 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_as_if_nothing_had_been(t
 
     with monkeypatch.context() as patch:
         patch.setattr(ToyGenerate, "generate", with_signal)
-        with pytest.raises(Interrupted, match="after step 4; rerun the same command to resume from there") as caught:
+        with pytest.raises(
+            Interrupted, match="after step 4; rerun the same command to resume from there"
+        ) as caught:
             toy.run()
         assert caught.value.exit_code == code
         assert len(lines(toy.path)) == 4
@@ -242,7 +287,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(disk, "sync_tree", full)
-        with pytest.raises(RunError, match=r"step4 was not saved; what was saved before it is whole: the disk is full"):
+        with pytest.raises(
+            RunError,
+            match=r"step4 was not saved; what was saved before it is whole: the disk is full",
+        ):
             toy.run()
     assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step2"]
     toy.run()
@@ -263,7 +311,11 @@ def toy_keep_early(batch, context) -> SequenceSample:
 
 def test_a_run_whose_last_ids_are_filtered_away_is_evaluated_at_its_end(tmp_path, monkeypatch):
     """Nobody knew that step 2 was the last when its line was written."""
-    toy = Toy(tmp_path, num_ids=16, control={"total_train_epochs": 1, "eval_freq_steps": 100, "recover_freq_steps": 1})
+    toy = Toy(
+        tmp_path,
+        num_ids=16,
+        control={"total_train_epochs": 1, "eval_freq_steps": 100, "recover_freq_steps": 1},
+    )
     with_node(toy, monkeypatch, "filter", function="toy_keep_early", args={})
     done = lines(toy.run()._directory.path)
     assert [line["step"] for line in done] == [1, 2]

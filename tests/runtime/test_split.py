@@ -16,7 +16,15 @@ from weft.data.sample import SequenceSample
 from weft.interfaces.base import MFCResult, Minibatches
 from weft.interfaces.train import Train
 from weft.runtime.events import Finished
-from weft.runtime.split import join, minibatches, over_ranks, owners, single_completions, split, take
+from weft.runtime.split import (
+    join,
+    minibatches,
+    over_ranks,
+    owners,
+    single_completions,
+    split,
+    take,
+)
 
 
 def ids_of(parts: list[SequenceSample]) -> list[list[str]]:
@@ -45,12 +53,18 @@ def test_groups_that_a_loss_needs_whole_stay_whole() -> None:
 
 
 def test_single_completions_hold_the_same_tokens_with_their_prompt_and_columns() -> None:
-    batch = batch_of([[1, 2], [3]], advantages=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], rewards=[7.0, 8.0, 9.0])
+    batch = batch_of(
+        [[1, 2], [3]], advantages=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], rewards=[7.0, 8.0, 9.0]
+    )
     single = single_completions(batch)
     assert single.ids == ("a[0]", "a[1]", "b[0]")
     assert [s.tolist() for s in single.sequences("prompt")] == [[0, 1], [0, 1], [2, 3]]
     assert [s.tolist() for s in single.sequences("completion")] == [[0], [1, 2], [3, 4, 5]]
-    assert [s.tolist() for s in single.sequences("advantages")] == [[0.0], [1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert [s.tolist() for s in single.sequences("advantages")] == [
+        [0.0],
+        [1.0, 2.0],
+        [3.0, 4.0, 5.0],
+    ]
     assert single.data["rewards"].tolist() == [7.0, 8.0, 9.0]
     assert single.metadata["answer"] == ("a!", "a!", "b!")
 
@@ -70,7 +84,9 @@ def test_every_epoch_sees_every_completion_once_in_an_order_of_its_own() -> None
 def test_mini_batch_size_counts_completions() -> None:
     wanted = Train("sft", mini_batch_size=4).minibatches()
     assert wanted.unit == "sequence"
-    counts = [[p.num_sequences() for p in one_rank(batch_of([[1, 1]] * ids), wanted)] for ids in (8, 3)]
+    counts = [
+        [p.num_sequences() for p in one_rank(batch_of([[1, 1]] * ids), wanted)] for ids in (8, 3)
+    ]
     assert counts == [[4, 4, 4, 4], [3, 3]], "the short last batch of an epoch"
 
 
@@ -82,28 +98,44 @@ GROUPS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size
 
 
 @settings(max_examples=80, deadline=None)
-@given(GROUPS, st.integers(1, 5), st.integers(1, 4), st.integers(1, 2), st.sampled_from(["group", "sequence"]))
-def test_ranks_share_every_minibatch(groups: list[list[int]], count: int, ranks: int, epochs: int, unit: Any) -> None:
+@given(
+    GROUPS,
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.sampled_from(["group", "sequence"]),
+)
+def test_ranks_share_every_minibatch(
+    groups: list[list[int]], count: int, ranks: int, epochs: int, unit: Any
+) -> None:
     """By description, as the Master does it; then with the data."""
     batch = batch_of(groups, rewards=[float(i) for i in range(sum(map(len, groups)))])
     wanted = Minibatches(count, epochs=epochs, unit=unit)
     parts = split(batch.meta(), wanted, ranks, seed=1, role="actor", step=3)
     whole = split(batch.meta(), wanted, 1, seed=1, role="actor", step=3)
     assert [len(each) for each in parts] == [ranks] * len(whole)
-    assert owners([part for each in parts[: len(whole) // epochs] for part in each]) == list(batch.ids)
+    assert owners([part for each in parts[: len(whole) // epochs] for part in each]) == list(
+        batch.ids
+    )
     for shares, (minibatch,) in zip(parts, whole, strict=True):
         costs = [int(share.token_costs().sum()) for share in shares]
         assert sum(costs) == minibatch.token_costs().sum(), "every token is on one rank"
-        largest = max(int(single_completions(share).token_costs().max(initial=0)) for share in shares)
+        largest = max(
+            int(single_completions(share).token_costs().max(initial=0)) for share in shares
+        )
         if unit == "group" or minibatch.num_ids >= ranks:
-            assert [id for share in shares for id in share.ids] == list(minibatch.ids), "groups stay whole and in order"
+            assert [id for share in shares for id in share.ids] == list(minibatch.ids), (
+                "groups stay whole and in order"
+            )
             largest = int(minibatch.token_costs().max())
         assert max(costs) <= sum(costs) / ranks + largest, "as even as the largest thing allows"
         given = take(batch, [share for share in shares if share.num_ids])
         back = single_completions(join(given, [id for part in given for id in part.ids]))
         same = single_completions(take(batch, [minibatch])[0])
         for key in ("prompt", "completion", "rewards"):
-            assert torch.equal(back.data[key], same.data[key]), "what ranks hold together is the minibatch"
+            assert torch.equal(back.data[key], same.data[key]), (
+                "what ranks hold together is the minibatch"
+            )
 
 
 def test_results_come_back_in_the_order_of_the_batch() -> None:
@@ -123,8 +155,12 @@ def test_ranks_without_anything_get_an_empty_part() -> None:
     assert ids_of(over_ranks(batch_of([[3, 4]]), 2, "group")) == [["a"], []]
 
 
-def test_a_worker_gets_single_completions_with_their_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three groups of two in two minibatches: what the Master described by lengths alone is cut where the tensors are."""
+def test_a_worker_gets_single_completions_with_their_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups of two in two minibatches: what the Master described by lengths alone is cut
+    where the tensors are.
+    """
     group = Toy(tmp_path).session()._group
     batch = batch_of([[1, 2], [3, 4], [5, 6]])
     given: list[SequenceSample] = []
@@ -134,9 +170,15 @@ def test_a_worker_gets_single_completions_with_their_data(tmp_path: Path, monkey
         return MFCResult()
 
     monkeypatch.setattr(ToyTrain, "train_step", train_step)
-    monkeypatch.setattr("weft.runtime.worker.read_inputs", lambda store, node, ids: store.fetch(ids, batch.keys))
+    monkeypatch.setattr(
+        "weft.runtime.worker.read_inputs", lambda store, node, ids: store.fetch(ids, batch.keys)
+    )
     group.put(batch)
-    group.submit("train", 0, split(batch.meta(), Minibatches(2, unit="sequence"), 1, seed=0, role="actor", step=0))
+    group.submit(
+        "train",
+        0,
+        split(batch.meta(), Minibatches(2, unit="sequence"), 1, seed=0, role="actor", step=0),
+    )
     events = [group.events.get(timeout=20.0) for _ in range(2)]
     assert isinstance(events[1], Finished)
     assert ids_of(given) == [["a[0]", "a[1]", "b[0]"], ["b[1]", "c[0]", "c[1]"]]

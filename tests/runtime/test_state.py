@@ -25,7 +25,9 @@ from weft.runtime.store import TensorStore
 
 def sample(ids, key="x", shift=0, **metadata):
     lengths = [i % 3 + 1 for i in range(len(ids))]
-    return SequenceSample.from_default(ids, {key: lengths}, {key: torch.arange(sum(lengths)) + shift}, metadata)
+    return SequenceSample.from_default(
+        ids, {key: lengths}, {key: torch.arange(sum(lengths)) + shift}, metadata
+    )
 
 
 def test_state_comes_back_exactly(tmp_path):
@@ -41,12 +43,15 @@ def test_state_comes_back_exactly(tmp_path):
     write_state(tmp_path / "s", state)
     back = read_state(tmp_path / "s")
     assert back["kl"] == state["kl"] and back["scalar"] == 1 / 3 and back["none"] is None
-    assert isinstance(back["list"][1]["mean"], np.ndarray) and np.array_equal(back["list"][1]["mean"], [0.1, 0.2])
+    assert isinstance(back["list"][1]["mean"], np.ndarray) and np.array_equal(
+        back["list"][1]["mean"], [0.1, 0.2]
+    )
     assert back["tensor"].dtype == torch.bfloat16 and torch.equal(back["tensor"], state["tensor"])
 
 
 @pytest.mark.parametrize(
-    ("state", "words"), [({"a": {1: 2}}, r"state\.a"), ({"a": [object()]}, r"state\.a\[0\] is a object")]
+    ("state", "words"),
+    [({"a": {1: 2}}, r"state\.a"), ({"a": [object()]}, r"state\.a\[0\] is a object")],
 )
 def test_state_that_cannot_be_kept_names_its_place(tmp_path, state, words):
     with pytest.raises(RunError, match=words):
@@ -70,7 +75,9 @@ def test_the_store_joins_batches_and_forgets_ids():
         restored.put(SequenceSample.from_bytes(batch.to_bytes()))
     for id, one in kept.items():
         again = restored.fetch([id], store.keys(id))
-        assert again.metadata == one.metadata and all(torch.equal(again.data[k], one.data[k]) for k in one.keys)
+        assert again.metadata == one.metadata and all(
+            torch.equal(again.data[k], one.data[k]) for k in one.keys
+        )
     store.discard(["a", "b", "c", "d"])
     assert len(store) == 0 and not store._batches and not any(map(len, store._readers))
     with pytest.raises(DataError, match="'a' is not in the store"):
@@ -93,11 +100,21 @@ def test_a_batch_whose_keys_were_all_replaced_is_let_go():
 
 def test_a_step_of_several_firings_is_one_line():
     metrics = StepMetrics()
-    metrics.add("gen", Measured({"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5))
-    metrics.add("gen", Measured({"reward": 5.0, "num_tokens": 4, "ratio_max": 1.0, "learning_rate": 0.2}, 1, 0.5))
+    metrics.add(
+        "gen",
+        Measured({"reward": 1.0, "num_tokens": 10, "ratio_max": 2.0, "learning_rate": 0.1}, 3, 1.5),
+    )
+    metrics.add(
+        "gen",
+        Measured({"reward": 5.0, "num_tokens": 4, "ratio_max": 1.0, "learning_rate": 0.2}, 1, 0.5),
+    )
     assert metrics.close() == {
-        "time/gen": 2.0, "gen/reward": 2.0, "gen/num_tokens": 14, "gen/ratio_max": 2.0, "gen/learning_rate": 0.2,
-    }  # fmt: skip
+        "time/gen": 2.0,
+        "gen/reward": 2.0,
+        "gen/num_tokens": 14,
+        "gen/ratio_max": 2.0,
+        "gen/learning_rate": 0.2,
+    }
     assert metrics.close() == {}
     assert join([Measured({"a": 1.0}, 2, 0), Measured({"b": 3.0}, 2, 0)]) == {"a": 1.0, "b": 3.0}
 
@@ -117,7 +134,9 @@ def training(batch_size: int, max_steps: int | None = None) -> Experiment:
     node = MFCDef("train", "actor", "train", "train_step", batch_size, ["completion"])
     return Experiment(
         control=Control("e", "t", total_train_epochs=3, max_steps=max_steps),
-        roles={"actor": ModelSpec(trained=True, optimizer=OptimizerSpec(warmup_steps_proportion=0.1))},
+        roles={
+            "actor": ModelSpec(trained=True, optimizer=OptimizerSpec(warmup_steps_proportion=0.1))
+        },
         graph=DataflowGraph([node], ["completion"]),
         dataset=DatasetSpec(),
         dataset_type="prompt_answer",
@@ -129,7 +148,9 @@ def training(batch_size: int, max_steps: int | None = None) -> Experiment:
 
 def test_schedules_count_the_optimizer_steps_of_the_real_run():
     horizon = Horizon.of(training(128), Length(5000, 40))
-    assert (horizon.steps_per_epoch, horizon.steps) == (40, 120), "5,000 rows, batch 128, 3 epochs: 120 steps, not 354"
+    assert (horizon.steps_per_epoch, horizon.steps) == (40, 120), (
+        "5,000 rows, batch 128, 3 epochs: 120 steps, not 354"
+    )
     schedule = horizon.specs(training(128))["actor"].schedule
     assert (schedule.total_steps, schedule.warmup_steps) == (480, 48)
     limited = training(128, max_steps=50)
@@ -150,9 +171,14 @@ def test_a_run_of_so_many_steps_has_as_many_epochs_as_it_takes():
 def test_steps_of_frozen_epochs_are_not_among_those_trained():
     made = training(128)
     role = made.roles["actor"]
-    frozen = replace(made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))})
+    frozen = replace(
+        made, roles={"actor": replace(role, optimizer=replace(role.optimizer, frozen_epochs=1))}
+    )
     horizon = Horizon.of(frozen, Length(5000, 40))
-    assert horizon.updates(frozen, "train") == (160, 480) and horizon.trained_updates(frozen, "train") == 320
+    assert (
+        horizon.updates(frozen, "train") == (160, 480)
+        and horizon.trained_updates(frozen, "train") == 320
+    )
     assert list(_node_counts(frozen, horizon)) == ["train: no optimizer step in the first epoch"]
 
 

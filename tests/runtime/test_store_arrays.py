@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tests.runtime.test_session import lines
-from tests.runtime.toy import Toy, ToyAdvantages, ToyGenerate, ToyInfer, ToyLoader, ToyTrain, timeless
+from tests.runtime.toy import (
+    Toy,
+    ToyAdvantages,
+    ToyGenerate,
+    ToyInfer,
+    ToyLoader,
+    ToyTrain,
+    timeless,
+)
 from weft.interfaces.infer import Infer
 from weft.interfaces.train import Train
 from weft.testing.interfaces import Bench, small_batch
@@ -27,16 +35,24 @@ def as_numpy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.setattr(owner, name, made)
 
 
-@pytest.mark.parametrize("changed", [
-    {"loader", "generate", "infer"}, {"generate"}, {"infer", "advantages"},
-], ids=lambda names: " ".join(sorted(names)))  # fmt: skip
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"loader", "generate", "infer"},
+        {"generate"},
+        {"infer", "advantages"},
+    ],
+    ids=lambda names: " ".join(sorted(names)),
+)
 def test_a_run_in_numpy_is_the_run_in_torch(tmp_path, monkeypatch, changed):
     """Whole or in part; with outputs on disk, and going on after a recovery point that holds rows."""
     Toy(tmp_path / "torch", drop=0.3, cache=True, staleness=1).run()
     owners = {
-        "loader": (ToyLoader, "next_batch"), "generate": (ToyGenerate, "generate"), "infer": (ToyInfer, "inference"),
+        "loader": (ToyLoader, "next_batch"),
+        "generate": (ToyGenerate, "generate"),
+        "infer": (ToyInfer, "inference"),
         "advantages": (ToyAdvantages, "__call__"),
-    }  # fmt: skip
+    }
     for name in changed:
         as_numpy(monkeypatch, *owners[name])
     kinds = set[type]()
@@ -47,7 +63,9 @@ def test_a_run_in_numpy_is_the_run_in_torch(tmp_path, monkeypatch, changed):
         return train(self, model, minibatches)
 
     monkeypatch.setattr(ToyTrain, "train_step", look)
-    toy = Toy(tmp_path / "numpy", drop=0.3, cache=True, staleness=1, control={"recover_freq_steps": 1})
+    toy = Toy(
+        tmp_path / "numpy", drop=0.3, cache=True, staleness=1, control={"recover_freq_steps": 1}
+    )
     toy.run()
     assert (np.ndarray in kinds) == ("advantages" in changed)
     expected = timeless(lines(Toy(tmp_path / "torch").path))
@@ -55,12 +73,15 @@ def test_a_run_in_numpy_is_the_run_in_torch(tmp_path, monkeypatch, changed):
         assert line == pytest.approx(other, rel=1e-12)
 
 
-@pytest.mark.parametrize(("cls", "method", "args", "head"), [
-    (Infer, "inference", {"outputs": ["logprobs", "entropy"]}, "lm"),
-    (Train, "train_step", {"loss": "sft"}, "lm"),
-    (Train, "train_step", {"loss": "rw"}, "score"),
-    (Train, "evaluate", {"loss": "sft"}, "lm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "method", "args", "head"),
+    [
+        (Infer, "inference", {"outputs": ["logprobs", "entropy"]}, "lm"),
+        (Train, "train_step", {"loss": "sft"}, "lm"),
+        (Train, "train_step", {"loss": "rw"}, "score"),
+        (Train, "evaluate", {"loss": "sft"}, "lm"),
+    ],
+)
 def test_an_engine_takes_numpy_arrays(tmp_path, cls, method, args, head):
     batch = small_batch()
     bench = Bench(cls, args, batch, head, tmp_path)
@@ -71,4 +92,6 @@ def test_an_engine_takes_numpy_arrays(tmp_path, cls, method, args, head):
     }
     if plain.outputs is not None:
         for key in plain.outputs.keys:
-            np.testing.assert_array_equal(np.asarray(plain.outputs.data[key]), np.asarray(other.outputs.data[key]))
+            np.testing.assert_array_equal(
+                np.asarray(plain.outputs.data[key]), np.asarray(other.outputs.data[key])
+            )

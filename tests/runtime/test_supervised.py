@@ -36,7 +36,8 @@ def test_calls_are_told_once_and_over_on_the_last_rank() -> None:
 
 
 def test_where_nobody_supervises_nothing_is_told() -> None:
-    assert not Wire.of({SUPERVISED: f"1:2:{os.getpid()}"}).supervised  # meant for a process further up
+    # meant for a process further up
+    assert not Wire.of({SUPERVISED: f"1:2:{os.getpid()}"}).supervised
     wire = Wire.of({})
     assert not wire.supervised and wire.restarts == 0
     wire.began(1, "ref_inf", 0, (0,), ("device 0",))

@@ -54,7 +54,9 @@ def test_who_speaks_another_language_is_not_ray(says):
 
 def test_who_speaks_http2_may_be_ray(monkeypatch):
     listens, (host, port) = listener()
-    threading.Thread(target=answer, args=(listens, bytes([0, 0, 18, 4, 0]), bytes(22)), daemon=True).start()
+    threading.Thread(
+        target=answer, args=(listens, bytes([0, 0, 18, 4, 0]), bytes(22)), daemon=True
+    ).start()
     check_listens(f"{host}:{port}")
     monkeypatch.setenv("RAY_USE_TLS", "1")
     check_listens(f"{host}:{port}")

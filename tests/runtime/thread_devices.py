@@ -1,4 +1,6 @@
-"""Several devices that are threads of this process: the real group, jobs, commands and stores, no Ray and no collectives."""
+"""Several devices that are threads of this process: the real group, jobs, commands and stores, no
+Ray and no collectives.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Way:
 
 
 class HandedOver:
-    """In the place of `Reallocation`: whole parameters go from the rank that has them to the others, which meet for it."""
+    """In the place of `Reallocation`: whole parameters go from the rank that has them to the
+    others, which meet for it.
+    """
 
     def __init__(self, way: Way, transfers: Sequence[Transfer], rank: int) -> None:
         self.way, self.rank = way, rank
@@ -44,7 +48,9 @@ class HandedOver:
     def move(self, giver: Any, taker: Any, *, eta: float) -> Any:
         if self.gives:
             self.way.version = giver.version
-            self.way.values = [(name, where, values.clone()) for name, where, values in giver.read(self.gives)]
+            self.way.values = [
+                (name, where, values.clone()) for name, where, values in giver.read(self.gives)
+            ]
         self.way.meet.wait()
         if taker is not None:
             taker.write(self.way.values, version=self.way.version, eta=eta)
@@ -76,7 +82,15 @@ class ThreadDevices:
     def where(self) -> list[Where]:
         return [Where(process.rank, "here", 0, "127.0.0.1") for process in self.processes]
 
-    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+    def send(
+        self,
+        rank: int,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        given: Given,
+    ) -> None:
         if isinstance(command, Prepare):
             command = PrepareHere(command, self._ways.setdefault(command.key, Way(ranks)))
         self.processes[rank].receive(place, number, command, ranks, given.wants, given.shared)

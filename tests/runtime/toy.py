@@ -1,4 +1,6 @@
-"""A world small enough to run a thousand times: engines of four numbers, interfaces, a loader, and a PPO-shaped experiment."""
+"""A world small enough to run a thousand times: engines of four numbers, interfaces, a loader, and
+a PPO-shaped experiment.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ register_backend("toy", ToyEngine)
 
 
 def one_each(ids, key: str, values) -> SequenceSample:
-    return SequenceSample.from_default(ids, [1] * len(ids), {key: torch.as_tensor(values, dtype=torch.float64)})
+    return SequenceSample.from_default(
+        ids, [1] * len(ids), {key: torch.as_tensor(values, dtype=torch.float64)}
+    )
 
 
 @register_interface("toy_generate")
@@ -113,7 +117,10 @@ class ToyInfer:
 
     def inference(self, model, batch) -> MFCResult:
         type(self).calls += 1
-        sums = [float(c.sum()) / 100 + float(model.engine.w.mean()) for c in batch.sequences("completion")]
+        sums = [
+            float(c.sum()) / 100 + float(model.engine.w.mean())
+            for c in batch.sequences("completion")
+        ]
         return MFCResult(one_each(batch.ids, "scores", sums), {"mean": sum(sums) / len(sums)})
 
 
@@ -129,10 +136,17 @@ class ToyTrain:
         self.calls += 1
         if self.fail_at == model.step:
             raise ValueError("out of luck")
-        return MFCResult(metrics={"loss": model.engine.step(float(batch.data[self.key].mean())), "calls": self.calls})
+        return MFCResult(
+            metrics={
+                "loss": model.engine.step(float(batch.data[self.key].mean())),
+                "calls": self.calls,
+            }
+        )
 
     def evaluate(self, model, batch) -> MFCResult:
-        return MFCResult(metrics={"loss": float((batch.data[self.key] - model.engine.w.mean()).square().mean())})
+        return MFCResult(
+            metrics={"loss": float((batch.data[self.key] - model.engine.w.mean()).square().mean())}
+        )
 
     def state_dict(self):
         return {"calls": self.calls}
@@ -270,26 +284,78 @@ class Toy:
         size = self.size
         hooks = [Call("toy_hook", {"factor": 2.0}), Offload("weights")]
         nodes = [
-            call("gen", "actor", "toy_generate", "generate", size, input_keys=["prompt"], output_keys=["completion"],
-                 max_staleness=self.staleness, interruptible=self.interruptible),
-            call("rew", "reward", "toy_infer", "inference", size, input_keys=["completion"], output_keys=["scores"],
-                 cache=self.cache, pre_hooks=[Offload("weights")], post_hooks=hooks),
-            HostFunction("filter", "toy_filter", size, ["scores"], ["kept"], args={"drop": self.drop}),
-            call("ref_inf", "ref", "toy_infer", "inference", size, input_keys=["completion", "kept"],
-                 output_keys=["scores"], output_key_remap={"scores": "ref"}),
+            call(
+                "gen",
+                "actor",
+                "toy_generate",
+                "generate",
+                size,
+                input_keys=["prompt"],
+                output_keys=["completion"],
+                max_staleness=self.staleness,
+                interruptible=self.interruptible,
+            ),
+            call(
+                "rew",
+                "reward",
+                "toy_infer",
+                "inference",
+                size,
+                input_keys=["completion"],
+                output_keys=["scores"],
+                cache=self.cache,
+                pre_hooks=[Offload("weights")],
+                post_hooks=hooks,
+            ),
+            HostFunction(
+                "filter", "toy_filter", size, ["scores"], ["kept"], args={"drop": self.drop}
+            ),
+            call(
+                "ref_inf",
+                "ref",
+                "toy_infer",
+                "inference",
+                size,
+                input_keys=["completion", "kept"],
+                output_keys=["scores"],
+                output_key_remap={"scores": "ref"},
+            ),
             HostFunction("advantages", "toy_advantages", size, ["scores", "ref"], ["advantages"]),
-            call("train", "actor", "toy_train", "train_step", size, input_keys=["advantages"], args=self.train_args or {}),
-        ]  # fmt: skip
+            call(
+                "train",
+                "actor",
+                "toy_train",
+                "train_step",
+                size,
+                input_keys=["advantages"],
+                args=self.train_args or {},
+            ),
+        ]
         syncs = [ParamSync("actor", "ref", self.ema)] if self.ema else []
         evaluate = [
-            call("train", "actor", "toy_train", "evaluate", 0, input_keys=["target"], args={"key": "target"}),
+            call(
+                "train",
+                "actor",
+                "toy_train",
+                "evaluate",
+                0,
+                input_keys=["target"],
+                args={"key": "target"},
+            ),
         ]
         specs = {
             "actor": ModelSpec(backend="toy", trained=True),
             "ref": ModelSpec(backend="toy"),
             "reward": ModelSpec(backend="toy", path="0.5"),
         }
-        control = Control("toy", "run", fileroot=str(self.root), total_train_epochs=2, progress=False, device="cpu")
+        control = Control(
+            "toy",
+            "run",
+            fileroot=str(self.root),
+            total_train_epochs=2,
+            progress=False,
+            device="cpu",
+        )
         return Experiment(
             control=replace(control, **(self.control or {})),
             roles=specs,
@@ -309,7 +375,10 @@ class Toy:
         loader = ToyLoader(self.num_ids, self.size)
         directory = RunDirectory.of(experiment.control)
         horizon = Horizon.of(experiment, loader)
-        specs, tokenizers = horizon.specs(experiment), dict.fromkeys(experiment.roles, ToyTokenizer())
+        specs, tokenizers = (
+            horizon.specs(experiment),
+            dict.fromkeys(experiment.roles, ToyTokenizer()),
+        )
         group: Any
         if experiment.num_devices > 1:
             build = Build(experiment, specs, tokenizers, directory.path / "cache", "cpu")
@@ -317,7 +386,9 @@ class Toy:
         else:
             make = lambda: Worker(experiment, specs, tokenizers, "cpu", directory.path / "cache")  # noqa: E731
             group = LocalGroup(make, resolve_device("cpu"))
-        evaluator = Evaluator(experiment, experiment.evaluation, group, sources or {"held": ToyRows()}, tokenizers)
+        evaluator = Evaluator(
+            experiment, experiment.evaluation, group, sources or {"held": ToyRows()}, tokenizers
+        )
         return Session(
             Parts(
                 experiment=experiment,
@@ -349,7 +420,9 @@ class Toy:
         return RunDirectory.of(self.experiment().control).path
 
     def weights(self) -> list[float]:
-        steps = sorted((self.path / "checkpoints" / "actor").glob("step*"), key=lambda p: int(p.name[4:]))
+        steps = sorted(
+            (self.path / "checkpoints" / "actor").glob("step*"), key=lambda p: int(p.name[4:])
+        )
         return json.loads((steps[-1] / "model.json").read_text())
 
 
@@ -358,4 +431,7 @@ TIMES = ("step_seconds", "peak_memory_gb")
 
 def timeless(lines) -> list[dict[str, Any]]:
     """Metrics without what a clock or the memory says."""
-    return [{k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in TIMES and not k.startswith("time/")}
+        for line in lines
+    ]

@@ -29,8 +29,12 @@ def make_reward(directory: Path, seed: int = 1, **changes: Any) -> Path:
 
 
 @contextmanager
-def serving(*words: str, grpc: bool = True, token: str | None = TOKEN, **limits: Any) -> Iterator[Server]:
-    """A server of what `weft serve` would serve with these arguments, on free ports; its draws are the same each time."""
+def serving(
+    *words: str, grpc: bool = True, token: str | None = TOKEN, **limits: Any
+) -> Iterator[Server]:
+    """A server of what `weft serve` would serve with these arguments, on free ports; its draws are
+    the same each time.
+    """
     given = serve.parser().parse_args([*words, "--device", "cpu"])
     with patch("weft.cli.serve.os.urandom", bytes):
         models = serve.models(given)

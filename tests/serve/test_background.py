@@ -1,4 +1,6 @@
-"""What happens to a request before the network: health answers meanwhile, large and compressed bodies, limits."""
+"""What happens to a request before the network: health answers meanwhile, large and compressed
+bodies, limits.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +50,27 @@ def server(root: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60, trust_env=False) as made:
+    with httpx.Client(
+        base_url=server.urls["http"], headers=AUTH, timeout=60, trust_env=False
+    ) as made:
         yield made
 
 
 def tensor(rows: list[list[int]]) -> dict[str, Any]:
-    return {"name": "input_ids", "datatype": "INT32", "shape": [len(rows), len(rows[0])], "data": rows}
+    return {
+        "name": "input_ids",
+        "datatype": "INT32",
+        "shape": [len(rows), len(rows[0])],
+        "data": rows,
+    }
 
 
 # -- compression
 
 
 @pytest.mark.parametrize(
-    ("kind", "algorithm"), [("http", "gzip"), ("http", "deflate"), ("grpc", "gzip"), ("grpc", "deflate")]
+    ("kind", "algorithm"),
+    [("http", "gzip"), ("http", "deflate"), ("grpc", "gzip"), ("grpc", "deflate")],
 )
 def test_the_triton_client_compresses(server: Server, kind: str, algorithm: str) -> None:
     module = pytest.importorskip(f"tritonclient.{kind}", reason="tritonclient is not installed")
@@ -71,15 +81,23 @@ def test_the_triton_client_compresses(server: Server, kind: str, algorithm: str)
     entry.set_data_from_numpy(ids)
     plain = client.infer("policy", [entry], headers=headers).as_numpy("logprobs")
     if kind == "http":
-        how = {"request_compression_algorithm": algorithm, "response_compression_algorithm": algorithm}
+        how = {
+            "request_compression_algorithm": algorithm,
+            "response_compression_algorithm": algorithm,
+        }
     else:
         how = {"compression_algorithm": algorithm}
-    assert client.infer("policy", [entry], headers=headers, **how).as_numpy("logprobs").tolist() == plain.tolist()
+    assert (
+        client.infer("policy", [entry], headers=headers, **how).as_numpy("logprobs").tolist()
+        == plain.tolist()
+    )
     client.close()
 
 
 def test_compressed_bodies(client: httpx.Client) -> None:
-    raw = json.dumps({"model": "policy", "prompt": "Once", "max_tokens": 3, "temperature": 0}).encode()
+    raw = json.dumps(
+        {"model": "policy", "prompt": "Once", "max_tokens": 3, "temperature": 0}
+    ).encode()
     usual = client.post("/v1/completions", content=raw).json()["choices"]
     bodies = [
         ("gzip", gzip.compress(raw)),
@@ -99,7 +117,10 @@ def test_compressed_bodies(client: httpx.Client) -> None:
         ("deflate", bomb, 413, "once decompressed"),
     ):
         reply = client.post("/v1/completions", content=body, headers={"Content-Encoding": encoding})
-        assert reply.status_code == status and says in reply.json()["error"]["message"], (encoding, reply.text)
+        assert reply.status_code == status and says in reply.json()["error"]["message"], (
+            encoding,
+            reply.text,
+        )
 
 
 def test_large_replies_are_compressed_for_those_who_take_it(client: httpx.Client) -> None:
@@ -108,7 +129,12 @@ def test_large_replies_are_compressed_for_those_who_take_it(client: httpx.Client
         taken: client.post("/v1/completions", json=body, headers={"Accept-Encoding": taken})
         for taken in ("gzip", "deflate", "identity", "gzip;q=0, br")
     }
-    assert [reply.headers.get("content-encoding") for reply in replies.values()] == ["gzip", "deflate", None, None]
+    assert [reply.headers.get("content-encoding") for reply in replies.values()] == [
+        "gzip",
+        "deflate",
+        None,
+        None,
+    ]
     assert len({json.dumps(reply.json()["choices"]) for reply in replies.values()}) == 1
 
 
@@ -119,7 +145,12 @@ def test_a_grpc_bomb_is_refused(server: Server) -> None:
     entry.set_data_from_numpy(np.zeros((1, 1_000_000), np.int32))
     error = pytest.importorskip("tritonclient.utils").InferenceServerException
     with pytest.raises(error, match=r"larger than max|RESOURCE_EXHAUSTED"):
-        client.infer("reward", [entry], headers={"authorization": f"Bearer {TOKEN}"}, compression_algorithm="gzip")
+        client.infer(
+            "reward",
+            [entry],
+            headers={"authorization": f"Bearer {TOKEN}"},
+            compression_algorithm="gzip",
+        )
     client.close()
 
 
@@ -140,8 +171,12 @@ def healthy(server: Server) -> None:
 
 
 @pytest.mark.parametrize("slow", ["encode", "render", "rows", "json"])
-def test_health_answers_while_a_request_is_prepared(slow: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes long waits here until health has answered: on the event loop it would wait for ever."""
+def test_health_answers_while_a_request_is_prepared(
+    slow: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long waits here until health has answered: on the event loop it would wait for
+    ever.
+    """
     begun, answered = threading.Event(), threading.Event()
 
     def waits(original: Any) -> Any:
@@ -156,12 +191,17 @@ def test_health_answers_while_a_request_is_prepared(slow: str, root: Path, monke
         serving(str(root / "policy")) as server,
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
-        owner = {"encode": Tokenizer, "render": Tokenizer, "rows": Served, "json": BackgroundWork}[slow]
+        owner = {"encode": Tokenizer, "render": Tokenizer, "rows": Served, "json": BackgroundWork}[
+            slow
+        ]
         name = "_read" if slow == "json" else slow
         monkeypatch.setattr(owner, name, waits(getattr(owner, name)))
         bodies = {
             "encode": ("/v1/completions", {"model": "policy", "prompt": "Once", "max_tokens": 1}),
-            "render": ("/v1/chat/completions", {"model": "policy", "messages": HELLO, "max_tokens": 1}),
+            "render": (
+                "/v1/chat/completions",
+                {"model": "policy", "messages": HELLO, "max_tokens": 1},
+            ),
             "rows": ("/v2/models/policy/infer", {"inputs": [tensor([[5, 6]])]}),
             "json": ("/v1/completions", {"model": "policy", "prompt": [5] * 50_000}),
         }
@@ -176,7 +216,9 @@ def test_health_answers_while_a_request_is_prepared(slow: str, root: Path, monke
             assert reply.result().status_code == (400 if slow == "json" else 200)
 
 
-def test_tokenizers_are_copied_before_there_are_requests(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizers_are_copied_before_there_are_requests(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy of a large vocabulary keeps the interpreter, and with it health, waiting."""
     with (
         serving(str(root / "policy"), grpc=False) as server,
@@ -185,7 +227,9 @@ def test_tokenizers_are_copied_before_there_are_requests(root: Path, monkeypatch
         monkeypatch.setattr("weft.serve.background.copy.deepcopy", None)
         body = {"model": "policy", "messages": HELLO, "max_tokens": 1}
         with ThreadPoolExecutor(8) as others:
-            replies = list(others.map(lambda _: client.post("/v1/chat/completions", json=body), range(16)))
+            replies = list(
+                others.map(lambda _: client.post("/v1/chat/completions", json=body), range(16))
+            )
         assert {reply.status_code for reply in replies} == {200}
 
 
@@ -207,7 +251,9 @@ def test_a_prompt_of_too_many_tokens_is_not_looked_at_on_the_event_loop(root: Pa
 def test_long_texts_are_tokenized_one_at_a_time(
     letters: int, most: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several at once would keep the interpreter, one after another, for as long as all of them take."""
+    """Several at once would keep the interpreter, one after another, for as long as all of them
+    take.
+    """
     tokenizer, background = Tokenizer.load(TokenizerSpec(), str(root / "policy")), BackgroundWork()
     background.prepare(tokenizer)
     together, now, met = threading.Barrier(most), [0], []
@@ -227,18 +273,29 @@ def test_long_texts_are_tokenized_one_at_a_time(
     assert max(met) == most
 
 
-def test_a_prompt_of_too_many_bytes_is_not_tokenized(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_of_too_many_bytes_is_not_tokenized(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         serving(str(root / "policy"), grpc=False, prompt_bytes=1000) as server,
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
         monkeypatch.setattr(Tokenizer, "encode", None)
         for text in ("x" * 1001, "é" * 501):
-            for path, part in (("/v1/completions", {"prompt": text}), ("/v1/completions", {"prompt": ["a", text]}),
-                               ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})):  # fmt: skip
+            for path, part in (
+                ("/v1/completions", {"prompt": text}),
+                ("/v1/completions", {"prompt": ["a", text]}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ):
                 reply = client.post(path, json={"model": "policy", **part})
-                assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
-                assert "bytes and may have 1000, the server's --max-prompt-kb" in reply.json()["error"]["message"]
+                assert (
+                    reply.status_code == 400
+                    and reply.json()["error"]["code"] == "context_length_exceeded"
+                )
+                assert (
+                    "bytes and may have 1000, the server's --max-prompt-kb"
+                    in reply.json()["error"]["message"]
+                )
 
 
 def test_large_json_is_read_as_small_json_is(root: Path) -> None:
@@ -248,17 +305,33 @@ def test_large_json_is_read_as_small_json_is(root: Path) -> None:
         httpx.Client(base_url=server.urls["http"], headers=AUTH, timeout=60) as client,
     ):
         blanks = " " * (1 << 17)  # too many bytes to be read in this process
-        body = json.dumps({"model": "policy", "prompt": [[5, 6] * 40, [7] * 100], "max_tokens": 3, "temperature": 0})
-        alike = [client.post("/v1/completions", content=each).json()["choices"] for each in (body, body + blanks)]
+        body = json.dumps(
+            {
+                "model": "policy",
+                "prompt": [[5, 6] * 40, [7] * 100],
+                "max_tokens": 3,
+                "temperature": 0,
+            }
+        )
+        alike = [
+            client.post("/v1/completions", content=each).json()["choices"]
+            for each in (body, body + blanks)
+        ]
         assert alike[0] == alike[1] and len(alike[0]) == 2
         rows = np.random.default_rng(0).integers(5, 300, (3, 70))
         infer = json.dumps({"inputs": [tensor(rows.tolist())]})
         made = [
-            client.post("/v2/models/policy/infer", content=each).json()["outputs"] for each in (infer, infer + blanks)
+            client.post("/v2/models/policy/infer", content=each).json()["outputs"]
+            for each in (infer, infer + blanks)
         ]
         assert made[0] == made[1] and made[0][0]["shape"] == [3, 70]
         prompt = '{"model": "policy", "prompt": ['
-        for wrong in ("{", "[]", prompt + "[], " * 300_000 + "[]]}", prompt + "1.5" + ", 1" * 100 + "]}"):
+        for wrong in (
+            "{",
+            "[]",
+            prompt + "[], " * 300_000 + "[]]}",
+            prompt + "1.5" + ", 1" * 100 + "]}",
+        ):
             reply = client.post("/v1/completions", content=wrong + blanks)
             assert reply.status_code == 400 and reply.json()["error"]["message"], wrong[:40]
 
@@ -279,7 +352,11 @@ def test_a_template_without_end_is_stopped(root: Path, monkeypatch: pytest.Monke
     ):
         with ThreadPoolExecutor(1) as other:
             messages = [{"role": "user", "content": "slow"}]
-            reply = other.submit(client.post, "/v1/chat/completions", json={"model": "policy", "messages": messages})
+            reply = other.submit(
+                client.post, "/v1/chat/completions", json={"model": "policy", "messages": messages}
+            )
             healthy(server)
         assert reply.result().status_code == 400
-        assert "the chat template takes longer than 0.3 s" in reply.result().json()["error"]["message"]
+        assert (
+            "the chat template takes longer than 0.3 s" in reply.result().json()["error"]["message"]
+        )

@@ -1,4 +1,6 @@
-"""Text as it grows: stop texts over several tokens, characters over several tokens, and which tokens were said."""
+"""Text as it grows: stop texts over several tokens, characters over several tokens, and which
+tokens were said.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_characters_of_several_bytes_come_whole() -> None:
     parts, growing = grown("aé€😀!")
     assert "".join(parts) == "aé€😀!" and "\ufffd" not in "".join(parts)
     said = growing.take()
-    assert len(said) == growing.count and all(one.offset <= other.offset for one, other in pairwise(said))
+    assert len(said) == growing.count and all(
+        one.offset <= other.offset for one, other in pairwise(said)
+    )
 
 
 def test_an_unfinished_character_shows_at_the_end() -> None:
@@ -50,7 +54,9 @@ def test_a_beginning_that_is_no_stop_text_is_shown_in_the_end() -> None:
 
 
 def test_tokens_are_told_by_their_bytes() -> None:
-    """A token that holds a part of a character has that part as its bytes, so that all bytes together are the text's."""
+    """A token that holds a part of a character has that part as its bytes, so that all bytes
+    together are the text's.
+    """
     _, growing = grown("aé€😀!")
     said = growing.take()
     assert b"".join(one.piece for one in said) == "aé€😀!".encode() and len(said) > 5

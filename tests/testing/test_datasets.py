@@ -35,7 +35,9 @@ def test_the_shipped_classes_pass(tmp_path: Path, name: str) -> None:
 
 def sample(id: str, **keys: Any) -> SequenceSample:
     lengths = {key: [[len(value)]] for key, value in keys.items()}
-    return SequenceSample.from_groups([id], lengths, {k: torch.as_tensor(v) for k, v in keys.items()})
+    return SequenceSample.from_groups(
+        [id], lengths, {k: torch.as_tensor(v) for k, v in keys.items()}
+    )
 
 
 class Good:
@@ -90,7 +92,8 @@ class NumberedIds(Good):
 def test_datasets_of_torch_are_read_as_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     check_dataset(TorchStream)
     assert (
-        "check_dataset(TorchStream): 3 batches of an iterable dataset, with the keys prompt:" in capsys.readouterr().out
+        "check_dataset(TorchStream): 3 batches of an iterable dataset, with the keys prompt:"
+        in capsys.readouterr().out
     )
     check_dataset(TorchMap, count=80)
     assert "check_dataset(TorchMap): 64 of 80 samples by index" in capsys.readouterr().out
@@ -130,8 +133,14 @@ def broken(make: Any) -> type:
         (broken(lambda i: sample("same", prompt=[1])), "ids are not unique"),
         (broken(lambda i: sample(str(i), prompt=[99999])), "outside the vocabulary"),
         (broken(lambda i: sample(str(i), prompt=[1.0])), "token ids are int64"),
-        (broken(lambda i: sample(str(i), **({"prompt": [1]} if i else {"other": [1]}))), "differ in their keys"),
-        (broken(lambda i: sample(str(i), completion=[1, 2], loss_mask=[1.0])), "'loss_mask' and 'completion' differ"),
+        (
+            broken(lambda i: sample(str(i), **({"prompt": [1]} if i else {"other": [1]}))),
+            "differ in their keys",
+        ),
+        (
+            broken(lambda i: sample(str(i), completion=[1, 2], loss_mask=[1.0])),
+            "'loss_mask' and 'completion' differ",
+        ),
         (broken(lambda i: sample(str(i), prompt=[1]).meta()), "has lengths but no tensor"),
         (Random, "other values of 'prompt'"),
         (Once, "in a second pass: ids"),

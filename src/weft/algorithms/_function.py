@@ -1,4 +1,6 @@
-"""A loss written as one function: `register_loss(name, per="token")` above it makes this the `Loss` that it stands for."""
+"""A loss written as one function: `register_loss(name, per="token")` above it makes this the `Loss`
+that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,32 @@ OUTPUTS: tuple[Output, ...] = get_args(Output)
 PER = ("token", "completion")
 
 
-def loss(function: Callable[..., Any], name: str, *, per: str, by_row: bool = False) -> Callable[..., FunctionLoss]:
+def loss(
+    function: Callable[..., Any], name: str, *, per: str, by_row: bool = False
+) -> Callable[..., FunctionLoss]:
     """What builds the loss of `function` from its options.
 
-    A parameter without a default is an output of the network (`logprobs` [N], `entropy` [N], `values` [N], `scores` [S], ..),
-    `batch` (the `RowBatch`), or a key of it (`advantages` [N], ..); one with a default is an option. The function returns
-    the loss of every token [N], or with `per="completion"` of every completion [S]; or `(losses, statistics)`, these by
-    name and of the same shape. The loss of a minibatch is the mean over its trained tokens (or over its completions), and
-    so are the statistics. `by_row` as in `Loss`.
+    A parameter without a default is an output of the network (`logprobs` [N], `entropy` [N],
+    `values` [N], `scores` [S], ..), `batch` (the `RowBatch`), or a key of it (`advantages` [N],
+    ..); one with a default is an option. The function returns the loss of every token [N], or with
+    `per="completion"` of every completion [S]; or `(losses, statistics)`, these by name and of the
+    same shape. The loss of a minibatch is the mean over its trained tokens (or over its
+    completions), and so are the statistics. `by_row` as in `Loss`.
     """
     if per not in PER:
         raise unknown_name(f"per of loss {name!r}", per, PER)
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
-        raise ConfigError(f"loss {name!r}: its parameters are named one by one, without *, ** and /")
+        raise ConfigError(
+            f"loss {name!r}: its parameters are named one by one, without *, ** and /"
+        )
     reads = tuple(p.name for p in parameters if p.default is p.empty)
     takes = [p.name for p in parameters if p.default is not p.empty]
     outputs = frozenset(output for output in OUTPUTS if output in reads)
     if not outputs:
         raise ConfigError(
-            f"loss {name!r} reads no output of the network; name one of {', '.join(OUTPUTS)} as a parameter"
+            f"loss {name!r} reads no output of the network; name one of {', '.join(OUTPUTS)} as a "
+            f"parameter"
         )
 
     def build(**options: Any) -> FunctionLoss:
@@ -55,7 +63,9 @@ def loss(function: Callable[..., Any], name: str, *, per: str, by_row: bool = Fa
                 raise unknown_name(f"option of loss {name!r}:", option, takes)
         return FunctionLoss(function, name, reads, outputs, per, options, by_row)
 
-    build.__module__, build.__qualname__, build.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    build.__module__ = function.__module__
+    build.__qualname__ = function.__qualname__
+    build.__doc__ = function.__doc__
     return build
 
 
@@ -74,27 +84,37 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens; or `completions`: those with any, and all where the network scores whole ones."""
+        """`tokens`: trained tokens; or `completions`: those with any, and all where the network
+        scores whole ones.
+        """
         rows = trained_rows(minibatch)
         if self.per == "token":
             return {"tokens": float(rows.sum())}
-        return {"completions": float(len(rows) if "scores" in self.outputs else np.count_nonzero(rows))}
+        return {
+            "completions": float(len(rows) if "scores" in self.outputs else np.count_nonzero(rows))
+        }
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        made = self.function(**{name: self._given(name, out, batch) for name in self.reads}, **self.options)
+        made = self.function(
+            **{name: self._given(name, out, batch) for name in self.reads}, **self.options
+        )
         losses, named = made if isinstance(made, tuple) else (made, {})
         if self.per == "token":
             weights = batch.mask
         else:
             xp = array_api_compat.array_namespace(batch.lengths)
-            counted = batch.lengths >= 0 if "scores" in self.outputs else batch.lengths > 0
+            if "scores" in self.outputs:
+                counted = batch.lengths >= 0
+            else:
+                counted = batch.lengths > 0
             weights = xp.astype(counted, batch.mask.dtype)
         for what, values in {"the loss": losses, **named}.items():
             if tuple(getattr(values, "shape", ())) != tuple(weights.shape):
                 raise ConfigError(
-                    f"loss {self.name!r}: {what} has the shape {tuple(getattr(values, 'shape', ()))}; it is one value a "
+                    f"loss {self.name!r}: {what} has the shape "
+                    f"{tuple(getattr(values, 'shape', ()))}; it is one value a "
                     f"{self.per}, {tuple(weights.shape)} here (per={self.per!r})"
                 )
         return masked_sum(losses, weights) / max(total[f"{self.per}s"], 1.0), {

@@ -1,4 +1,6 @@
-"""Advantages: how much better a token, or a whole completion, was than expected. Host-side, numpy, float64.
+"""Advantages: how much better a token, or a whole completion, was than expected.
+
+Host-side, numpy, float64.
 
 Ragged rows: T values of S completions one after another, `lengths` [S] of them each.
 """
@@ -29,17 +31,21 @@ def segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Ve
     return np.bincount(owner, weights=rows, minlength=len(lengths)).astype(np.float64)
 
 
-def reversed_discounted_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float) -> Float[Vector, "T"]:
+def reversed_discounted_sums(
+    rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
+) -> Float[Vector, "T"]:
     """y_t = x_t + factor * y_{t+1} within each completion, y after its last row = 0.
 
-    One vector operation a time step over the completions that are long enough: longest first, these are a prefix.
+    One vector operation a time step over the completions that are long enough: longest first, these
+    are a prefix.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
     last = (starts_of(lengths) + lengths - 1)[order]
     long_enough = lengths[order]
     for back in range(1, int(lengths.max(initial=0))):
-        active = int(np.searchsorted(-long_enough, -back, side="left"))  # completions of more than `back` rows
+        # completions of more than `back` rows
+        active = int(np.searchsorted(-long_enough, -back, side="left"))
         here = last[:active] - back
         sums[here] += factor * sums[here + 1]
     return sums
@@ -54,29 +60,39 @@ def gae(
     discount: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """(advantages, returns): generalised advantage estimation (Schulman et al. 2015, eq. 16) over ragged completions.
+    """(advantages, returns): generalised advantage estimation (Schulman et al. 2015, eq. 16) over
+    ragged completions.
 
         delta_t = r_t + discount V_{t+1} - V_t,    A_t = sum_l (discount lam)^l delta_{t+l},    R_t = A_t + V_t
 
-    `values` are V of the state before each token; `last_values` V after the last one: 0 where the completion has ended, the
-    critic's value where it was cut off (it would have gone on). Trained tokens only: drop the others first
-    (`weft.host.advantages` does), so that what a tool wrote is passed over and not discounted.
+    `values` are V of the state before each token; `last_values` V after the last one: 0 where the
+    completion has ended, the critic's value where it was cut off (it would have gone on). Trained
+    tokens only: drop the others first (`weft.host.advantages` does), so that what a tool wrote is
+    passed over and not discounted.
     """
     following = np.empty_like(values)
     following[:-1] = values[1:]
     held = lengths > 0
     following[(starts_of(lengths) + lengths - 1)[held]] = last_values[held]
-    advantages = reversed_discounted_sums(rewards + discount * following - values, lengths, discount * lam)
+    advantages = reversed_discounted_sums(
+        rewards + discount * following - values, lengths, discount * lam
+    )
     return advantages, advantages + values
 
 
 def whiten(
-    values: Float[Vector, "T"], mask: Float[Vector, "T"], *, shift_mean: bool = True, eps: float = 1e-8
+    values: Float[Vector, "T"],
+    mask: Float[Vector, "T"],
+    *,
+    shift_mean: bool = True,
+    eps: float = 1e-8,
 ) -> Float[Vector, "T"]:
-    """(x - mean) / sqrt(variance + eps) over the entries with mask 1; 0 elsewhere. `shift_mean` False puts the mean back.
+    """(x - mean) / sqrt(variance + eps) over the entries with mask 1; 0 elsewhere.
 
-    Over the whole batch; the squares are divided by n - 1. So do verl (`masked_whiten`) and TRL, eps included; ReaLHF
-    divides by n. A single entry becomes 0 (its variance is taken to be 0).
+    `shift_mean` False puts the mean back.
+
+    Over the whole batch; the squares are divided by n - 1. So do verl (`masked_whiten`) and TRL,
+    eps included; ReaLHF divides by n. A single entry becomes 0 (its variance is taken to be 0).
     """
     count = mask.sum()
     if count == 0:
@@ -86,8 +102,12 @@ def whiten(
     return ((values - mean) / np.sqrt(variance + eps) + (0.0 if shift_mean else mean)) * mask
 
 
-def group_means(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
-    """(mean reward of the completion's group, size of its group); `group` holds indices counted from 0."""
+def group_means(
+    rewards: Float[Vector, "S"], group: Int[Index, "S"]
+) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
+    """(mean reward of the completion's group, size of its group); `group` holds indices counted
+    from 0.
+    """
     size = np.bincount(group)
     sums = np.bincount(group, weights=rewards)
     return (sums / np.maximum(size, 1))[group], size[group].astype(np.int64)
@@ -96,13 +116,18 @@ def group_means(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> tuple[Fl
 def weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
-    """sum of weight * value / sum of weights over the completion's group, at each completion; 0 in a group without weight."""
-    sums, total = np.bincount(group, weights=values * weights), np.bincount(group, weights=weights)
+    """sum of weight * value / sum of weights over the completion's group, at each completion; 0 in
+    a group without weight.
+    """
+    sums = np.bincount(group, weights=values * weights)
+    total = np.bincount(group, weights=weights)
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
 
 
 def group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
-    """The sample standard deviation (divided by K - 1, as torch's, so TRL's and verl's) of the completion's group."""
+    """The sample standard deviation (divided by K - 1, as torch's, so TRL's and verl's) of the
+    completion's group.
+    """
     mean, size = group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))
     return np.sqrt(squares[group] / np.maximum(size - 1, 1))
@@ -129,18 +154,23 @@ def baselined(
         mean, size = group_means(rewards, group)
         if (size < 2).any():
             raise ConfigError(
-                f"baseline={baseline!r} compares the completions of one prompt, and a prompt has only one here: every "
+                f"baseline={baseline!r} compares the completions of one prompt, and a prompt has "
+                f"only one here: every "
                 "advantage would be 0; set group_size (samples_per_prompt) to 2 or more"
             )
         if baseline == "opo":
             assert lengths is not None, "opo weighs rewards by lengths"
             return rewards - weighted_means(rewards, lengths, group)
-        scale = size / (size - 1) if baseline == "leave_one_out" else np.ones_like(mean)
+        if baseline == "leave_one_out":
+            scale = size / (size - 1)
+        else:
+            scale = np.ones_like(mean)
         return (rewards - mean) * scale
     if baseline == "given":
         if given is None:
             raise ConfigError(
-                "baseline='given' needs the key baseline_rewards: the reward of each prompt's greedy completion"
+                "baseline='given' needs the key baseline_rewards: the reward of each prompt's "
+                "greedy completion"
             )
         return rewards - given
     if baseline == "none":
@@ -167,7 +197,8 @@ def scaled(
     if scale == "group":
         if (group_means(rewards, group)[1] < 2).any():
             raise ConfigError(
-                "scale='group' divides by the deviation among the completions of one prompt, and a prompt has only one here; "
+                "scale='group' divides by the deviation among the completions of one prompt, and "
+                "a prompt has only one here; "
                 "set group_size (samples_per_prompt) to 2 or more, or scale to batch or none"
             )
         return advantages / (group_stds(rewards, group) + eps)
@@ -179,7 +210,8 @@ def scaled(
 def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.NDArray[np.bool_]:
     """bool [G]: groups whose rewards are all alike, which teach nothing under a group baseline."""
     groups = int(group.max(initial=-1)) + 1
-    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    low = np.full(groups, np.inf)
+    high = np.full(groups, -np.inf)
     np.minimum.at(low, group, rewards)
     np.maximum.at(high, group, rewards)
     return high == low
@@ -195,7 +227,8 @@ def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Flo
 
 
 def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
-    """The chance that k completions of the completion's group, drawn without putting back, hold one that passed.
+    """The chance that k completions of the completion's group, drawn without putting back, hold one
+    that passed.
 
         1 - C(N - c, k) / C(N, k) of N completions, c of which passed             Chen et al. 2021 (Codex), eq. 1
 
@@ -203,24 +236,32 @@ def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Flo
     """
     size = np.bincount(group).astype(np.float64)
     if (size[size > 0] < k).any():
-        raise ConfigError(f"pass@{k} needs {k} completions of each prompt, and one has {int(size[size > 0].min())}")
+        raise ConfigError(
+            f"pass@{k} needs {k} completions of each prompt, and one has "
+            f"{int(size[size > 0].min())}"
+        )
     wrong = np.bincount(group, weights=1.0 - passed).astype(np.float64)
     return (1.0 - _choose_ratio(wrong, size, k))[group]
 
 
-def pass_at_k_advantages(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
+def pass_at_k_advantages(
+    passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
+) -> Float[Vector, "S"]:
     """Advantages for the reward "one of k completions passes" (Chen et al. 2025, "Pass@k Training",
     arXiv:2508.10751, analytical derivation).
 
-    With N completions of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and standard deviation of the
-    reward over all subsets of k): (1 - R) / s for a completion that passed, since every subset with it does, and
-    (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s for one that failed. A group that always passes, or never, gives 0.
-    k = 1 is GRPO's advantage of rewards 0 and 1 (with the population's deviation).
+    With N completions of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and
+    standard deviation of the reward over all subsets of k): (1 - R) / s for a completion that
+    passed, since every subset with it does, and (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s
+    for one that failed. A group that always passes, or never, gives 0. k = 1 is GRPO's advantage of
+    rewards 0 and 1 (with the population's deviation).
     """
     rate = pass_at_k(passed, group, k)
     size: Vector = np.bincount(group).astype(np.float64)[group]
     wrong = np.bincount(group, weights=1.0 - passed)[group]
-    missed = np.where(wrong > 0, _choose_ratio(np.maximum(wrong - 1.0, 0.0), size - 1.0, k - 1), 0.0)
+    missed = np.where(
+        wrong > 0, _choose_ratio(np.maximum(wrong - 1.0, 0.0), size - 1.0, k - 1), 0.0
+    )
     deviation = np.sqrt(rate * (1.0 - rate))
     gain = np.where(passed > 0, 1.0 - rate, 1.0 - rate - missed)
     return np.divide(gain, deviation, out=np.zeros_like(gain), where=deviation > 1e-12)
@@ -235,8 +276,8 @@ def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
 
 
 def informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
-    """Groups / groups whose rewards differ: makes up for those that teach nothing (GPG, Chu et al. 2025,
-    arXiv:2504.02546); 1 without any.
+    """Groups / groups whose rewards differ: makes up for those that teach nothing (GPG, Chu et al.
+    2025, arXiv:2504.02546); 1 without any.
 
     (verl's `gpg` divides by the number of rewards that are not 0.)
     """
@@ -245,13 +286,17 @@ def informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> f
 
 
 def decoupled(
-    parts: Float[Vector, "S P"], weights: Float[Vector, "P"], group: Int[Index, "S"], eps: float = 1e-4
+    parts: Float[Vector, "S P"],
+    weights: Float[Vector, "P"],
+    group: Int[Index, "S"],
+    eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Advantages of several rewards that are normalised one by one (GDPO, Liu et al. 2026, arXiv:2601.05242).
+    """Advantages of several rewards that are normalised one by one (GDPO, Liu et al. 2026,
+    arXiv:2601.05242).
 
-    Each column of `parts` becomes (r - group mean) / (group deviation + eps); their weighted sum is brought to mean 0 and
-    deviation 1 over the batch. A part that does not apply to a completion (NaN) counts as its group's mean. TRL's
-    `normalize_then_sum`.
+    Each column of `parts` becomes (r - group mean) / (group deviation + eps); their weighted sum is
+    brought to mean 0 and deviation 1 over the batch. A part that does not apply to a completion
+    (NaN) counts as its group's mean. TRL's `normalize_then_sum`.
     """
     total = np.zeros(len(parts))
     for column, weight in zip(parts.T, weights, strict=True):
@@ -267,17 +312,23 @@ def decoupled(
 
 
 def step_advantages(
-    rewards: Float[Vector, "T"], lengths: Int[Index, "S"], group: Int[Index, "S"], scale: str, eps: float = 1e-4
+    rewards: Float[Vector, "T"],
+    lengths: Int[Index, "S"],
+    group: Int[Index, "S"],
+    scale: str,
+    eps: float = 1e-4,
 ) -> Float[Vector, "T"]:
-    """Advantages of each token from rewards of steps (process supervision, DeepSeekMath 2024, section 4.1.3).
+    """Advantages of each token from rewards of steps (process supervision, DeepSeekMath 2024,
+    section 4.1.3).
 
-    `rewards` is NaN but at tokens that end a step. Step rewards are brought to their group's mean 0 and, as `scale` says
-    (`group`, `batch` or `none`), divided by a standard deviation; a token's advantage is the sum over the steps that end with
-    it or later.
+    `rewards` is NaN but at tokens that end a step. Step rewards are brought to their group's mean 0
+    and, as `scale` says (`group`, `batch` or `none`), divided by a standard deviation; a token's
+    advantage is the sum over the steps that end with it or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))
-    found, of = rewards[steps], group[owner[steps]]
+    found = rewards[steps]
+    of = group[owner[steps]]
     mean, size = group_means(found, of) if len(found) else (found, np.zeros(0, np.int64))
     centred = found - mean
     if scale == "group" and len(found):

@@ -1,10 +1,12 @@
-"""Tokens whose log-prob and advantage vary together most: they drive the collapse of entropy (Cui et al. 2025).
+"""Tokens whose log-prob and advantage vary together most: they drive the collapse of entropy (Cui
+et al. 2025).
 
-The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The Entropy Mechanism of
-Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and few tokens hold most of it. Clip-Cov takes
-some of them out of the loss, KL-Cov adds a penalty to them. Which ones is a statistic of the whole batch, so it is
-settled before the first update, from the log-probs of the policy that sampled (the implementations of the authors and
-of verl look at every micro-batch by itself).
+The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The
+Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and
+few tokens hold most of it. Clip-Cov takes some of them out of the loss, KL-Cov adds a penalty to
+them. Which ones is a statistic of the whole batch, so it is settled before the first update, from
+the log-probs of the policy that sampled (the implementations of the authors and of verl look at
+every micro-batch by itself).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def covariances(
 def clip_cov_rows(
     covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
 ) -> Bool[Flags, "T"]:
-    """Clip-Cov: `share` of all trained tokens, at least one, drawn from those with covariance in [low, high].
+    """Clip-Cov: `share` of all trained tokens, at least one, drawn from those with covariance in
+    [low, high].
 
     `order` is a random number a token; those with the smallest are taken.
     """

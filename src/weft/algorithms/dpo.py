@@ -1,4 +1,5 @@
-"""Learning from preferences without a reward model: DPO and its kin on pairs, KTO and BCO on single labelled completions.
+"""Learning from preferences without a reward model: DPO and its kin on pairs, KTO and BCO on single
+labelled completions.
 
 `preferences.py` and `labelled.py` hold the formulas; here they become losses of a minibatch.
 """
@@ -26,16 +27,18 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 @dataclass(frozen=True)
 class PairwiseLoss(Loss):
-    """Mean over the minibatch's pairs of one of `KINDS`, and `rpo_alpha` times the better completion's cross-entropy; a pair is
-    two completions of one comparison, the better first.
+    """Mean over the minibatch's pairs of one of `KINDS`, and `rpo_alpha` times the better
+    completion's cross-entropy; a pair is two completions of one comparison, the better first.
 
-    The second term is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning Preference Optimization",
-    arXiv 2404.19733, eq. 1); TRL's `sft` is a mean over all tokens of a micro-batch.
+    The second term is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning
+    Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` is a mean over all tokens of a
+    micro-batch.
 
-    Keys: `rank` (and `comparison`), and `ref_logprobs` unless the kind needs no reference. Metrics, over pairs: the implicit
-    rewards `rewards/{chosen,rejected,margins,accuracies}`, which are beta times the sum of log pi - log ref for every kind with
-    a reference and beta times the mean log-prob without one, as TRL logs them; summed log-probs as
-    `logps/{chosen,rejected}`; `nll`, the second term without its weight.
+    Keys: `rank` (and `comparison`), and `ref_logprobs` unless the kind needs no reference. Metrics,
+    over pairs: the implicit rewards `rewards/{chosen,rejected,margins,accuracies}`, which are beta
+    times the sum of log pi - log ref for every kind with a reference and beta times the mean
+    log-prob without one, as TRL logs them; summed log-probs as `logps/{chosen,rejected}`; `nll`,
+    the second term without its weight.
     """
 
     loss_type: str = "sigmoid"
@@ -57,17 +60,26 @@ class PairwiseLoss(Loss):
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        kind, logprobs = KINDS[self.loss_type], out["logprobs"]
+        kind = KINDS[self.loss_type]
+        logprobs = out["logprobs"]
         xp = array_api_compat.array_namespace(logprobs)
-        sums, logps = completion_scores(logprobs, None if kind.score == "free" else batch["ref_logprobs"], batch)
+        sums, logps = completion_scores(
+            logprobs, None if kind.score == "free" else batch["ref_logprobs"], batch
+        )
         shown = per_token(sums, batch) if kind.score == "free" else sums
         scores = divergence_score(sums, self.f_divergence, self.f_alpha)
         scores = scores if kind.score == "sum" else per_token(scores, batch)
         better, worse = batch.pairs()
         each = kind.loss(xp.take(scores, better), xp.take(scores, worse), self)
-        rewards = self.beta * fixed(xp.take(shown, better)), self.beta * fixed(xp.take(shown, worse))
+        rewards = (
+            self.beta * fixed(xp.take(shown, better)),
+            self.beta * fixed(xp.take(shown, worse)),
+        )
         both = xp.take(logps, better), xp.take(logps, worse)
-        terms = rewards if kind.score == "free" else (self.beta * both[0], self.beta * both[1])
+        if kind.score == "free":
+            terms = rewards
+        else:
+            terms = (self.beta * both[0], self.beta * both[1])
         stats = pair_stats(rewards, both, terms)
         if self.rpo_alpha:
             nll = -xp.take(per_token(completion_scores(logprobs, None, batch)[0], batch), better)
@@ -91,7 +103,9 @@ BETA = 0.1
 
 def default_beta(loss_type: str) -> float:
     """The beta that a loss type has where none is given: simpo's is of other units than the rest."""
-    return KINDS[loss_type].defaults.get("beta", BETA) if loss_type in KINDS else BETA
+    if loss_type in KINDS:
+        return KINDS[loss_type].defaults.get("beta", BETA)
+    return BETA
 
 
 def options_of(loss_type: str) -> set[str]:
@@ -108,8 +122,11 @@ def options_of(loss_type: str) -> set[str]:
 def dpo_loss(
     loss_type: str = "sigmoid", beta: float | None = None, **options: Any
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
-    """The loss `loss_type` (one of `LOSS_TYPES`). `options` are those of `DEFAULTS`; one that the type does not read may be
-    given at its default only. Raises `ConfigError` otherwise, and for values outside their range."""
+    """The loss `loss_type` (one of `LOSS_TYPES`).
+
+    `options` are those of `DEFAULTS`; one that the type does not read may be given at its default
+    only. Raises `ConfigError` otherwise, and for values outside their range.
+    """
     if loss_type not in LOSS_TYPES:
         raise unknown_name("dpo.loss_type", loss_type, LOSS_TYPES)
     read = options_of(loss_type)
@@ -117,10 +134,15 @@ def dpo_loss(
         if name not in DEFAULTS:
             raise unknown_name("option of dpo", name, DEFAULTS)
         if name not in read and value != DEFAULTS[name]:
-            raise ConfigError(f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out")
+            raise ConfigError(
+                f"dpo.{name}={value} has no meaning for dpo.loss_type={loss_type}; leave it out"
+            )
     own = KINDS[loss_type].defaults if loss_type in KINDS else {}
     given = {name: options.get(name, default) for name, default in DEFAULTS.items() if name in read}
-    chosen = {name: own.get(name, value) if value == DEFAULTS[name] else value for name, value in given.items()}
+    chosen = {
+        name: own.get(name, value) if value == DEFAULTS[name] else value
+        for name, value in given.items()
+    }
     beta = default_beta(loss_type) if beta is None else beta
     _check_values(beta, chosen)
     if loss_type in LABELLED:
@@ -134,7 +156,9 @@ def _check_values(beta: float, options: Mapping[str, Any]) -> None:
     if not beta > 0:
         raise ConfigError(f"dpo.beta={beta} must be above 0")
     if not 0.0 <= options.get("label_smoothing", 0.0) < 0.5:
-        raise ConfigError(f"dpo.label_smoothing={options['label_smoothing']} must be at least 0 and below 0.5")
+        raise ConfigError(
+            f"dpo.label_smoothing={options['label_smoothing']} must be at least 0 and below 0.5"
+        )
     if options.get("f_divergence", "reverse_kl") not in DIVERGENCES:
         raise unknown_name("dpo.f_divergence", options["f_divergence"], DIVERGENCES)
     if not options.get("discopop_tau", 1.0) > 0:

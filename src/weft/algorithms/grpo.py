@@ -1,6 +1,8 @@
-"""GRPO and its kin: a clipped policy loss with another average, another ratio, or the KL in the loss.
+"""GRPO and its kin: a clipped policy loss with another average, another ratio, or the KL in the
+loss.
 
-The advantage comes from a group of completions of one prompt (`advantages.py`), so no critic is trained.
+The advantage comes from a group of completions of one prompt (`advantages.py`), so no critic is
+trained.
 """
 
 from __future__ import annotations
@@ -26,7 +28,15 @@ from weft.algorithms.base import (
     trained_rows,
 )
 from weft.algorithms.kl import ESTIMATORS, kl_estimate
-from weft.algorithms.ppo import Clip, Control, EarlyStop, clipped_surrogate, old_logprobs, policy_stats, weighted
+from weft.algorithms.ppo import (
+    Clip,
+    Control,
+    EarlyStop,
+    clipped_surrogate,
+    old_logprobs,
+    policy_stats,
+    weighted,
+)
 from weft.algorithms.sft import row_weights
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
@@ -38,8 +48,9 @@ CHOICES = {
     "kl_estimator": ESTIMATORS,
 }
 
-# What eps_clip and eps_clip_high are where they are absent: GSPO's own range for ratios of whole sequences (Zheng et al. 2025,
-# section 5.1), for CISPO a bound of 5 above alone (ScaleRL, Khatri et al. 2025; TRL).
+# What eps_clip and eps_clip_high are where they are absent: GSPO's own range for ratios of whole
+# sequences (Zheng et al. 2025, section 5.1), for CISPO a bound of 5 above alone (ScaleRL, Khatri et
+# al. 2025; TRL).
 RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
     ("clip", "token"): (0.2, None),
     ("clip", "sequence"): (3e-4, 4e-4),
@@ -48,18 +59,27 @@ RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
 }
 
 
-def policy_gradient(logprobs: Float[Array, "N"], advantages: Float[Array, "N"]) -> Float[Array, "N"]:
-    """-A log pi(token): REINFORCE (Williams 1992), the loss of RLOO, REINFORCE++ and GPG on-policy, without a ratio."""
+def policy_gradient(
+    logprobs: Float[Array, "N"], advantages: Float[Array, "N"]
+) -> Float[Array, "N"]:
+    """-A log pi(token): REINFORCE (Williams 1992), the loss of RLOO, REINFORCE++ and GPG on-policy,
+    without a ratio.
+    """
     return -advantages * logprobs
 
 
 def cispo(
-    logprobs: Float[Array, "N"], log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
+    logprobs: Float[Array, "N"],
+    log_ratio: Float[Array, "N"],
+    advantages: Float[Array, "N"],
+    clip: Clip,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where the weight is cut) of each token: -sg(clip(w, 1 - low, 1 + high)) A log pi(token).
+    """(loss, 1 where the weight is cut) of each token: -sg(clip(w, 1 - low, 1 + high)) A log
+    pi(token).
 
-    The ratio is cut as a weight and has no gradient, so every token keeps its own (CISPO, MiniMax-M1 2025, arXiv:2506.13585,
-    section 3.1). The paper leaves the lower side open, as here by default; TRL has the upper bound alone.
+    The ratio is cut as a weight and has no gradient, so every token keeps its own (CISPO,
+    MiniMax-M1 2025, arXiv:2506.13585, section 3.1). The paper leaves the lower side open, as here
+    by default; TRL has the upper bound alone.
     """
     xp = array_api_compat.array_namespace(logprobs)
     ratio = exp_ratio(fixed(log_ratio))
@@ -70,10 +90,11 @@ def cispo(
 def sapo(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
 ) -> Float[Array, "N"]:
-    """-sigmoid(t (w - 1)) * 4 / t * A with t = `positive` where A > 0, else `negative` (SAPO, Gao et al. 2025,
-    arXiv:2511.20347).
+    """-sigmoid(t (w - 1)) * 4 / t * A with t = `positive` where A > 0, else `negative` (SAPO, Gao
+    et al. 2025, arXiv:2511.20347).
 
-    A soft gate in place of the clip: its gradient is that of w A on-policy and fades as w leaves 1, sooner with a larger t.
+    A soft gate in place of the clip: its gradient is that of w A on-policy and fades as w leaves 1,
+    sooner with a larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -83,7 +104,9 @@ def sapo(
 
 
 def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
-    """The mean log-ratio over a completion's trained tokens, at each of its rows: GSPO (Zheng et al. 2025, eq. 7)."""
+    """The mean log-ratio over a completion's trained tokens, at each of its rows: GSPO (Zheng et
+    al. 2025, eq. 7).
+    """
     xp = array_api_compat.array_namespace(log_ratio)
     kept = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
     return batch.spread(batch.sum(kept) / xp.clip(batch.lengths, 1.0, None))
@@ -92,7 +115,8 @@ def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[A
 @register_loss("grpo")
 @dataclass(frozen=True)
 class GRPOLoss(Loss):
-    """Average over the minibatch of: surrogate + kl_coef * KL - entropy_coef * entropy, each of one token.
+    """Average over the minibatch of: surrogate + kl_coef * KL - entropy_coef * entropy, each of one
+    token.
 
     `loss_type` is the average (names as in TRL):
       grpo      mean over a completion's tokens, then over completions with any (DeepSeekMath 2024, eq. 3); long wrong answers
@@ -141,13 +165,17 @@ class GRPOLoss(Loss):
         if self.kl_coef < 0.0:
             raise ConfigError(f"grpo.kl_coef={self.kl_coef} must be at least 0")
         if self.loss_type == "dr_grpo" and not self.max_completion_length:
-            raise ConfigError("grpo.loss_type=dr_grpo divides by max_completion_length; set it (gen.max_new_tokens)")
+            raise ConfigError(
+                "grpo.loss_type=dr_grpo divides by max_completion_length; set it "
+                "(gen.max_new_tokens)"
+            )
 
     @property
     def clip(self) -> Clip:
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
         if self.eps_clip is not None:  # one that is given holds for both sides, unless both are
-            low, high = self.eps_clip, high if self.surrogate == "cispo" else None
+            low = self.eps_clip
+            high = high if self.surrogate == "cispo" else None
         return Clip(low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip)
 
     @property
@@ -161,13 +189,18 @@ class GRPOLoss(Loss):
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """`tokens`: trained tokens; `sequences`: completions with any; `completions`: all."""
         rows = trained_rows(minibatch)
-        counts = {"tokens": rows.sum(), "sequences": np.count_nonzero(rows), "completions": len(rows)}
+        counts = {
+            "tokens": rows.sum(),
+            "sequences": np.count_nonzero(rows),
+            "completions": len(rows),
+        }
         return {name: float(count) for name, count in counts.items()}
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        logprobs, advantages = out["logprobs"], batch["advantages"]
+        logprobs = out["logprobs"]
+        advantages = batch["advantages"]
         log_ratio = logprobs - old_logprobs(batch)
         if self.importance_level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, batch)
@@ -176,13 +209,18 @@ class GRPOLoss(Loss):
         stats = policy_stats(out, batch, fixed(clipped))
         stats["policy_loss"] = masked_mean(each, batch.mask)
         if self.kl_coef:
-            each = each + self.kl_coef * kl_estimate(logprobs, batch["ref_logprobs"], self.kl_estimator)
+            each = each + self.kl_coef * kl_estimate(
+                logprobs, batch["ref_logprobs"], self.kl_estimator
+            )
         if self.entropy_coef:
             each = each - self.entropy_coef * out["entropy"]
         return masked_sum(each, self._weights(batch, total)), stats
 
     def _surrogate(
-        self, logprobs: Float[Array, "N"], log_ratio: Float[Array, "N"], advantages: Float[Array, "N"]
+        self,
+        logprobs: Float[Array, "N"],
+        log_ratio: Float[Array, "N"],
+        advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
         """(policy loss, 1 where a bound acts) of each token."""
         xp = array_api_compat.array_namespace(logprobs)
@@ -197,7 +235,9 @@ class GRPOLoss(Loss):
 
     def _weights(self, batch: RowBatch, total: Mapping[str, float]) -> Float[Array, "N"]:
         if self.loss_type == "dr_grpo":
-            return batch.mask / (max(total["completions"], 1.0) * float(self.max_completion_length or 1))
+            return batch.mask / (
+                max(total["completions"], 1.0) * float(self.max_completion_length or 1)
+            )
         return row_weights(batch, total, "sequence" if self.loss_type == "grpo" else "token")
 
     def veto(self, stats: Mapping[str, float]) -> str | None:

@@ -1,4 +1,6 @@
-"""How far two policies are apart: estimators per token, controllers of the penalty's weight, and value normalisation."""
+"""How far two policies are apart: estimators per token, controllers of the penalty's weight, and
+value normalisation.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,17 @@ Vector = npt.NDArray[np.float64]
 def kl_estimate(
     logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
-    """An estimate of KL(policy || reference) at each sampled token, nats, from its two log-probs (same shape).
+    """An estimate of KL(policy || reference) at each sampled token, nats, from its two log-probs
+    (same shape).
 
-    With r = log policy - log reference of tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
-    k1 = r (unbiased, large variance, may be negative); k2 = r^2 / 2 (biased, small variance); k3 = exp(-r) - 1 + r
-    (unbiased, never negative). k3 is cut at `K3_BOUND` = 10 nats a token, where its gradient ends too, as verl's is: a token
-    that the reference finds impossible would add e^20. In a loss they differ from what they estimate: the gradient of
-    k1 vanishes in expectation and that of k2 is the one of the true KL; k3 is what DeepSeekMath (2024, eq. 4) and TRL
-    add to the loss. r is cut before `exp` (rule 5.4). TRL bounds neither.
+    With r = log policy - log reference of tokens drawn from the policy (Schulman 2020,
+    "Approximating KL divergence"): k1 = r (unbiased, large variance, may be negative); k2 = r^2 / 2
+    (biased, small variance); k3 = exp(-r) - 1 + r (unbiased, never negative). k3 is cut at
+    `K3_BOUND` = 10 nats a token, where its gradient ends too, as verl's is: a token that the
+    reference finds impossible would add e^20. In a loss they differ from what they estimate: the
+    gradient of k1 vanishes in expectation and that of k2 is the one of the true KL; k3 is what
+    DeepSeekMath (2024, eq. 4) and TRL add to the loss. r is cut before `exp` (rule 5.4). TRL bounds
+    neither.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -50,7 +55,9 @@ class Controller(Protocol):
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """`kl`: mean over sequences of the KL summed over their tokens, nats; `num_sequences`: how many were seen."""
+        """`kl`: mean over sequences of the KL summed over their tokens, nats; `num_sequences`: how
+        many were seen.
+        """
         ...
 
     def state_dict(self) -> dict[str, float]: ...
@@ -75,10 +82,12 @@ class FixedController:
 
 @dataclass
 class AdaptiveController:
-    """value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon (Ziegler et al. 2019, section 2.2).
+    """value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon (Ziegler et al. 2019,
+    section 2.2).
 
-    The KL is the one of whole sequences, as in the paper; a target of 6 nats means 6 a sequence, not a token. It is told once
-    a batch (an implementation that updates it inside the loss moves it once a micro-batch).
+    The KL is the one of whole sequences, as in the paper; a target of 6 nats means 6 a sequence,
+    not a token. It is told once a batch (an implementation that updates it inside the loss moves it
+    once a micro-batch).
     """
 
     value: float
@@ -107,10 +116,10 @@ class AdaptiveController:
 class ValueNormalizer:
     """Running mean and standard deviation of returns, in which the critic's values are expressed.
 
-    `exp`: m <- beta m + (1 - beta) batch mean, likewise the mean of squares; both divided by 1 - beta^t, so that early
-    batches are not drawn to 0 (PopArt's moments, van Hasselt et al. 2016, section 2.1; the critic's last layer is not
-    rescaled). `ma`: mean over everything seen. A deviation below `min_std` counts as `min_std`. Before the first `update`
-    nothing is changed.
+    `exp`: m <- beta m + (1 - beta) batch mean, likewise the mean of squares; both divided by 1 -
+    beta^t, so that early batches are not drawn to 0 (PopArt's moments, van Hasselt et al. 2016,
+    section 2.1; the critic's last layer is not rescaled). `ma`: mean over everything seen. A
+    deviation below `min_std` counts as `min_std`. Before the first `update` nothing is changed.
     """
 
     type: str = "exp"
@@ -131,15 +140,20 @@ class ValueNormalizer:
         count = float(mask.sum())
         if count == 0.0:
             return
-        mean, square = float((returns * mask).sum()) / count, float((np.square(returns) * mask).sum()) / count
+        mean = float((returns * mask).sum()) / count
+        square = float((np.square(returns) * mask).sum()) / count
         keep, new = (self.beta, 1.0 - self.beta) if self.type == "exp" else (1.0, count)
         self.mean = (self.mean * keep * self.weight + mean * new) / (keep * self.weight + new)
-        self.mean_square = (self.mean_square * keep * self.weight + square * new) / (keep * self.weight + new)
+        self.mean_square = (self.mean_square * keep * self.weight + square * new) / (
+            keep * self.weight + new
+        )
         self.weight = keep * self.weight + new
 
     @property
     def std(self) -> float:
-        return max(float(np.sqrt(max(self.mean_square - self.mean**2, 0.0))), self.min_std) if self.weight else 1.0
+        if self.weight:
+            return max(float(np.sqrt(max(self.mean_square - self.mean**2, 0.0))), self.min_std)
+        return 1.0
 
     def normalize(self, values: Float[Vector, "T"]) -> Float[Vector, "T"]:
         """(values - mean) / std."""
@@ -153,5 +167,6 @@ class ValueNormalizer:
         return {"mean": self.mean, "mean_square": self.mean_square, "weight": self.weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.mean, self.mean_square = float(state["mean"]), float(state["mean_square"])
+        self.mean = float(state["mean"])
+        self.mean_square = float(state["mean_square"])
         self.weight = float(state["weight"])

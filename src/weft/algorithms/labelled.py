@@ -9,18 +9,30 @@ import array_api_compat
 import numpy as np
 from jaxtyping import Float
 
-from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, log_sigmoid, trained_rows
+from weft.algorithms.base import (
+    Array,
+    Loss,
+    RowBatch,
+    Sample,
+    Stat,
+    Sum,
+    fixed,
+    log_sigmoid,
+    trained_rows,
+)
 from weft.algorithms.scores import above, completion_scores
 
 
 def kto_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], baseline: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
-    """1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 - score)) for the others.
+    """1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 -
+    score)) for the others.
 
-    Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0 = max(0, mean over the batch of the mismatched completions' scores),
-    a constant; it is made by the host functions `kto_mismatch` and `kto_baseline` over the whole batch. (TRL estimates it in
-    every micro-batch, so that its gradient depends on the micro-batch size.)
+    Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0 = max(0, mean over the batch of the
+    mismatched completions' scores), a constant; it is made by the host functions `kto_mismatch` and
+    `kto_baseline` over the whole batch. (TRL estimates it in every micro-batch, so that its
+    gradient depends on the micro-batch size.)
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -30,10 +42,12 @@ def kto_loss(
 def bco_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], shift: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
-    """-log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift - beta score) for the others.
+    """-log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift -
+    beta score) for the others.
 
-    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10. `shift` is delta, the midpoint of desirable
-    and undesirable rewards, a constant; the host function `bco_shift` keeps its running mean.
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10. `shift` is delta,
+    the midpoint of desirable and undesirable rewards, a constant; the host function `bco_shift`
+    keeps its running mean.
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -48,10 +62,12 @@ LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 class LabelledLoss(Loss):
     """Mean over the minibatch's completions of weight * `kto_loss` or `bco_loss`.
 
-    Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or `reward_shift` (BCO's delta),
-    one value per id or per completion. Metrics, over desirable and undesirable ones: `rewards/{chosen,rejected,margins}` =
-    beta * score and `logps/{chosen,rejected}`; `rewards/accuracies`, the share of rewards on their label's side of the
-    threshold (beta * z0 or delta), as good as on it is on neither (`above`); and the threshold's key.
+    Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or
+    `reward_shift` (BCO's delta), one value per id or per completion. Metrics, over desirable and
+    undesirable ones: `rewards/{chosen,rejected,margins}` = beta * score and
+    `logps/{chosen,rejected}`; `rewards/accuracies`, the share of rewards on their label's side of
+    the threshold (beta * z0 or delta), as good as on it is on neither (`above`); and the
+    threshold's key.
     """
 
     loss_type: str = "kto"
@@ -72,7 +88,8 @@ class LabelledLoss(Loss):
         xp = array_api_compat.array_namespace(out["logprobs"])
         scores, logps = completion_scores(out["logprobs"], batch["ref_logprobs"], batch)
         key = LABELLED[self.loss_type]
-        labels, baseline = batch["label"], batch[key]
+        labels = batch["label"]
+        baseline = batch[key]
         taken = xp.astype(batch.lengths > 0, scores.dtype)
         good = xp.astype(labels > 0.5, scores.dtype) * taken
         weights = self.desirable_weight * good + self.undesirable_weight * (taken - good)
@@ -88,14 +105,18 @@ class LabelledLoss(Loss):
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Adds `rewards/margins`: mean reward of desirable less that of undesirable ones, where there are both."""
+        """Adds `rewards/margins`: mean reward of desirable less that of undesirable ones, where
+        there are both.
+        """
         made = dict(stats)
         if "rewards/chosen" in made and "rewards/rejected" in made:
             made["rewards/margins"] = made["rewards/chosen"] - made["rewards/rejected"]
         return made
 
 
-def _label_stats(rewards: Array, right: Array, logps: Array, good: Array, bad: Array) -> dict[str, Stat]:
+def _label_stats(
+    rewards: Array, right: Array, logps: Array, good: Array, bad: Array
+) -> dict[str, Stat]:
     xp = array_api_compat.array_namespace(rewards)
     return {
         "rewards/chosen": Sum(xp.sum(rewards * good), xp.sum(good)),

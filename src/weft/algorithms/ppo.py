@@ -1,4 +1,6 @@
-"""PPO: the clipped policy loss, which GRPO shares, and the clipped value loss (Schulman et al. 2017)."""
+"""PPO: the clipped policy loss, which GRPO shares, and the clipped value loss (Schulman et al.
+2017).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ from weft.registry import register_loss
 class Clip:
     """The range [1 - low, 1 + high] of the importance ratio outside which a token stops pulling.
 
-    `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual` (c > 1) bounds the loss
-    of a token with a negative advantage by c * |advantage| (Ye et al. 2020, eq. 5); None leaves it unbounded.
+    `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual`
+    (c > 1) bounds the loss of a token with a negative advantage by c * |advantage| (Ye et al. 2020,
+    eq. 5); None leaves it unbounded.
     """
 
     low: float = 0.2
@@ -41,14 +44,19 @@ class Clip:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.low <= 1.0:
-            raise ConfigError(f"eps_clip={self.low} must be at least 0 and at most 1, where there is no lower bound")
+            raise ConfigError(
+                f"eps_clip={self.low} must be at least 0 and at most 1, where there is no lower "
+                f"bound"
+            )
         if self.high is not None and self.high < 0.0:
             raise ConfigError(
-                f"eps_clip_high={self.high} must be at least 0; leave it out to use eps_clip on both sides"
+                f"eps_clip_high={self.high} must be at least 0; leave it out to use eps_clip on "
+                f"both sides"
             )
         if self.dual is not None and self.dual <= 1.0:
             raise ConfigError(
-                f"dual_clip={self.dual} must be above 1, or 1 would bind on-policy; leave it out to turn it off"
+                f"dual_clip={self.dual} must be above 1, or 1 would bind on-policy; leave it out "
+                f"to turn it off"
             )
 
     @property
@@ -58,7 +66,9 @@ class Clip:
 
 @dataclass(frozen=True)
 class Control:
-    """What happens to tokens of high covariance: `none`, `clip` (no loss), or `kl` (a penalty of kl_coef |log-ratio|)."""
+    """What happens to tokens of high covariance: `none`, `clip` (no loss), or `kl` (a penalty of
+    kl_coef |log-ratio|).
+    """
 
     method: str = "none"
     kl_coef: float = 1.0
@@ -71,7 +81,8 @@ class Control:
 def clipped_surrogate(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where a bound holds the gradient back) of each token, with w = exp(log pi_new - log pi_old):
+    """(loss, 1 where a bound holds the gradient back) of each token, with w = exp(log pi_new - log
+    pi_old):
 
         -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
         and, where A < 0, at most -c A                    dual clip
@@ -80,46 +91,64 @@ def clipped_surrogate(
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ratio = exp_ratio(log_ratio)
-    plain, bounded = -ratio * advantages, -xp.clip(ratio, 1.0 - clip.low, clip.upper) * advantages
+    plain = -ratio * advantages
+    bounded = -xp.clip(ratio, 1.0 - clip.low, clip.upper) * advantages
     loss = xp.maximum(plain, bounded)
     held = bounded > plain
     if clip.dual is not None:
         bound = -clip.dual * advantages
         binds = (advantages < 0) & (loss > bound)
-        loss, held = xp.where(binds, bound, loss), held | binds
+        loss = xp.where(binds, bound, loss)
+        held = held | binds
     return loss, xp.astype(held, log_ratio.dtype)
 
 
 def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
-    """Log-probs of the policy that the ratio compares with: `old_logprobs`, by the trained network before its first update of
-    the batch, where the batch holds them, else `logprobs`, as sampled."""
-    found: Array = batch["old_logprobs"] if "old_logprobs" in batch else batch["logprobs"]
+    """Log-probs of the policy that the ratio compares with: `old_logprobs`, by the trained network
+    before its first update of the batch, where the batch holds them, else `logprobs`, as sampled.
+    """
+    if "old_logprobs" in batch:
+        found: Array = batch["old_logprobs"]
+    else:
+        found = batch["logprobs"]
     return found
 
 
 def weighted(
     each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch, control: Control
 ) -> Float[Array, "N"]:
-    """The policy loss of each token as its batch weighs it: times `sampler_weights` (`weft.algorithms.sampler`), and with the
-    tokens of `high_covariance` left out or penalised (`weft.algorithms.covariance`)."""
+    """The policy loss of each token as its batch weighs it: times `sampler_weights`
+    (`weft.algorithms.sampler`), and with the tokens of `high_covariance` left out or penalised
+    (`weft.algorithms.covariance`).
+    """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
         chosen = batch["high_covariance"] != 0
-        held = xp.zeros_like(each) if control.method == "clip" else each + control.kl_coef * xp.abs(log_ratio)
+        if control.method == "clip":
+            held = xp.zeros_like(each)
+        else:
+            held = each + control.kl_coef * xp.abs(log_ratio)
         each = xp.where(chosen, held, each)
-    return each * batch["sampler_weights"] if "sampler_weights" in batch else each
+    if "sampler_weights" in batch:
+        return each * batch["sampler_weights"]
+    return each
 
 
-def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]) -> dict[str, Stat]:
+def policy_stats(
+    out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
+) -> dict[str, Stat]:
     """What every policy node logs, means over trained tokens unless said otherwise.
 
-    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy before the first
-    update of the batch against the one trained; `importance_ratio` and its largest, `importance_ratio_max`;
-    `sampler_logprob_diff` |log-prob as sampled - log-prob now| and its largest (before the first update of a batch: the
-    gap between sampler and trainer); `kl` k3 to the reference, or where the batch holds no `ref_logprobs` to the policy
-    that sampled, the one there is: `approx_kl` again.
+    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy
+    before the first update of the batch against the one trained; `importance_ratio` and its
+    largest, `importance_ratio_max`; `sampler_logprob_diff` |log-prob as sampled - log-prob now| and
+    its largest (before the first update of a batch: the gap between sampler and trainer); `kl` k3
+    to the reference, or where the batch holds no `ref_logprobs` to the policy that sampled, the one
+    there is: `approx_kl` again.
     """
-    now, sampled, mask = fixed(out["logprobs"]), batch["logprobs"], batch.mask
+    now = fixed(out["logprobs"])
+    sampled = batch["logprobs"]
+    mask = batch.mask
     xp = array_api_compat.array_namespace(now)
     gap = xp.where(mask != 0, now - old_logprobs(batch), xp.zeros_like(now))
     ratio = exp_ratio(gap)
@@ -134,22 +163,31 @@ def policy_stats(out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array
         "sampler_logprob_diff_max": Max(xp.max(apart)),
     }
     held = "ref_logprobs" in batch
-    stats["kl"] = masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask) if held else stats["approx_kl"]
+    stats["kl"] = (
+        masked_mean(kl_estimate(now, batch["ref_logprobs"], "k3"), mask)
+        if held
+        else stats["approx_kl"]
+    )
     return stats
 
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds beyond which a minibatch has drifted too far for its loss to mean anything; None is no bound."""
+    """Bounds beyond which a minibatch has drifted too far for its loss to mean anything; None is no
+    bound.
+    """
 
     imp_ratio: float | None = None
     kl: float | None = None
 
     def __call__(self, stats: Mapping[str, float]) -> str | None:
         """Why not to step, from the reduced statistics of `policy_stats`, or None."""
-        ratio, kl = stats.get("importance_ratio"), stats.get("approx_kl")
+        ratio = stats.get("importance_ratio")
+        kl = stats.get("approx_kl")
         if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
-            return f"mean importance ratio {ratio:.3g} is above early_stop_imp_ratio={self.imp_ratio}"
+            return (
+                f"mean importance ratio {ratio:.3g} is above early_stop_imp_ratio={self.imp_ratio}"
+            )
         if self.kl is not None and kl is not None and kl > self.kl:
             return f"approx_kl {kl:.3g} is above early_stop_kl={self.kl}"
         return None
@@ -160,11 +198,12 @@ class EarlyStop:
 class PPOActorLoss(Loss):
     """Mean over the minibatch's trained tokens of `clipped_surrogate` - entropy_coef * entropy.
 
-    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the ratio's denominator, unless
-    there are `old_logprobs`); `sampler_weights` where there are any, `high_covariance` where `covariance` is not none.
-    Token mean, as the PPO of InstructGPT's descendants (ReaLHF, OpenRLHF, verl); an average over sequences is GRPO's.
-    A minibatch whose mean importance ratio exceeds `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss by 0,
-    which still lets momentum and weight decay move the parameters).
+    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the
+    ratio's denominator, unless there are `old_logprobs`); `sampler_weights` where there are any,
+    `high_covariance` where `covariance` is not none. Token mean, as the PPO of InstructGPT's
+    descendants (ReaLHF, OpenRLHF, verl); an average over sequences is GRPO's. A minibatch whose
+    mean importance ratio exceeds `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss
+    by 0, which still lets momentum and weight decay move the parameters).
     """
 
     eps_clip: float = 0.2
@@ -214,10 +253,12 @@ class PPOActorLoss(Loss):
 def clipped_value_loss(
     values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where the bound holds the gradient back): max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2.
+    """(loss, 1 where the bound holds the gradient back): max((V - R)^2, (clip(V, V_old - eps, V_old
+    + eps) - R)^2) / 2.
 
-    The value clipping of OpenAI baselines; without it (eps None) plain squared error. The half is that of baselines, trlX,
-    ReaLHF, verl and OpenRLHF. V, V_old, R are in one unit: the running-normalised one where values are normalised.
+    The value clipping of OpenAI baselines; without it (eps None) plain squared error. The half is
+    that of baselines, trlX, ReaLHF, verl and OpenRLHF. V, V_old, R are in one unit: the
+    running-normalised one where values are normalised.
     """
     xp = array_api_compat.array_namespace(values, old, returns)
     plain = xp.square(values - returns) / 2
@@ -232,8 +273,9 @@ def clipped_value_loss(
 class PPOCriticLoss(Loss):
     """Mean over the minibatch's trained tokens of `clipped_value_loss`.
 
-    Keys: `values` (as predicted when the batch was made) and `returns`. Metrics: `value_loss`, `value_clip_ratio`, `value`,
-    `return` (means over tokens) and `explained_variance` = 1 - Var(R - V) / Var(R) over the minibatch's tokens.
+    Keys: `values` (as predicted when the batch was made) and `returns`. Metrics: `value_loss`,
+    `value_clip_ratio`, `value`, `return` (means over tokens) and `explained_variance` = 1 - Var(R -
+    V) / Var(R) over the minibatch's tokens.
     """
 
     value_eps_clip: float | None = 0.2
@@ -243,7 +285,10 @@ class PPOCriticLoss(Loss):
 
     def __post_init__(self) -> None:
         if self.value_eps_clip is not None and self.value_eps_clip <= 0.0:
-            raise ConfigError(f"value_eps_clip={self.value_eps_clip} must be above 0; null turns value clipping off")
+            raise ConfigError(
+                f"value_eps_clip={self.value_eps_clip} must be above 0; null turns value clipping "
+                f"off"
+            )
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
         """`tokens`: trained tokens."""
@@ -252,8 +297,11 @@ class PPOCriticLoss(Loss):
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        returns, mask = batch["returns"], batch.mask
-        each, clipped = clipped_value_loss(out["values"], batch["values"], returns, self.value_eps_clip)
+        returns = batch["returns"]
+        mask = batch.mask
+        each, clipped = clipped_value_loss(
+            out["values"], batch["values"], returns, self.value_eps_clip
+        )
         xp = array_api_compat.array_namespace(returns)
         now = fixed(out["values"])
         stats = {
@@ -267,9 +315,12 @@ class PPOCriticLoss(Loss):
         return masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """`explained_variance` in place of the moments it is made of; absent where all returns are alike."""
+        """`explained_variance` in place of the moments it is made of; absent where all returns are
+        alike.
+        """
         made = dict(stats)
-        square, error = made.pop("return_square", None), made.pop("error_square", None)
+        square = made.pop("return_square", None)
+        error = made.pop("error_square", None)
         if square is not None and error is not None:
             variance = square - made["return"] ** 2
             bias = made["return"] - made["value"]

@@ -1,6 +1,8 @@
-"""The losses of one pair of completions, as functions of their scores; `delta` is score(better) - score(worse).
+"""The losses of one pair of completions, as functions of their scores; `delta` is score(better) -
+score(worse).
 
-A score compares the policy with the reference over a completion's trained tokens, of which there are L (`SCORES`):
+A score compares the policy with the reference over a completion's trained tokens, of which there
+are L (`SCORES`):
 
     sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
     mean    the same, divided by L                                                        IPO, sigmoid_norm
@@ -25,9 +27,11 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 EXPONENT_BOUND = 20.0  # an exponent is cut to it: beyond, one pair would outweigh every other
 
 
-def divergence_score(log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5) -> Float[Array, "S"]:
-    """f'(t) of t = pi / ref, from log t, up to a constant that a difference of scores loses (Wang et al. 2023, "Beyond Reverse
-    KL", arXiv 2309.16240, table 1).
+def divergence_score(
+    log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
+) -> Float[Array, "S"]:
+    """f'(t) of t = pi / ref, from log t, up to a constant that a difference of scores loses (Wang
+    et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1).
 
         reverse_kl   log t                     DPO
         forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
@@ -44,26 +48,32 @@ def divergence_score(log_ratio: Float[Array, "S"], divergence: str, alpha: float
     if divergence == "js":
         return math.log(2.0) + log_sigmoid(log_ratio)
     if divergence == "alpha":
-        return (xp.exp(xp.clip((alpha - 1.0) * log_ratio, None, EXPONENT_BOUND)) - 1.0) / (alpha - 1.0)
+        return (xp.exp(xp.clip((alpha - 1.0) * log_ratio, None, EXPONENT_BOUND)) - 1.0) / (
+            alpha - 1.0
+        )
     raise unknown_name("dpo.f_divergence", divergence, DIVERGENCES)
 
 
-def sigmoid_loss(delta: Float[Array, "P"], beta: float, smoothing: float = 0.0) -> Float[Array, "P"]:
+def sigmoid_loss(
+    delta: Float[Array, "P"], beta: float, smoothing: float = 0.0
+) -> Float[Array, "P"]:
     """-(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta).
 
-    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) where labels are wrong with probability e < 1/2. TRL's
-    `sigmoid` has lost its label smoothing (1.16); its CPO trainer still has it, in this form. With the scores of `mean` this
-    is TRL's `sigmoid_norm`.
+    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) where labels are wrong with
+    probability e < 1/2. TRL's `sigmoid` has lost its label smoothing (1.16); its CPO trainer still
+    has it, in this form. With the scores of `mean` this is TRL's `sigmoid_norm`.
     """
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
 
 
 def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
-    """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al. 2024, eq. 12.
+    """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
+    2024, eq. 12.
 
     Unbiased for the clean loss where labels are flipped with probability e; may be negative.
     """
-    kept, flipped = log_sigmoid(beta * delta), log_sigmoid(-beta * delta)
+    kept = log_sigmoid(beta * delta)
+    flipped = log_sigmoid(-beta * delta)
     return (-(1.0 - smoothing) * kept + smoothing * flipped) / (1.0 - 2.0 * smoothing)
 
 
@@ -76,15 +86,19 @@ def hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
 def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
     """(delta - 1 / (2 beta))^2, Azar et al. 2023, eq. 17, where beta is called tau.
 
-    On means over tokens, not on sums as the equation reads: the authors' own experiments did so (they told TRL), and a sum
-    would make the target gap depend on length.
+    On means over tokens, not on sums as the equation reads: the authors' own experiments did so
+    (they told TRL), and a sum would make the target gap depend on length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
 
 
-def simpo_loss(delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0) -> Float[Array, "P"]:
-    """-log sigmoid(beta delta - gamma) (smoothed as `sigmoid_loss`), Meng et al. 2024, eq. 6; delta of mean log-probs."""
+def simpo_loss(
+    delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0
+) -> Float[Array, "P"]:
+    """-log sigmoid(beta delta - gamma) (smoothed as `sigmoid_loss`), Meng et al. 2024, eq. 6; delta
+    of mean log-probs.
+    """
     return sigmoid_loss(delta - gamma / beta, beta, smoothing)
 
 
@@ -98,23 +112,32 @@ def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
     return x - xp.where(near, by_expm1, by_log1p)
 
 
-def orpo_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """-better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs, Hong et al. 2024, eq. 6 and 7.
+def orpo_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
+    """-better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs, Hong et al.
+    2024, eq. 6 and 7.
 
-    `beta` is the paper's lambda. The first term is the cross-entropy of the better answer, a mean over its tokens as in the
-    paper; TRL's takes the mean over all tokens of a micro-batch, prompts included.
+    `beta` is the paper's lambda. The first term is the cross-entropy of the better answer, a mean
+    over its tokens as in the paper; TRL's takes the mean over all tokens of a micro-batch, prompts
+    included.
     """
     return -better - beta * log_sigmoid(log_odds(better) - log_odds(worse))
 
 
 def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
-    """KL(q || p) of q = (sigmoid(beta delta), sigmoid(-beta delta)) from p = (1 - e, e), EXO for two answers.
+    """KL(q || p) of q = (sigmoid(beta delta), sigmoid(-beta delta)) from p = (1 - e, e), EXO for
+    two answers.
 
-    Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model Alignment", arXiv 2402.00856, eq. 16; e above 0.
+    Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model Alignment", arXiv
+    2402.00856, eq. 16; e above 0.
     """
     xp = array_api_compat.array_namespace(delta)
-    log_q, log_other = log_sigmoid(beta * delta), log_sigmoid(-beta * delta)
-    return xp.exp(log_q) * (log_q - math.log1p(-smoothing)) + xp.exp(log_other) * (log_other - math.log(smoothing))
+    log_q = log_sigmoid(beta * delta)
+    log_other = log_sigmoid(-beta * delta)
+    return xp.exp(log_q) * (log_q - math.log1p(-smoothing)) + xp.exp(log_other) * (
+        log_other - math.log(smoothing)
+    )
 
 
 def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
@@ -122,29 +145,39 @@ def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -
 
     Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11 for two answers.
     """
-    return -log_sigmoid(beta * better) - 0.5 * (log_sigmoid(-beta * better) + log_sigmoid(-beta * worse))
+    return -log_sigmoid(beta * better) - 0.5 * (
+        log_sigmoid(-beta * better) + log_sigmoid(-beta * worse)
+    )
 
 
-def sppo_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
+def sppo_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
     """(better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2: the better answer wins for certain.
 
-    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with P = 1 and 0; beta is 1 / eta.
+    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with P = 1 and 0;
+    beta is 1 / eta.
     """
     xp = array_api_compat.array_namespace(better)
     return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
 
 
-def bco_pair_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """-log sigmoid(beta better) - log sigmoid(-beta worse), BCO on pairs without its reward shift, as TRL has it.
+def bco_pair_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
+    """-log sigmoid(beta better) - log sigmoid(-beta worse), BCO on pairs without its reward shift,
+    as TRL has it.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656; `bco` has the shift.
     """
     return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
 
 
-def apo_zero_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """1 - sigmoid(beta better) + sigmoid(beta worse): raises the better and lowers the worse answer, for data whose better
-    answers beat the model's own.
+def apo_zero_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
+    """1 - sigmoid(beta better) + sigmoid(beta worse): raises the better and lowers the worse
+    answer, for data whose better answers beat the model's own.
 
     D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266, eq. 7.
     """
@@ -152,9 +185,11 @@ def apo_zero_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: flo
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
 
 
-def apo_down_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """sigmoid(beta better) + 1 - sigmoid(beta (better - worse)): lowers both, the worse one more, for data whose answers are
-    worse than the model's own.
+def apo_down_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
+) -> Float[Array, "P"]:
+    """sigmoid(beta better) + 1 - sigmoid(beta (better - worse)): lowers both, the worse one more,
+    for data whose answers are worse than the model's own.
 
     D'Oosterlinck et al. 2024, eq. 8.
     """
@@ -165,19 +200,22 @@ def apo_down_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: flo
 def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
     """(1 - m) * -log sigmoid(beta delta) + m exp(-beta delta) with m = sigmoid(beta delta / tau).
 
-    Lu et al. 2024, "Discovering Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The exponent is cut to
-    `EXPONENT_BOUND`; m is next to 0 there.
+    Lu et al. 2024, "Discovering Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The
+    exponent is cut to `EXPONENT_BOUND`; m is next to 0 there.
     """
     xp = array_api_compat.array_namespace(delta)
     mixed = xp.exp(log_sigmoid(beta * delta / tau))
     rest = xp.exp(log_sigmoid(-beta * delta / tau))
-    return rest * -log_sigmoid(beta * delta) + mixed * xp.exp(xp.clip(-beta * delta, None, EXPONENT_BOUND))
+    return rest * -log_sigmoid(beta * delta) + mixed * xp.exp(
+        xp.clip(-beta * delta, None, EXPONENT_BOUND)
+    )
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A loss of pairs: the scores it compares, the options it reads, its own defaults, whether a divergence may be chosen, and
-    itself on (better, worse, options)."""
+    """A loss of pairs: the scores it compares, the options it reads, its own defaults, whether a
+    divergence may be chosen, and itself on (better, worse, options).
+    """
 
     loss: Callable[[Array, Array, Any], Array]
     score: str = "sum"
@@ -194,13 +232,17 @@ def _of_delta(loss: Callable[[Array, Any], Array], *options: str, score: str = "
 SMOOTHED = "label_smoothing"
 KINDS: Mapping[str, Kind] = {
     "sigmoid": _of_delta(lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED),
-    "sigmoid_norm": _of_delta(lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED, score="mean"),
+    "sigmoid_norm": _of_delta(
+        lambda d, o: sigmoid_loss(d, o.beta, o.label_smoothing), SMOOTHED, score="mean"
+    ),
     "robust": _of_delta(lambda d, o: robust_loss(d, o.beta, o.label_smoothing), SMOOTHED),
     "hinge": _of_delta(lambda d, o: hinge_loss(d, o.beta)),
     "ipo": _of_delta(lambda d, o: ipo_loss(d, o.beta), score="mean"),
     "exo_pair": Kind(
-        lambda b, w, o: exo_loss(b - w, o.beta, o.label_smoothing), options=frozenset({SMOOTHED}),
-        defaults={SMOOTHED: 1e-3}, divergences=True,
+        lambda b, w, o: exo_loss(b - w, o.beta, o.label_smoothing),
+        options=frozenset({SMOOTHED}),
+        defaults={SMOOTHED: 1e-3},
+        divergences=True,
     ),
     "discopop": _of_delta(lambda d, o: discopop_loss(d, o.beta, o.discopop_tau), "discopop_tau"),
     "nca_pair": Kind(lambda b, w, o: nca_loss(b, w, o.beta)),
@@ -209,8 +251,10 @@ KINDS: Mapping[str, Kind] = {
     "apo_zero": Kind(lambda b, w, o: apo_zero_loss(b, w, o.beta)),
     "apo_down": Kind(lambda b, w, o: apo_down_loss(b, w, o.beta)),
     "simpo": Kind(
-        lambda b, w, o: simpo_loss(b - w, o.beta, o.simpo_gamma, o.label_smoothing), "free",
-        frozenset({SMOOTHED, "simpo_gamma"}), {"beta": 2.0},
+        lambda b, w, o: simpo_loss(b - w, o.beta, o.simpo_gamma, o.label_smoothing),
+        "free",
+        frozenset({SMOOTHED, "simpo_gamma"}),
+        {"beta": 2.0},
     ),
     "orpo": Kind(lambda b, w, o: orpo_loss(b, w, o.beta), "free"),
-}  # fmt: skip
+}

@@ -11,36 +11,59 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float, Int
 
-from weft.algorithms.base import Array, Loss, RowBatch, Sample, Stat, Sum, fixed, host_array, log_sigmoid
+from weft.algorithms.base import (
+    Array,
+    Loss,
+    RowBatch,
+    Sample,
+    Stat,
+    Sum,
+    fixed,
+    host_array,
+    log_sigmoid,
+)
 from weft.errors import ConfigError, unknown_name
 from weft.registry import register_loss
 
 LOSS_TYPES = ("ranking", "classification")
 
 
-def pair_loss(better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]) -> Float[Array, "P"]:
+def pair_loss(
+    better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]
+) -> Float[Array, "P"]:
     """-log sigmoid(better - worse - margin) of each pair of scores.
 
-    Bradley-Terry (Ouyang et al. 2022, eq. 1); the margin as in Llama 2 (Touvron et al. 2023, eq. 2).
+    Bradley-Terry (Ouyang et al. 2022, eq. 1); the margin as in Llama 2 (Touvron et al. 2023, eq.
+    2).
     """
     return -log_sigmoid(better - worse - margin)
 
 
 def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
-    """1 / (pairs of the same group), in `dtype`: every group weighs the same, however many pairs its ranking gives.
+    """1 / (pairs of the same group), in `dtype`: every group weighs the same, however many pairs
+    its ranking gives.
 
-    InstructGPT's 1 / C(K, 2) and Open-Assistant's mean over groups of means; TRL knows pairs only, where it is 1.
+    InstructGPT's 1 / C(K, 2) and Open-Assistant's mean over groups of means; TRL knows pairs only,
+    where it is 1.
     """
     xp = array_api_compat.array_namespace(group)
-    ordered = xp.sort(group)  # sizes that depend on values, as of `unique_counts`, cannot be compiled
-    counts = xp.searchsorted(ordered, group, side="right") - xp.searchsorted(ordered, group, side="left")
+    # sizes that depend on values, as of `unique_counts`, cannot be compiled
+    ordered = xp.sort(group)
+    counts = xp.searchsorted(ordered, group, side="right") - xp.searchsorted(
+        ordered, group, side="left"
+    )
     return 1.0 / xp.astype(counts, dtype)
 
 
 def num_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
-    """int64 [num_ids]: pairs (better, worse) of each id, as `RowBatch.pairs` lists them, from `rank` and `comparison`."""
+    """int64 [num_ids]: pairs (better, worse) of each id, as `RowBatch.pairs` lists them, from
+    `rank` and `comparison`.
+    """
     rank = host_array(minibatch.data["rank"])
-    comparison = host_array(minibatch.data["comparison"]) if "comparison" in minibatch.data else np.zeros_like(rank)
+    if "comparison" in minibatch.data:
+        comparison = host_array(minibatch.data["comparison"])
+    else:
+        comparison = np.zeros_like(rank)
     group = minibatch.group_of("rank")
     # Pairs of a comparison = C(n, 2) less those of equal rank.
     pairs = np.zeros(minibatch.num_ids, dtype=np.int64)
@@ -57,15 +80,16 @@ class RewardLoss(Loss):
 
         -log sigmoid(s_better - s_worse - margin) + score_l2 (s_better^2 + s_worse^2) / 2 + center (s_better + s_worse)^2
 
-    `score_l2` is Open-Assistant's `score_l2_reg` (0.001 there), `center` is TRL's `center_rewards_coefficient` (Eisenstein et
-    al. 2023; 0.01 recommended): the first keeps scores small, the second keeps a pair's mean at 0. `margin` is read where the
-    batch holds it. Metrics: `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference) over
-    pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a over the pairs that the ranking
-    orders (equal to tau-b where nothing is tied).
+    `score_l2` is Open-Assistant's `score_l2_reg` (0.001 there), `center` is TRL's
+    `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01 recommended): the first keeps scores
+    small, the second keeps a pair's mean at 0. `margin` is read where the batch holds it. Metrics:
+    `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference)
+    over pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a
+    over the pairs that the ranking orders (equal to tau-b where nothing is tied).
 
-    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k weighs as C(k, 2) pairs:
-    cross-entropy of which of two is better (Open-Assistant's `RMCLSLoss`; softmax over two scores is the sigmoid of their
-    difference).
+    `loss_type=classification` is the mean over all pairs of the minibatch, so a ranking of k weighs
+    as C(k, 2) pairs: cross-entropy of which of two is better (Open-Assistant's `RMCLSLoss`; softmax
+    over two scores is the sigmoid of their difference).
     """
 
     score_l2: float = 0.0
@@ -93,8 +117,12 @@ class RewardLoss(Loss):
         scores = out["scores"]
         xp = array_api_compat.array_namespace(scores)
         better, worse = batch.pairs()
-        high, low = xp.take(scores, better), xp.take(scores, worse)
-        margin = xp.take(batch["margin"], better) if "margin" in batch else xp.zeros_like(high)
+        high = xp.take(scores, better)
+        low = xp.take(scores, worse)
+        if "margin" in batch:
+            margin = xp.take(batch["margin"], better)
+        else:
+            margin = xp.zeros_like(high)
         each = pair_loss(high, low, margin)
         if self.score_l2:
             each = each + self.score_l2 * (xp.square(high) + xp.square(low)) / 2
@@ -107,7 +135,9 @@ class RewardLoss(Loss):
         return xp.sum(each * shares) / max(total["groups"], 1.0), stats
 
 
-def _stats(scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]) -> Mapping[str, Stat]:
+def _stats(
+    scores: Float[Array, "S"], gap: Float[Array, "P"], shares: Float[Array, "P"]
+) -> Mapping[str, Stat]:
     xp = array_api_compat.array_namespace(scores)
     right = xp.astype(gap > 0, scores.dtype)
     wrong = xp.astype(gap < 0, scores.dtype)

@@ -1,7 +1,7 @@
 """Weights that make up for a sampler whose log-probs are not those of the network that is trained.
 
-Another kernel, dtype or engine samples from a slightly different policy. With w = pi_trainer(token) /
-pi_sampler(token), both of the same weights, the policy loss of a token is multiplied by
+Another kernel, dtype or engine samples from a slightly different policy. With w = pi_trainer(token)
+/ pi_sampler(token), both of the same weights, the policy loss of a token is multiplied by
 
     token_truncate      min(w, high)                                      Yao et al. 2025, "Your Efficient RL Framework Secretly
                                                                           Brings You Off-Policy RL Training": TIS
@@ -37,11 +37,11 @@ def sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """(weight, ratio before any bound) of each token from its two log-probs, nats; tokens with mask 0 count nowhere and
-    weigh 1.
+    """(weight, ratio before any bound) of each token from its two log-probs, nats; tokens with mask
+    0 count nowhere and weigh 1.
 
-    `low` None is no lower bound. Truncation has none: a small weight is right as it is. Log-ratios are cut to +-20
-    before `exp`.
+    `low` None is no lower bound. Truncation has none: a small weight is right as it is. Log-ratios
+    are cut to +-20 before `exp`.
     """
     if correction not in CORRECTIONS:
         raise unknown_name("sampler correction", correction, CORRECTIONS)

@@ -1,8 +1,10 @@
-"""AOT: the better completions' scores as a distribution should lie above the worse ones', whichever pair they come from.
+"""AOT: the better completions' scores as a distribution should lie above the worse ones', whichever
+pair they come from.
 
-Melnyk et al. 2024, "Distributional Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882. Both sides are
-sorted and compared rank by rank. The sort is a statistic of the whole batch, so each completion gets what it is compared with
-as a key, `partner`, from the host function `optimal_transport`; the batch must be trained in one step.
+Melnyk et al. 2024, "Distributional Preference Alignment of LLMs via Optimal Transport", arXiv
+2406.05882. Both sides are sorted and compared rank by rank. The sort is a statistic of the whole
+batch, so each completion gets what it is compared with as a key, `partner`, from the host function
+`optimal_transport`; the batch must be trained in one step.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from weft.algorithms.scores import completion_scores, pair_stats
 TRANSPORTED = ("aot", "aot_unpaired")
 
 
-def sorted_partners(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """[P]: for each element of `one` the element of `other` that has the same rank; equal ones keep their order."""
+def sorted_partners(
+    one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """[P]: for each element of `one` the element of `other` that has the same rank; equal ones keep
+    their order.
+    """
     made = np.empty_like(one)
     made[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
     return made
@@ -32,14 +38,16 @@ def sorted_partners(one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), where a and b have one rank among the batch's.
+    """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), where a and b have one rank among
+    the batch's.
 
-    `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is the log-ratio to the
-    reference of a better completion, b that of a worse one. `label_smoothing` as in cDPO.
+    `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is
+    the log-ratio to the reference of a better completion, b that of a worse one. `label_smoothing`
+    as in cDPO.
 
-    Keys: `rank` (and `comparison`), `ref_logprobs`, `partner`: for aot b, at the better completion of a pair; for aot_unpaired
-    b at a better completion and a at a worse one. There both sides of a comparison have a gradient, each with the other as a
-    constant. Metrics as `PairwiseLoss`.
+    Keys: `rank` (and `comparison`), `ref_logprobs`, `partner`: for aot b, at the better completion
+    of a pair; for aot_unpaired b at a better completion and a at a worse one. There both sides of a
+    comparison have a gradient, each with the other as a constant. Metrics as `PairwiseLoss`.
     """
 
     loss_type: str = "aot"
@@ -62,13 +70,18 @@ class TransportLoss(Loss):
         partner = batch["partner"]
         if self.loss_type == "aot":
             sums = completion_scores(out["logprobs"], None, batch)[0]
-            each = self._each(xp.take(sums, better) - xp.take(sums, worse) - xp.take(partner, better))
+            each = self._each(
+                xp.take(sums, better) - xp.take(sums, worse) - xp.take(partner, better)
+            )
         else:
             each = self._both_sides(
                 self._each(xp.take(ratios, better) - xp.take(partner, better)),
                 self._each(xp.take(partner, worse) - xp.take(ratios, worse)),
             )
-        rewards = self.beta * fixed(xp.take(ratios, better)), self.beta * fixed(xp.take(ratios, worse))
+        rewards = (
+            self.beta * fixed(xp.take(ratios, better)),
+            self.beta * fixed(xp.take(ratios, worse)),
+        )
         both = xp.take(logps, better), xp.take(logps, worse)
         stats = pair_stats(rewards, both, (self.beta * both[0], self.beta * both[1]))
         return xp.sum(each) / max(total["pairs"], 1.0), stats
@@ -77,6 +90,8 @@ class TransportLoss(Loss):
         return sigmoid_loss(delta, self.beta, self.label_smoothing)
 
     def _both_sides(self, one: Float[Array, "P"], other: Float[Array, "P"]) -> Float[Array, "P"]:
-        """Each comparison is counted at both its ends: the value of one half of their sum, with the gradient of the whole."""
+        """Each comparison is counted at both its ends: the value of one half of their sum, with the
+        gradient of the whole.
+        """
         whole = one + other
         return whole - 0.5 * fixed(whole)

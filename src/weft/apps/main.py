@@ -1,4 +1,6 @@
-"""`python -m weft.apps.main start ...`: the same as `weft start ...`, and so for every other command; and `find_config`."""
+"""`python -m weft.apps.main start ...`: the same as `weft start ...`, and so for every other
+command; and `find_config`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A model's config.json, read and looked over without torch: what no network, tokenizer or library could use is refused here.
+"""A model's config.json, read and looked over without torch: what no network, tokenizer or library
+could use is refused here.
 
 values = read_config_file(directory / "config.json", "critic.path=DIR/config.json")
 with within("critic.path=DIR/config.json"): ...          # errors of what reads the values begin with the file
@@ -24,20 +25,39 @@ WIDTHS = ("hidden_size", "vocab_size", "n_embd")
 FLAGS = ("tie_word_embeddings", "use_cache")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPE = ("torch_dtype", "dtype")
-DTYPES = frozenset({
-    "auto", "float16", "half", "bfloat16", "float32", "float", "float64", "double", "float8_e4m3fn", "float8_e4m3fnuz",
-    "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
-})  # fmt: skip
+DTYPES = frozenset(
+    {
+        "auto",
+        "float16",
+        "half",
+        "bfloat16",
+        "float32",
+        "float",
+        "float64",
+        "double",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn_x2",
+    }
+)
 SHOWN = 60  # characters of a value
 
 
 def read_config_file(file: Path, where: str) -> dict[str, Any]:
-    """The values of a config.json. Raises `CheckpointError` that begins with `where`: the option and the file, as typed."""
+    """The values of a config.json.
+
+    Raises `CheckpointError` that begins with `where`: the option and the file, as typed.
+    """
     values = read_object(file, where, CheckpointError)
     for key, value in values.items():
         rule = problem(key, value)
         if rule is not None:
-            raise CheckpointError(f"{where}: {key}={shortened(repr(value), SHOWN)}: it must be {rule}")
+            raise CheckpointError(
+                f"{where}: {key}={shortened(repr(value), SHOWN)}: it must be {rule}"
+            )
     return values
 
 
@@ -52,7 +72,9 @@ def within(where: str) -> Iterator[None]:
 
 @contextmanager
 def set_by(option: str) -> Iterator[None]:
-    """Errors that begin with the file say which option named it: `critic.path=DIR/config.json: ...`."""
+    """Errors that begin with the file say which option named it: `critic.path=DIR/config.json:
+    ...`.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -60,7 +82,10 @@ def set_by(option: str) -> Iterator[None]:
 
 
 def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
-    """The family of a config.json, or the one called `type`. Raises `CheckpointError` with the nearest names."""
+    """The family of a config.json, or the one called `type`.
+
+    Raises `CheckpointError` with the nearest names.
+    """
     name = type or raw.get("model_type")
     if name is None:
         raise CheckpointError("names no model_type; set type to the model's family")
@@ -68,15 +93,21 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
         raise CheckpointError(f"model_type={name!r}: it must be a text, the model's family")
     if name not in families.load_all():
         near = nearest(name, families.names())
-        hint = f"nearest: {', '.join(near)}" if near else f"weft's own: {', '.join(families.names())}"
+        if near:
+            hint = f"nearest: {', '.join(near)}"
+        else:
+            hint = f"weft's own: {', '.join(families.names())}"
         raise CheckpointError(
-            f"no family for models of type {name!r} ({hint}); backend=hf runs any decoder that transformers knows"
+            f"no family for models of type {name!r} ({hint}); backend=hf runs any decoder that "
+            f"transformers knows"
         )
     return families.get(name)
 
 
 def problem(key: str, value: Any) -> str | None:
-    """What a value has to be that is not, in words; None for one that can be used, and for keys that not every model has."""
+    """What a value has to be that is not, in words; None for one that can be used, and for keys
+    that not every model has.
+    """
     if value is None:
         return None
     if isinstance(value, float) and not math.isfinite(value):
@@ -86,12 +117,18 @@ def problem(key: str, value: Any) -> str | None:
     if key in TOKEN_IDS:
         several = isinstance(value, list) and key == "eos_token_id"
         whole = all(type(each) is int for each in (value if several else [value]))
-        return None if whole else f"a whole number{', or a list of them' if key == 'eos_token_id' else ''}"
+        if whole:
+            return None
+        return f"a whole number{', or a list of them' if key == 'eos_token_id' else ''}"
     if key in FLAGS:
         return None if isinstance(value, bool) else "true or false"
     if key in DTYPE:
-        known = isinstance(value, Mapping) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES)
-        return None if known else "a floating dtype of torch, such as bfloat16, or absent"
+        known = isinstance(value, Mapping) or (
+            isinstance(value, str) and value.removeprefix("torch.") in DTYPES
+        )
+        if known:
+            return None
+        return "a floating dtype of torch, such as bfloat16, or absent"
     if key == "architectures":
         fits = isinstance(value, list) and all(isinstance(each, str) for each in value)
         return None if fits else "a list of names of classes"

@@ -6,7 +6,8 @@
     save(directory, values(network), config, "lm")           # weights, config.json, generation_config.json
     reader = Reader(path); reader.read("blocks.3.attention.q.weight", where)   # only those bytes
 
-A value or score head is saved as `transformers` saves `AutoModelForSequenceClassification(num_labels=1)`.
+A value or score head is saved as `transformers` saves
+`AutoModelForSequenceClassification(num_labels=1)`.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from weft.reading import check_folder, refuse_url
 from weft.registry import families
 from weft.topology import Slice, whole
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-POOLING = "weft_pooling"  # config.json key of score heads that read the mean over tokens, which transformers cannot say
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+# config.json key of score heads that read the mean over tokens, which transformers cannot say
+POOLING = "weft_pooling"
 GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NAMED = 8  # keys that an error lists
 
@@ -48,7 +51,10 @@ NAMED = 8  # keys that an error lists
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory of a model: `path` itself, or the hub's snapshot of it. Raises `CheckpointError` where neither is there."""
+    """The directory of a model: `path` itself, or the hub's snapshot of it.
+
+    Raises `CheckpointError` where neither is there.
+    """
     directory = Path(path).expanduser()
     if directory.is_dir():
         check_folder(directory, str(path), CheckpointError)
@@ -61,28 +67,48 @@ def resolve(path: str | Path) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        found = Path(snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        found = Path(
+            snapshot_download(
+                str(path), allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            )
+        )
         if not any(found.glob("*.safetensors")):
-            snapshot_download(str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"])
+            snapshot_download(
+                str(path), allow_patterns=["*.bin", "*.bin.index.json"], ignore_patterns=["*/*"]
+            )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as failed:
         raise CheckpointError(_not_handed_out(path, failed)) from failed
     return found
 
 
 def weights_of(path: str | Path) -> Path:
-    """The directory that holds a model's weights: its own, or of a prefix that of the model it belongs to."""
+    """The directory that holds a model's weights: its own, or of a prefix that of the model it
+    belongs to.
+    """
     directory = resolve(path)
     found = read_prefix(directory)
     return directory if found is None else resolve(found.base)
 
 
 def config_file(path: str | Path) -> Path:
-    """A model's config.json, of a prefix its model's; of a hub name that file alone is fetched. Raises as `resolve` does."""
-    if Path(path).expanduser().exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:
+    """A model's config.json, of a prefix its model's; of a hub name that file alone is fetched.
+
+    Raises as `resolve` does.
+    """
+    if (
+        Path(path).expanduser().exists()
+        or str(path).startswith((".", "/", "~"))
+        or str(path).count("/") > 1
+    ):
         directory = resolve(path)
         return (directory if (directory / CONFIG).is_file() else weights_of(directory)) / CONFIG
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(hf_hub_download(str(path), CONFIG))
@@ -105,7 +131,9 @@ def read_raw(path: str | Path) -> dict[str, Any]:
         return shipped
     file = config_file(path)
     if not file.exists():
-        raise CheckpointError(f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files")
+        raise CheckpointError(
+            f"{path} has no {CONFIG}; a model directory holds {CONFIG}, weights and tokenizer files"
+        )
     return read_config_file(file, _named(path))
 
 
@@ -117,18 +145,22 @@ def _named(path: str | Path) -> str:
 
 def read_config(path: str | Path, type: str | None = None) -> tuple[Family, TransformerConfig]:
     """(family, configuration) of a model directory or hub name."""
-    raw, found = read_raw(path), read_prefix(path)
+    raw = read_raw(path)
+    found = read_prefix(path)
     with within(_named(path)):
         family = find_family(raw, type)
         config = family.config(raw)
     return family, replace(config, prefix_tokens=0 if found is None else found.num_tokens)
 
 
-def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str) -> None:
+def check_vocabulary(
+    config: TransformerConfig, tokenizer_size: int, model: str, tokenizer: str
+) -> None:
     """Raises `CheckpointError` where the tokenizer has ids that the model has no embedding for."""
     if tokenizer_size > config.vocab_size:
         raise CheckpointError(
-            f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of {tokenizer_size}: "
+            f"{model} has a vocabulary of {config.vocab_size}, its tokenizer {tokenizer} one of "
+            f"{tokenizer_size}: "
             "some token ids have no embedding; take the tokenizer that belongs to the model"
         )
 
@@ -139,7 +171,8 @@ def check_vocabulary(config: TransformerConfig, tokenizer_size: int, model: str,
 class Reader:
     """The parameters of a model directory under their canonical names, whole or in part.
 
-    Opening checks every name and shape; reading a parameter's slice reads only its bytes (`bytes_read`).
+    Opening checks every name and shape; reading a parameter's slice reads only its bytes
+    (`bytes_read`).
     """
 
     def __init__(self, path: str | Path, head: Head = "lm", type: str | None = None) -> None:
@@ -151,7 +184,8 @@ class Reader:
         self._names = frozenset(self.files.names)
         if self.config.num_layers > len(self._names):
             raise CheckpointError(
-                f"{self.directory}: config.json says {self.config.num_layers:,} layers, and the files hold {len(self._names)} "
+                f"{self.directory}: config.json says {self.config.num_layers:,} layers, and the "
+                f"files hold {len(self._names)} "
                 "tensors; is config.json the one that belongs to the weights?"
             )
         self.shapes = parameter_shapes(self.config, head)
@@ -160,10 +194,15 @@ class Reader:
         self._bare = bool(prefix) and not any(name.startswith(prefix) for name in self.files.names)
         _check_names(self)
         settings = read_prefix(self.directory)
-        beside = () if settings is None else PrefixReader(self.directory, settings, self.config, self.family.score)
-        self._beside: PrefixReader | tuple[()] = beside
+        if settings is None:
+            beside: PrefixReader | tuple[()] = ()
+        else:
+            beside = PrefixReader(self.directory, settings, self.config, self.family.score)
+        self._beside = beside
         self.missing = [
-            n for n, k in self.keymap.keys.items() if n not in beside and any(h not in self for h in k.hf_names())
+            n
+            for n, k in self.keymap.keys.items()
+            if n not in beside and any(h not in self for h in k.hf_names())
         ]
 
     def __contains__(self, hf: object) -> bool:
@@ -183,13 +222,19 @@ class Reader:
         return hf.removeprefix(self.family.prefix) if self._bare else hf
 
     def read(self, name: str, where: Slice | None = None) -> Tensor:
-        """`parameter[where]` in the dtype of the files. Raises `CheckpointError` for a name that is not there."""
+        """`parameter[where]` in the dtype of the files.
+
+        Raises `CheckpointError` for a name that is not there.
+        """
         if self._beside and name in self._beside:
             return self._beside.read(name, where)
         if name not in self.keymap.keys or name in self.missing:
             near = nearest(name, self.keymap.keys)
-            raise CheckpointError(f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}")
-        key, shape = self.keymap.keys[name], self.shapes[name]
+            raise CheckpointError(
+                f"{self.directory} holds no parameter {name!r}; nearest: {', '.join(near)}"
+            )
+        key = self.keymap.keys[name]
+        shape = self.shapes[name]
         where = whole(shape) if where is None else where
         found: Tensor | None = None
         for piece in pieces(key, shape, where):
@@ -200,36 +245,48 @@ class Reader:
                 return part
             if found is None:
                 found = torch.empty([s.stop - s.start for s in where], dtype=part.dtype)
-            target = tuple(slice(t.start - w.start, t.stop - w.start) for t, w in zip(piece.target, where, strict=True))
+            target = tuple(
+                slice(t.start - w.start, t.stop - w.start)
+                for t, w in zip(piece.target, where, strict=True)
+            )
             found[target] = part
         assert found is not None, "a parameter has at least one piece"
         return found
 
 
 def _check_names(reader: Reader) -> None:
-    """Every tensor has a meaning, every parameter a tensor of its shape; but for the head, which may be new or unused."""
-    family, config, where = reader.family, reader.config, reader.directory
+    """Every tensor has a meaning, every parameter a tensor of its shape; but for the head, which
+    may be new or unused.
+    """
+    family = reader.family
+    config = reader.config
+    where = reader.directory
     wanted = reader.keymap.hf_names()
-    heads = {k for head in ("lm", "score") for k, keys in family.keymap(config, head).hf_names().items()}
+    heads = {
+        k for head in ("lm", "score") for k, keys in family.keymap(config, head).hf_names().items()
+    }
     heads |= {"lm_head.weight", "embed_out.weight"} if config.tied else set()
     known = {reader.stored_name(name) for name in {*wanted, *heads}}
     unknown = [n for n in reader.files.names if n not in known and not n.endswith(family.buffers)]
     if unknown:
         raise CheckpointError(
-            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json does not have; "
+            f"{where} holds {_listed(unknown)}, which a {family.name} model with this config.json "
+            f"does not have; "
             "is config.json the one that belongs to the weights?"
         )
     missing = [name for name in wanted if name not in reader and name != family.score]
     if missing:
         raise CheckpointError(
-            f"{where} lacks {_listed(missing)}, which a {family.name} model with this config.json has"
+            f"{where} lacks {_listed(missing)}, which a {family.name} model with this config.json "
+            f"has"
         )
     reader.files.need_floats(reader.stored_name(name) for name in wanted if name in reader)
     for name, keys in wanted.items():
         expected = keys[0].hf_shape(reader.shapes[keys[0].name])
         if name in reader and reader.files.shape(reader.stored_name(name)) != expected:
             raise CheckpointError(
-                f"{where}: {name} is {reader.files.shape(reader.stored_name(name))}, config.json asks for {expected}"
+                f"{where}: {name} is {reader.files.shape(reader.stored_name(name))}, config.json "
+                f"asks for {expected}"
             )
 
 
@@ -239,16 +296,25 @@ def _listed(names: list[str]) -> str:
 
 
 def load(
-    path: str | Path, head: Head = "lm", *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-    pooling: Pooling | None = None, type: str | None = None, seed: int = 0,
-) -> Transformer:  # fmt: skip
+    path: str | Path,
+    head: Head = "lm",
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    pooling: Pooling | None = None,
+    type: str | None = None,
+    seed: int = 0,
+) -> Transformer:
     """The network of a model directory or hub name, in `dtype`.
 
-    A value or score head that the directory lacks (a causal language model) is made new, as `init_random` with `seed` makes
-    it. `pooling` defaults to what the directory says, else the last token.
+    A value or score head that the directory lacks (a causal language model) is made new, as
+    `init_random` with `seed` makes it. `pooling` defaults to what the directory says, else the last
+    token.
     """
     reader = Reader(path, head, type)
-    network = Transformer.empty(reader.config, head, pooling or reader.pooling, device=device, dtype=dtype)
+    network = Transformer.empty(
+        reader.config, head, pooling or reader.pooling, device=device, dtype=dtype
+    )
     for name, values in canonical_values(network).items():
         if name in reader.missing:
             fill(name, values, reader.config, head, seed)
@@ -261,10 +327,18 @@ def load(
 
 
 def init_random(
-    config: TransformerConfig, head: Head = "lm", *, seed: int, pooling: Pooling = "last",
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
-) -> Transformer:  # fmt: skip
-    """A network from scratch. Values depend on `seed` and the parameter's name alone, so an actor and its ref are equal."""
+    config: TransformerConfig,
+    head: Head = "lm",
+    *,
+    seed: int,
+    pooling: Pooling = "last",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """A network from scratch.
+
+    Values depend on `seed` and the parameter's name alone, so an actor and its ref are equal.
+    """
     network = Transformer.empty(config, head, pooling, device=device, dtype=dtype)
     for name, values in canonical_values(network).items():
         fill(name, values, config, head, seed)
@@ -274,16 +348,20 @@ def init_random(
 def fill(name: str, parameter: Tensor, config: TransformerConfig, head: Head, seed: int) -> None:
     """Initial values of one parameter, drawn in float32 on the CPU whatever the device.
 
-    Matrices and embeddings: normal with the configuration's `initializer_range`; those that write into the residual stream
-    (o, down) divided by sqrt(2 layers) (Radford et al. 2019, section 2.3). Norms start as the identity, biases at 0. A score
-    head: normal with standard deviation 1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores start near unit
-    variance. A value head: 0, so that a new critic's first advantages are the returns themselves, without noise.
+    Matrices and embeddings: normal with the configuration's `initializer_range`; those that write
+    into the residual stream (o, down) divided by sqrt(2 layers) (Radford et al. 2019, section 2.3).
+    Norms start as the identity, biases at 0. A score head: normal with standard deviation
+    1/sqrt(hidden + 1) (Stiennon et al. 2020, appendix B), so that scores start near unit variance.
+    A value head: 0, so that a new critic's first advantages are the returns themselves, without
+    noise.
     """
     with torch.no_grad():
         parameter.copy_(initial(name, tuple(parameter.shape), config, head, seed))
 
 
-def initial(name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int) -> Tensor:
+def initial(
+    name: str, shape: tuple[int, ...], config: TransformerConfig, head: Head, seed: int
+) -> Tensor:
     """The values that `fill` gives, float32 on the CPU."""
     if name.endswith(".bias") or (head == "value" and name == "score.weight"):
         return torch.zeros(shape)
@@ -291,7 +369,9 @@ def initial(name: str, shape: tuple[int, ...], config: TransformerConfig, head: 
         return torch.full(shape, 0.0 if config.norm == "rms_plus_one" else 1.0)
     low, high = randomness.key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    return torch.randn(shape, generator=generator, dtype=torch.float32) * _initial_std(name, shape, config)
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * _initial_std(
+        name, shape, config
+    )
 
 
 def _initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -> float:
@@ -304,21 +384,32 @@ def _initial_std(name: str, shape: tuple[int, ...], config: TransformerConfig) -
 def parameter_shapes(config: TransformerConfig, head: Head = "lm") -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape, without memory for any of them."""
     with torch.device("meta"):
-        return {name: tuple(p.shape) for name, p in canonical_values(Transformer(config, head)).items()}
+        return {
+            name: tuple(p.shape) for name, p in canonical_values(Transformer(config, head)).items()
+        }
 
 
 # -- writing
 
 
 def save(
-    directory: str | Path, parameters: Mapping[str, Tensor], config: TransformerConfig, head: Head = "lm", *,
-    dtype: torch.dtype | None = None, pooling: Pooling = "last", family: Family | None = None, shard_bytes: int = SHARD_BYTES,
-) -> None:  # fmt: skip
-    """Write a directory that `transformers` loads: weights, generation_config.json, and config.json last.
+    directory: str | Path,
+    parameters: Mapping[str, Tensor],
+    config: TransformerConfig,
+    head: Head = "lm",
+    *,
+    dtype: torch.dtype | None = None,
+    pooling: Pooling = "last",
+    family: Family | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a directory that `transformers` loads: weights, generation_config.json, and config.json
+    last.
 
-    `parameters` are canonical; they are written in `dtype` (their own by default). A generation_config.json that is there
-    already keeps what it says of anything but special tokens. Every file stands under another name until
-    it is complete, so a directory with a config.json is whole. Raises `RunError` where the disk refuses.
+    `parameters` are canonical; they are written in `dtype` (their own by default). A
+    generation_config.json that is there already keeps what it says of anything but special tokens.
+    Every file stands under another name until it is complete, so a directory with a config.json is
+    whole. Raises `RunError` where the disk refuses.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -326,47 +417,70 @@ def save(
     values = family.to_hf(config, head)
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     keymap = family.keymap(config, head)
-    assert set(shapes) == set(keymap.keys), f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
-    stored = {name: (dtype or parameters[keys[0].name].dtype) for name, keys in keymap.hf_names().items()}
+    assert set(shapes) == set(keymap.keys), (
+        f"parameters differ from the key map: {set(shapes) ^ set(keymap.keys)}"
+    )
+    stored = {
+        name: (dtype or parameters[keys[0].name].dtype) for name, keys in keymap.hf_names().items()
+    }
     sizes = {
         name: math.prod(keys[0].hf_shape(shapes[keys[0].name])) * stored[name].itemsize
         for name, keys in keymap.hf_names().items()
     }
-    tensors = ((name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters))
+    tensors = (
+        (name, tensor.to(stored[name])) for name, tensor in assemble(keymap.hf_names(), parameters)
+    )
     weight_files.write(folder, tensors, sizes, shard_bytes=shard_bytes)
     _write_config(folder, values, head, next(iter(stored.values())), pooling)
 
 
 def save_config(
-    directory: str | Path, config: TransformerConfig, head: Head, *, dtype: torch.dtype, pooling: Pooling = "last"
+    directory: str | Path,
+    config: TransformerConfig,
+    head: Head,
+    *,
+    dtype: torch.dtype,
+    pooling: Pooling = "last",
 ) -> None:
     """What `save` writes beside the weights."""
-    _write_config(Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling)
+    _write_config(
+        Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
+    )
 
 
-def _write_config(folder: Path, values: dict[str, Any], head: Head, dtype: torch.dtype, pooling: Pooling) -> None:
+def _write_config(
+    folder: Path, values: dict[str, Any], head: Head, dtype: torch.dtype, pooling: Pooling
+) -> None:
     values["dtype"] = str(dtype).removeprefix("torch.")
     values.pop(POOLING, None)
     if pooling == "mean" and head == "score":
         values |= {POOLING: "mean", "architectures": [MEAN_POOLED]}
     chosen = {key: values[key] for key in GENERATION_KEYS if values.get(key) is not None}
     there = folder / GENERATION
-    write_generation(folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen})
+    write_generation(
+        folder, {**(json.loads(there.read_text()) if there.is_file() else {}), **chosen}
+    )
     weight_files.write_text(folder / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def name_mean_pooled(directory: Path) -> None:
-    """Give a saved reward model with mean pooling its own architecture, in place of that of `transformers`' class."""
+    """Give a saved reward model with mean pooling its own architecture, in place of that of
+    `transformers`' class.
+    """
     values = read_raw(directory) | {"architectures": [MEAN_POOLED]}
     weight_files.write_text(directory / CONFIG, json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
 def write_generation(directory: str | Path, values: Mapping[str, Any]) -> None:
     """Write generation_config.json, whole or not at all."""
-    weight_files.write_text(Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n")
+    weight_files.write_text(
+        Path(directory) / GENERATION, json.dumps(values, indent=2, sort_keys=True) + "\n"
+    )
 
 
-def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def assemble(
+    wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor) for each name, put together from the parameters it holds."""
     held: dict[str, list[tuple[Key, Piece]]] = {name: [] for name in wanted}
     for key in {key.name: key for keys in wanted.values() for key in keys}.values():
@@ -391,8 +505,13 @@ def assemble(wanted: Mapping[str, list[Key]], parameters: Mapping[str, Tensor]) 
 
 
 def with_ids(config: TransformerConfig, **ids: Any) -> TransformerConfig:
-    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None takes one out."""
+    """The configuration with `bos_token_id`, `eos_token_id`, `pad_token_id` of its tokenizer; None
+    takes one out.
+    """
     unknown = set(ids) - set(GENERATION_KEYS)
     assert not unknown, f"no token ids: {unknown}"
     extra = {**config.extra, **ids}
-    return replace(config, extra={key: value for key, value in extra.items() if key not in ids or value is not None})
+    return replace(
+        config,
+        extra={key: value for key, value in extra.items() if key not in ids or value is not None},
+    )

@@ -1,8 +1,9 @@
 """Checkpoints of llama2.c (Karpathy 2023), float32: the legacy layout and export version 1.
 
-Legacy: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, length; a negative vocabulary has a classifier of its
-own), then the weights, two rotary tables among them. Version 1: "ak42", the version, the seven, a byte "shared classifier",
-zeros up to byte 256, then the weights with all norms first.
+Legacy: seven int32 (dim, hidden, layers, heads, kv heads, vocabulary, length; a negative vocabulary
+has a classifier of its own), then the weights, two rotary tables among them. Version 1: "ak42", the
+version, the seven, a byte "shared classifier", zeros up to byte 256, then the weights with all
+norms first.
 """
 
 from __future__ import annotations
@@ -19,10 +20,20 @@ from torch import Tensor
 from weft.errors import CheckpointError
 from weft.models.network.config import Rope, TransformerConfig
 
-MAGIC, HEADER_BYTES = 0x616B3432, 256
-BOS, EOS, UNKNOWN = 1, 2, 0  # of every vocabulary that llama2.c exports
-MATRICES = {"attention.q": "wq", "attention.k": "wk", "attention.v": "wv", "attention.o": "wo",
-            "mlp.gate": "w1", "mlp.down": "w2", "mlp.up": "w3"}  # fmt: skip
+MAGIC = 0x616B3432
+HEADER_BYTES = 256
+BOS = 1
+EOS = 2
+UNKNOWN = 0  # of every vocabulary that llama2.c exports
+MATRICES = {
+    "attention.q": "wq",
+    "attention.k": "wk",
+    "attention.v": "wv",
+    "attention.o": "wo",
+    "mlp.gate": "w1",
+    "mlp.down": "w2",
+    "mlp.up": "w3",
+}
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -41,19 +52,25 @@ class Header:
 
 
 def read(path: Path) -> tuple[TransformerConfig, dict[str, Tensor]]:
-    """(configuration, canonical parameters in float32). Raises `CheckpointError` for another format or size."""
+    """(configuration, canonical parameters in float32).
+
+    Raises `CheckpointError` for another format or size.
+    """
     raw = path.read_bytes()
     header = _header(path, raw)
     shapes = _shapes(header)
     expected = header.start + 4 * sum(math.prod(shape) for shape in shapes.values())
     if len(raw) != expected:
         raise CheckpointError(
-            f"{path} has {len(raw)} bytes, its header asks for {expected}; it is truncated or no float32"
+            f"{path} has {len(raw)} bytes, its header asks for {expected}; it is truncated or no "
+            f"float32"
         )
     values = torch.from_numpy(np.frombuffer(raw, dtype="<f4", offset=header.start).copy())
     stored = {
         name: part.reshape(shapes[name])
-        for name, part in zip(shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True)
+        for name, part in zip(
+            shapes, values.split([math.prod(s) for s in shapes.values()]), strict=True
+        )
     }
     return _config(header), _parameters(header, stored)
 
@@ -64,13 +81,20 @@ def _header(path: Path, raw: bytes) -> Header:
     magic, version = struct.unpack_from("<Ii", raw)
     legacy = magic != MAGIC
     if not legacy and version != 1:
-        raise CheckpointError(f"{path} is export version {version} (quantized); convert version 0 or 1, float32")
-    hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from("<7i", raw, 0 if legacy else 8)
+        raise CheckpointError(
+            f"{path} is export version {version} (quantized); convert version 0 or 1, float32"
+        )
+    hidden, inner, layers, heads, kv_heads, vocab, length = struct.unpack_from(
+        "<7i", raw, 0 if legacy else 8
+    )
     shared = vocab > 0 if legacy else raw[36] != 0
     start = 28 if legacy else HEADER_BYTES
-    header = Header(hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start)
+    header = Header(
+        hidden, inner, layers, heads, kv_heads, abs(vocab), length, shared, legacy, start
+    )
     plausible = all(
-        0 < n < 2**24 for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
+        0 < n < 2**24
+        for n in (header.hidden, header.intermediate, header.layers, header.vocab, header.length)
     )
     if not plausible or header.heads < 1 or header.kv_heads < 1 or header.hidden % header.heads:
         raise CheckpointError(f"{path} is no llama2.c checkpoint: its header reads {header}")
@@ -79,7 +103,9 @@ def _header(path: Path, raw: bytes) -> Header:
 
 def _shapes(header: Header) -> Shapes:
     """The tensors in file order; those of all layers stand together."""
-    layers, hidden, inner = header.layers, header.hidden, header.intermediate
+    layers = header.layers
+    hidden = header.hidden
+    inner = header.intermediate
     size = hidden // header.heads
     shared = header.kv_heads * size
     embedding: Shapes = {"embedding": (header.vocab, hidden)}
@@ -87,14 +113,32 @@ def _shapes(header: Header) -> Shapes:
     mlp_norm: Shapes = {"mlp_norm": (layers, hidden)}
     last_norm: Shapes = {"norm": (hidden,)}
     attention: Shapes = {
-        "wq": (layers, hidden, hidden), "wk": (layers, shared, hidden), "wv": (layers, shared, hidden),
+        "wq": (layers, hidden, hidden),
+        "wk": (layers, shared, hidden),
+        "wv": (layers, shared, hidden),
         "wo": (layers, hidden, hidden),
-    }  # fmt: skip
-    mlp: Shapes = {"w1": (layers, inner, hidden), "w2": (layers, hidden, inner), "w3": (layers, inner, hidden)}
-    classifier: Shapes = {} if header.shared else {"classifier": (header.vocab, hidden)}
+    }
+    mlp: Shapes = {
+        "w1": (layers, inner, hidden),
+        "w2": (layers, hidden, inner),
+        "w3": (layers, inner, hidden),
+    }
+    if header.shared:
+        classifier: Shapes = {}
+    else:
+        classifier = {"classifier": (header.vocab, hidden)}
     if header.legacy:
         tables: Shapes = {"cos": (header.length, size // 2), "sin": (header.length, size // 2)}
-        return embedding | attention_norm | attention | mlp_norm | mlp | last_norm | tables | classifier
+        return (
+            embedding
+            | attention_norm
+            | attention
+            | mlp_norm
+            | mlp
+            | last_norm
+            | tables
+            | classifier
+        )
     return attention_norm | mlp_norm | last_norm | embedding | attention | mlp | classifier
 
 
@@ -134,5 +178,7 @@ def _parameters(header: Header, stored: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _halves(matrix: Tensor, heads: int) -> Tensor:
-    """Rows of each head from the layout that rotates neighbours (2i, 2i + 1) to the one that rotates (i, i + dim / 2)."""
+    """Rows of each head from the layout that rotates neighbours (2i, 2i + 1) to the one that
+    rotates (i, i + dim / 2).
+    """
     return matrix.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

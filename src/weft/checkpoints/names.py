@@ -26,12 +26,22 @@ from weft.reading import refuse_url
 SCORERS = ("rew", "model")  # as a reward model
 CRITICS = ("critic", "rew", "model", "actor")  # as a critic
 RUNS = "./runs"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-CONFIG, ADAPTER, RUN, LATEST = "config.json", "adapter_config.json", "config.yaml", "latest"
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+RUN = "config.yaml"
+LATEST = "latest"
 SERVES = "a model directory, a run such as runs/E/T, runs/E/T@step40, or a hub name"
 ASKED = re.compile(r"(?P<place>.*?)(?:@(?P<step>[^@/:]*))?(?::(?P<role>[^@/:]+))?")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-LIKENESS = 0.7  # of a name to that of the run that may have been meant; hub names are seldom like it
+# of a name to that of the run that may have been meant; hub names are seldom like it
+LIKENESS = 0.7
 MOST_RUNS = 500  # that a hint looks through
 
 Steps = Mapping[int, Path]
@@ -39,7 +49,9 @@ Steps = Mapping[int, Path]
 
 @dataclass(frozen=True)
 class Named:
-    """What a name stands for: `path` is a directory or a hub name, `note` what the user is told about it."""
+    """What a name stands for: `path` is a directory or a hub name, `note` what the user is told
+    about it.
+    """
 
     path: str
     note: str = ""
@@ -47,10 +59,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for: `roles` serve, the first of them best; `option` is what the user set; `fileroot` holds the runs.
+    """What is looked for: `roles` serve, the first of them best; `option` is what the user set;
+    `fileroot` holds the runs.
 
-    `began` is the checkpoint that a run under way began with: a name without a step goes on standing for it. `own` is that
-    run's directory.
+    `began` is the checkpoint that a run under way began with: a name without a step goes on
+    standing for it. `own` is that run's directory.
     """
 
     option: str = ""
@@ -64,7 +77,10 @@ class Wanted:
 
 
 def locate(given: str, wanted: Wanted | None = None) -> Named:
-    """What `given` stands for. A hub name is not looked up. Raises `CheckpointError`: the option, the rule, the fix."""
+    """What `given` stands for.
+
+    A hub name is not looked up. Raises `CheckpointError`: the option, the rule, the fix.
+    """
     wanted = wanted or Wanted()
     refuse_url(given, wanted.said(given), CheckpointError)
     folder = Path(given).expanduser()
@@ -74,28 +90,36 @@ def locate(given: str, wanted: Wanted | None = None) -> Named:
         return _of_run(given, folder, None, None, wanted)
     asked = ASKED.fullmatch(given)
     assert asked is not None, "every text has this form"
-    place, step, role = Path(asked["place"]).expanduser(), asked["step"], asked["role"]
+    place = Path(asked["place"]).expanduser()
+    step = asked["step"]
+    role = asked["role"]
     if asked["place"] == LATEST:
         return _of_newest_run(given, step, role, wanted)
     if place.name == LATEST and step is None:
-        place, step = place.parent, LATEST
+        place = place.parent
+        step = LATEST
     if asked["place"] and place.is_dir() and not is_model(place):
         return _of_run(given, place, step, role, wanted)
     short = _forgotten(str(place), wanted)
     if short is not None and not _in_cache(given):
         found = _of_run(given, short, step, role, wanted)
         return Named(
-            found.path, f"{wanted.said(given)}: taken as a run, {found.path} (no model of this name is cached)"
+            found.path,
+            f"{wanted.said(given)}: taken as a run, {found.path} (no model of this name is cached)",
         )
     if HUB_NAME.fullmatch(given):
         return Named(given)
     raise CheckpointError(
-        f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
+        f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; "
+        f"{meant(str(place), wanted.fileroot)}"
     )
 
 
 def find(given: str, wanted: Wanted) -> Named:
-    """What `given` stands for; a hub name is in the cache, or the hub has it. Raises `CheckpointError`."""
+    """What `given` stands for; a hub name is in the cache, or the hub has it.
+
+    Raises `CheckpointError`.
+    """
     found = locate(given, wanted)
     if not Path(found.path).expanduser().exists():
         from weft.data import hub  # the hub's library takes a moment to import
@@ -110,7 +134,9 @@ def newest_run(path: str) -> str:
     if is_model(folder) or (folder / CHECKPOINTS).is_dir():
         return path
     runs = [found for found in folder.glob(f"*/*/{CHECKPOINTS}") if found.is_dir()]
-    return str(max(runs, key=lambda found: found.stat().st_mtime).parent) if runs else path
+    if runs:
+        return str(max(runs, key=lambda found: found.stat().st_mtime).parent)
+    return path
 
 
 def is_model(folder: Path) -> bool:
@@ -124,23 +150,39 @@ def meant(given: str, fileroot: str = RUNS) -> str:
     short = "/".join(place.parts[-2:])
     runs = {"/".join(run.parts[-2:]): run for run in _runs(fileroot)}
     close = difflib.get_close_matches(short, [name for name in runs if name != given], 1, LIKENESS)
-    inside = [run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)]
+    inside = [
+        run for run in runs.values() if given.rstrip("/") in (str(run.parent), run.parent.name)
+    ]
     if inside or close:
         return f"did you mean the run {(inside or [runs[close[0]]])[0]}?"
-    models = sorted(p for p in place.iterdir() if is_model(p)) if place.is_dir() else []
+    if place.is_dir():
+        models = sorted(p for p in place.iterdir() if is_model(p))
+    else:
+        models = []
     if models:
         return f"did you mean {models[0]}?"
-    siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+    if place.parent.is_dir():
+        siblings = [p.name for p in place.parent.iterdir()]
+    else:
+        siblings = []
     like = nearest(place.name, [name for name in siblings if name != place.name], 1)
-    return f"did you mean {place.parent / like[0]}?" if like else "check the spelling"
+    if like:
+        return f"did you mean {place.parent / like[0]}?"
+    return "check the spelling"
 
 
 # -- runs
 
 
 def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wanted) -> Named:
-    """The checkpoint of the newest run that has one of a fitting role; for a run under way the one that it began with."""
-    if wanted.began is not None and step in (None, LATEST) and STEP.fullmatch(Path(wanted.began).name):
+    """The checkpoint of the newest run that has one of a fitting role; for a run under way the one
+    that it began with.
+    """
+    if (
+        wanted.began is not None
+        and step in (None, LATEST)
+        and STEP.fullmatch(Path(wanted.began).name)
+    ):
         return _began(given, Path(wanted.began).expanduser(), "", wanted)
     root = Path(wanted.fileroot).expanduser()
     own = None if wanted.own is None else wanted.own.absolute()
@@ -150,12 +192,16 @@ def _of_newest_run(given: str, step: str | None, role: str | None, wanted: Wante
             return _of_run(given, run, LATEST if step is None else step, role, wanted)
     roles = role or " or ".join(wanted.roles)
     raise CheckpointError(
-        f"{wanted.said(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls lists the runs; name {SERVES}"
+        f"{wanted.said(given)}: no run in {wanted.fileroot} has a checkpoint of {roles}; weft ls "
+        f"lists the runs; name {SERVES}"
     )
 
 
 def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted: Wanted) -> Named:
-    """The checkpoint of a run that is asked for. `place` is the run, its checkpoints, or those of a role."""
+    """The checkpoint of a run that is asked for.
+
+    `place` is the run, its checkpoints, or those of a role.
+    """
     inside = (place / CHECKPOINTS).is_dir() or (place / RUN).is_file()
     found = _checkpoints(place / CHECKPOINTS if inside else place)
     if not found:
@@ -168,7 +214,8 @@ def _of_run(given: str, place: Path, step: str | None, role: str | None, wanted:
     if not number.isdigit() or int(number) not in steps:
         listed = ", ".join(f"@step{each}" for each in sorted(steps)[-12:])
         raise CheckpointError(
-            f"{wanted.said(given)}: {place} has no such checkpoint of {name}; it has {listed}, and @latest"
+            f"{wanted.said(given)}: {place} has no such checkpoint of {name}; it has {listed}, "
+            f"and @latest"
         )
     return Named(str(steps[int(number)]))
 
@@ -177,34 +224,56 @@ def _newest(given: str, steps: Steps, role: str, wanted: Wanted) -> Named:
     """The newest checkpoint, or for a run that is under way the one that it began with."""
     newest = steps[max(steps)]
     began = None if wanted.began is None else Path(wanted.began).expanduser()
-    if began is None or began.absolute().parent != newest.absolute().parent or STEP.fullmatch(began.name) is None:
-        return Named(str(newest), f"{wanted.said(given)}: the newest checkpoint of {role}, {newest}")
-    return _began(given, began, "" if began.name == newest.name else f"; {newest.name} is newer", wanted)
+    if (
+        began is None
+        or began.absolute().parent != newest.absolute().parent
+        or STEP.fullmatch(began.name) is None
+    ):
+        return Named(
+            str(newest), f"{wanted.said(given)}: the newest checkpoint of {role}, {newest}"
+        )
+    return _began(
+        given, began, "" if began.name == newest.name else f"; {newest.name} is newer", wanted
+    )
 
 
 def _began(given: str, began: Path, more: str, wanted: Wanted) -> Named:
-    """The checkpoint that a run under way began with; `more` is said behind it. Raises `CheckpointError` where it is gone."""
+    """The checkpoint that a run under way began with; `more` is said behind it.
+
+    Raises `CheckpointError` where it is gone.
+    """
     if not began.is_dir():
         raise CheckpointError(
-            f"{wanted.said(given)}: this run began with {began}, which is there no more{more}; restore it, or begin a run with "
+            f"{wanted.said(given)}: this run began with {began}, which is there no more{more}; "
+            f"restore it, or begin a run with "
             "another trial_name"
         )
-    return Named(str(wanted.began), f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}")
+    return Named(
+        str(wanted.began),
+        f"{wanted.said(given)}: the checkpoint that this run began with, {began}{more}",
+    )
 
 
-def _role(given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted) -> str:
-    """The role whose checkpoint is taken. Raises `CheckpointError` where that cannot be told, or is not there."""
+def _role(
+    given: str, place: str, found: Mapping[str, Steps], asked: str | None, wanted: Wanted
+) -> str:
+    """The role whose checkpoint is taken.
+
+    Raises `CheckpointError` where that cannot be told, or is not there.
+    """
     if asked is not None:
         if asked in found:
             return asked
         raise CheckpointError(
-            f"{wanted.said(given)}: {place} has no checkpoints of {asked!r}; it has those of {_many(found)}"
+            f"{wanted.said(given)}: {place} has no checkpoints of {asked!r}; it has those of "
+            f"{_many(found)}"
         )
     fitting = [role for role in wanted.roles if role in found]
     if fitting or len(found) == 1:
         return fitting[0] if fitting else next(iter(found))
     raise CheckpointError(
-        f"{wanted.said(given)}: {place} has checkpoints of {_many(found)}, and none of {' or '.join(wanted.roles)}, which "
+        f"{wanted.said(given)}: {place} has checkpoints of {_many(found)}, and none of "
+        f"{' or '.join(wanted.roles)}, which "
         f"would serve here; say which one: {place}@{LATEST}:{sorted(found)[0]}"
     )
 
@@ -225,7 +294,11 @@ def _checkpoints(root: Path) -> dict[str, Steps]:
 
 
 def _steps(folder: Path) -> Steps:
-    return {int(match[1]): p for p in folder.glob("step*") if (match := STEP.fullmatch(p.name)) and p.is_dir()}
+    return {
+        int(match[1]): p
+        for p in folder.glob("step*")
+        if (match := STEP.fullmatch(p.name)) and p.is_dir()
+    }
 
 
 def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
@@ -233,15 +306,18 @@ def _none(given: str, place: Path, wanted: Wanted) -> CheckpointError:
     run = next((each for each in (place, *place.parents) if (each / RUN).is_file()), None)
     if run is not None:
         return CheckpointError(
-            f"{wanted.said(given)}: the run {run} has saved no checkpoint yet; wait for its end, or have it save earlier with "
+            f"{wanted.said(given)}: the run {run} has saved no checkpoint yet; wait for its end, "
+            f"or have it save earlier with "
             "save_freq_steps=N"
         )
     if not Path(given).expanduser().exists():
         return CheckpointError(
-            f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; {meant(str(place), wanted.fileroot)}"
+            f"{wanted.said(given)}: there is no such file or directory; name {SERVES}; "
+            f"{meant(str(place), wanted.fileroot)}"
         )
     return CheckpointError(
-        f"{wanted.said(given)}: has no {CONFIG}, and no checkpoints of a run; name {SERVES}; {meant(given, wanted.fileroot)}"
+        f"{wanted.said(given)}: has no {CONFIG}, and no checkpoints of a run; name {SERVES}; "
+        f"{meant(given, wanted.fileroot)}"
     )
 
 
@@ -251,7 +327,9 @@ def _forgotten(given: str, wanted: Wanted) -> Path | None:
         return None
     run = Path(wanted.fileroot).expanduser() / given
     same = wanted.own is not None and run.absolute() == wanted.own.absolute()
-    return run if not same and ((run / RUN).is_file() or (run / CHECKPOINTS).is_dir()) else None
+    if not same and ((run / RUN).is_file() or (run / CHECKPOINTS).is_dir()):
+        return run
+    return None
 
 
 def _in_cache(name: str) -> bool:

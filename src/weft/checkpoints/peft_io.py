@@ -1,10 +1,12 @@
 """Adapters in PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
 
-weft's adapters stand on unfused layers. Where the checkpoint fuses several (phi3's qkv, GPT-2's c_attn), their adapters
-are one adapter of the sum of their ranks: A stacked, B block-diagonal, with `rank_pattern` and `alpha_pattern` keeping the
-scale. That is exact, and so is the way back. A stack of experts is one adapter an expert under the checkpoint's names.
+weft's adapters stand on unfused layers. Where the checkpoint fuses several (phi3's qkv, GPT-2's
+c_attn), their adapters are one adapter of the sum of their ranks: A stacked, B block-diagonal, with
+`rank_pattern` and `alpha_pattern` keeping the scale. That is exact, and so is the way back. A stack
+of experts is one adapter an expert under the checkpoint's names.
 
-PEFT unties what `modules_to_save` lists: an embedding that is also the output matrix is stored under both names.
+PEFT unties what `modules_to_save` lists: an embedding that is also the output matrix is stored
+under both names.
 """
 
 from __future__ import annotations
@@ -32,22 +34,32 @@ from weft.models.network.transformer import Head, Transformer
 from weft.reading import read_object, reading
 from weft.registry import families
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 TASKS: dict[str, Head] = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
-EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")  # what is trained whole where tokens were added
+# what is trained whole where tokens were added
+EMBEDDINGS = ("embed.weight", "head.weight", "head.bias")
 OUTPUT = "lm_head.weight"  # the output matrix of every family's module in transformers 5
 SAME_RANK = 1e-12  # two scales that differ by less are the same
 
 
 def save_adapter(
-    directory: str | Path, parameters: Mapping[str, Tensor], scales: Mapping[str, float], config: TransformerConfig,
-    head: Head = "lm", *, base: str, dropout: float = 0.0, whole: bool = False,
-) -> None:  # fmt: skip
-    """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included); `scales` by layer.
+    directory: str | Path,
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, float],
+    config: TransformerConfig,
+    head: Head = "lm",
+    *,
+    base: str,
+    dropout: float = 0.0,
+    whole: bool = False,
+) -> None:
+    """Write the adapters among `parameters` (canonical names, `lora_a` and `lora_b` included);
+    `scales` by layer.
 
-    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with `modules_to_save`; with
-    `whole`, the embedding and the output matrix are saved too.
+    `base` is the model they belong to. A value or score head is saved with them, as PEFT does with
+    `modules_to_save`; with `whole`, the embedding and the output matrix are saved too.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,13 +96,22 @@ def _export(
 ) -> Iterator[tuple[str, Tensor, Tensor, float]]:
     """(module of the checkpoint, A [r, in], B [out, r], scale) of every adapter."""
     for hf, keys in keymap.hf_names().items():
-        held = [key for key in keys if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight")]
+        held = [
+            key
+            for key in keys
+            if key.name.removesuffix(".weight") in scales and key.name.endswith(".weight")
+        ]
         if not held:
             continue
         layers = [key.name.removesuffix(".weight") for key in held]
         scale = scales[layers[0]]
-        assert all(abs(scales[layer] - scale) < SAME_RANK for layer in layers), f"{hf}: adapters of several scales"
-        pairs = [(parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach()) for layer in layers]
+        assert all(abs(scales[layer] - scale) < SAME_RANK for layer in layers), (
+            f"{hf}: adapters of several scales"
+        )
+        pairs = [
+            (parameters[f"{layer}.{A}"].detach(), parameters[f"{layer}.{B}"].detach())
+            for layer in layers
+        ]
         if held[0].experts:
             e = held[0].hf_names().index(hf)
             pairs = [(a[e], b[e]) for a, b in pairs]
@@ -98,14 +119,22 @@ def _export(
         if held[0].fused is None:
             yield module, *pairs[0], scale
         else:
-            yield module, torch.cat([a for a, _ in pairs]), _fuse(held, [b for _, b in pairs]), scale
+            yield (
+                module,
+                torch.cat([a for a, _ in pairs]),
+                _fuse(held, [b for _, b in pairs]),
+                scale,
+            )
 
 
-def _saved_whole(family: Family, config: TransformerConfig, head: Head, embeddings: bool) -> dict[str, str]:
+def _saved_whole(
+    family: Family, config: TransformerConfig, head: Head, embeddings: bool
+) -> dict[str, str]:
     """Map names in the checkpoint to the parameters that are saved whole beside the adapters.
 
-    An embedding that is also the output matrix has the names of both. The output matrix also has the name `lm_head`: PEFT
-    goes by modules, and newer versions of transformers call that of every family so, whatever its checkpoints say.
+    An embedding that is also the output matrix has the names of both. The output matrix also has
+    the name `lm_head`: PEFT goes by modules, and newer versions of transformers call that of every
+    family so, whatever its checkpoints say.
     """
     saved = {} if head == "lm" else {family.score: "score.weight"}
     if not embeddings:
@@ -113,22 +142,30 @@ def _saved_whole(family: Family, config: TransformerConfig, head: Head, embeddin
     names = family.keymap(config, head).hf_names()
     saved |= {hf: keys[0].name for hf, keys in names.items() if keys[0].name in EMBEDDINGS}
     if head == "lm":
-        saved |= dict.fromkeys(_output_names(config), "embed.weight" if config.tied else "head.weight")
+        saved |= dict.fromkeys(
+            _output_names(config), "embed.weight" if config.tied else "head.weight"
+        )
     return saved
 
 
 def _output_names(config: TransformerConfig) -> tuple[str, str]:
-    """Names of the output matrix, tied or not: in the family's checkpoints and in the modules of transformers 5."""
+    """Names of the output matrix, tied or not: in the family's checkpoints and in the modules of
+    transformers 5.
+    """
     family: Family = families.get(config.family)
     names = family.keymap(replace(config, tied=False)).hf_names()
     return next(hf for hf, keys in names.items() if keys[0].name == "head.weight"), OUTPUT
 
 
 def _fuse(keys: list[Key], parts: list[Tensor]) -> Tensor:
-    """The B of the fused layer: each part's rows where the checkpoint has them, each in columns of its own."""
+    """The B of the fused layer: each part's rows where the checkpoint has them, each in columns of
+    its own.
+    """
     first = keys[0].fused
     assert first is not None
-    fused = parts[0].new_zeros(first.blocks * sum(first.sizes), sum(part.shape[1] for part in parts))
+    fused = parts[0].new_zeros(
+        first.blocks * sum(first.sizes), sum(part.shape[1] for part in parts)
+    )
     column = 0
     for key, part in zip(keys, parts, strict=True):
         assert key.fused is not None
@@ -152,12 +189,16 @@ def _rank_settings(ranks: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
 
 def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
     """The shortest endings that name these modules of the checkpoint and no others."""
-    others = {hf.removesuffix(".weight") for hf in keymap.hf_names() if hf.endswith(".weight")} - set(modules)
+    others = {
+        hf.removesuffix(".weight") for hf in keymap.hf_names() if hf.endswith(".weight")
+    } - set(modules)
     found = set()
     for module in modules:
         words = module.split(".")
         endings = (".".join(words[-n:]) for n in range(1, len(words) + 1))
-        found.add(next(e for e in endings if not any(o == e or o.endswith(f".{e}") for o in others)))
+        found.add(
+            next(e for e in endings if not any(o == e or o.endswith(f".{e}") for o in others))
+        )
     return sorted(found)
 
 
@@ -165,17 +206,25 @@ def _targets(modules: list[str], keymap: KeyMap) -> list[str]:
 
 
 def read_adapter_config(directory: str | Path) -> dict[str, Any]:
-    """The settings of an adapter directory. Raises `CheckpointError` for a kind of adapter that weft does not compute."""
+    """The settings of an adapter directory.
+
+    Raises `CheckpointError` for a kind of adapter that weft does not compute.
+    """
     file = Path(directory) / CONFIG
     if not file.exists():
-        raise CheckpointError(f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}")
+        raise CheckpointError(
+            f"{directory} has no {CONFIG}; an adapter directory holds {CONFIG} and {WEIGHTS}"
+        )
     settings = read_object(file, str(file), CheckpointError)
     if settings.get("peft_type") == prefix_files.KIND:
         raise CheckpointError(
-            f"{file} is a prefix: keys and values, which no weights can take in; name {directory} itself as the model"
+            f"{file} is a prefix: keys and values, which no weights can take in; name {directory} "
+            f"itself as the model"
         )
     if settings.get("peft_type") != "LORA":
-        raise CheckpointError(f"{file} is of type {settings.get('peft_type')!r}; weft reads LORA adapters")
+        raise CheckpointError(
+            f"{file} is of type {settings.get('peft_type')!r}; weft reads LORA adapters"
+        )
     for key in (
         "use_dora",
         "use_qalora",
@@ -186,12 +235,17 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
     ):
         if settings.get(key):
             raise CheckpointError(
-                f"{file} has {key}={settings[key]!r}, which weft does not compute; merge it with PEFT"
+                f"{file} has {key}={settings[key]!r}, which weft does not compute; merge it with "
+                f"PEFT"
             )
     if settings.get("bias", "none") != "none":
-        raise CheckpointError(f"{file} has bias={settings['bias']!r}: trained biases; merge it with PEFT")
+        raise CheckpointError(
+            f"{file} has bias={settings['bias']!r}: trained biases; merge it with PEFT"
+        )
     if str(settings.get("task_type")) not in TASKS:
-        raise CheckpointError(f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}")
+        raise CheckpointError(
+            f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}"
+        )
     _check_numbers(file, settings)
     return settings
 
@@ -200,20 +254,31 @@ def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
     """That what is computed with are numbers, and each pattern one of modules' names."""
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise CheckpointError(f"{file} has alpha_pattern={patterns!r}: it must be an object of names and numbers")
+        raise CheckpointError(
+            f"{file} has alpha_pattern={patterns!r}: it must be an object of names and numbers"
+        )
     for pattern in patterns:
         with reading(f"{file}: alpha_pattern {pattern!r} is no pattern of names", CheckpointError):
             re.compile(pattern)
-    numbers = {"lora_alpha": settings.get("lora_alpha"), **{f"alpha_pattern of {k}": v for k, v in patterns.items()}}
+    numbers = {
+        "lora_alpha": settings.get("lora_alpha"),
+        **{f"alpha_pattern of {k}": v for k, v in patterns.items()},
+    }
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise CheckpointError(f"{file} has {name}={value!r}: it must be a finite number")
     rank = settings.get("r")
     if rank is not None and (type(rank) is not int or rank < 1):
         raise CheckpointError(f"{file} has r={rank!r}: it must be a whole number, 1 or more")
     rate = settings.get("lora_dropout")
     if rate is not None and (not isinstance(rate, int | float) or not 0 <= rate < 1):
-        raise CheckpointError(f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1")
+        raise CheckpointError(
+            f"{file} has lora_dropout={rate!r}: it must be from 0 up to, and without, 1"
+        )
 
 
 def load_adapted(
@@ -221,9 +286,9 @@ def load_adapted(
 ) -> Transformer:
     """Load the model that PEFT computes: `base` with the adapters of a PEFT directory attached.
 
-    The vocabulary grows to that of the saved embedding. An output matrix that differs from the embedding, by its own
-    values or because only the embedding was saved, gets its own parameter in a model that ties the two. `exact` as for
-    `load_adapter`.
+    The vocabulary grows to that of the saved embedding. An output matrix that differs from the
+    embedding, by its own values or because only the embedding was saved, gets its own parameter in
+    a model that ties the two. `exact` as for `load_adapter`.
     """
     network = hf_io.load(base, head, dtype=dtype)
     files = weight_files.WeightFiles(Path(adapter), single=WEIGHTS)
@@ -234,12 +299,17 @@ def load_adapted(
     return network
 
 
-def _config_with(files: weight_files.WeightFiles, config: TransformerConfig, head: Head) -> TransformerConfig:
-    """The base's configuration with the vocabulary and the untied output matrix that an adapter's files ask for."""
+def _config_with(
+    files: weight_files.WeightFiles, config: TransformerConfig, head: Head
+) -> TransformerConfig:
+    """The base's configuration with the vocabulary and the untied output matrix that an adapter's
+    files ask for.
+    """
     family: Family = families.get(config.family)
     saved = _saved_whole(family, replace(config, tied=False), head, True)
     stored = {name: f"{PREFIX}{hf}" for hf, name in saved.items() if f"{PREFIX}{hf}" in files.names}
-    embed, output = stored.get("embed.weight"), stored.get("head.weight")
+    embed = stored.get("embed.weight")
+    output = stored.get("head.weight")
     if embed and (output or head != "lm") and len(files.shape(embed)) == 2:
         config = replace(config, vocab_size=files.shape(embed)[0])
     if config.tied and head == "lm" and (embed or output):
@@ -249,11 +319,15 @@ def _config_with(files: weight_files.WeightFiles, config: TransformerConfig, hea
 
 
 def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
-    """The same network with another vocabulary or an untied output matrix; the adapter fills the new rows."""
+    """The same network with another vocabulary or an untied output matrix; the adapter fills the
+    new rows.
+    """
     held = values(network)
     embed = held["embed.weight"]
     held = {"head.weight": embed, "head.bias": embed.new_zeros(len(embed)), **held}
-    rebuilt = Transformer.empty(config, network.kind, network.pooling, device="cpu", dtype=embed.dtype)
+    rebuilt = Transformer.empty(
+        config, network.kind, network.pooling, device="cpu", dtype=embed.dtype
+    )
     with torch.no_grad():
         for name, value in values(rebuilt).items():
             rows = min(len(value), len(held[name]))
@@ -262,7 +336,9 @@ def _rebuild(network: Transformer, config: TransformerConfig) -> Transformer:
 
 
 def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str]:
-    """Map the tensors that an adapter directory holds whole (a score head, the embedding) to the parameters they replace."""
+    """Map the tensors that an adapter directory holds whole (a score head, the embedding) to the
+    parameters they replace.
+    """
     family: Family = families.get(network.config.family)
     names = weight_files.WeightFiles(Path(directory), single=WEIGHTS).names
     saved = _saved_whole(family, network.config, network.kind, True)
@@ -270,9 +346,11 @@ def replaced_whole(directory: str | Path, network: Transformer) -> dict[str, str
 
 
 def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = False) -> None:
-    """Attach the adapters of a PEFT directory to `network` and fill them; parameters that it holds whole are replaced.
+    """Attach the adapters of a PEFT directory to `network` and fill them; parameters that it holds
+    whole are replaced.
 
-    `exact`: the adapters have the dtype of their file, for merging; otherwise that of the weights, for computing.
+    `exact`: the adapters have the dtype of their file, for merging; otherwise that of the weights,
+    for computing.
 
     Raises `CheckpointError` for tensors that the network has no place for.
     """
@@ -289,9 +367,12 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
         if names[0] not in files.names:
             continue
         if names[1] not in files.names:
-            raise CheckpointError(f"{folder / WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again")
+            raise CheckpointError(
+                f"{folder / WEIGHTS} holds {names[0]} without its {names[1]}; copy the files again"
+            )
         used |= set(names)
-        a, b = files.read(names[0]), files.read(names[1])
+        a = files.read(names[0])
+        b = files.read(names[1])
         scale = _scale(settings, module, a.shape[0])
         for key in keys:
             layer = key.name.removesuffix(".weight")
@@ -300,11 +381,16 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
     unknown = sorted(set(files.names) - used - set(saved))
     if unknown:
         raise CheckpointError(
-            f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has no layer"
+            f"{folder / WEIGHTS} holds {unknown[0]} and others like it, for which the model has "
+            f"no layer"
         )
     files.need_floats(files.names)
     _check_tied(folder / WEIGHTS, files, network)
-    attach_ranks(network, {n: _rank(n, parts) for n, parts in found.items()}, settings.get("lora_dropout") or 0.0)
+    attach_ranks(
+        network,
+        {n: _rank(n, parts) for n, parts in found.items()},
+        settings.get("lora_dropout") or 0.0,
+    )
     attached = adapters(network)
     with torch.no_grad():
         for layer, parts in found.items():
@@ -314,24 +400,34 @@ def load_adapter(directory: str | Path, network: Transformer, *, exact: bool = F
             key = keymap.keys[f"{layer}.weight"]
             ordered = [parts[hf] for hf in key.hf_names() if hf in parts]
             if key.experts and len(ordered) != key.experts:
-                raise CheckpointError(f"{folder / WEIGHTS} has adapters on some experts of {layer} only")
-            down, up = [part[0] for part in ordered], [part[1] for part in ordered]
-            with reading(f"{folder / WEIGHTS}: the adapter of {layer} does not fit the model", CheckpointError):
+                raise CheckpointError(
+                    f"{folder / WEIGHTS} has adapters on some experts of {layer} only"
+                )
+            down = [part[0] for part in ordered]
+            up = [part[1] for part in ordered]
+            with reading(
+                f"{folder / WEIGHTS}: the adapter of {layer} does not fit the model",
+                CheckpointError,
+            ):
                 adapter.lora_a.copy_(torch.stack(down) if key.experts else down[0])
                 adapter.lora_b.copy_(torch.stack(up) if key.experts else up[0])
         own = canonical(network)
         for hf in sorted(saved):
-            found_values, stored = files.read(hf), own[saved[hf]]
+            found_values = files.read(hf)
+            stored = own[saved[hf]]
             if found_values.shape != stored.data.shape:
                 raise CheckpointError(
-                    f"{folder / WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's {tuple(stored.data.shape)}: its "
+                    f"{folder / WEIGHTS}: {hf} is {tuple(found_values.shape)}, the model's "
+                    f"{tuple(stored.data.shape)}: its "
                     "vocabulary is another one; add the same tokens first"
                 )
             stored.data.copy_(found_values)
 
 
 def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transformer) -> None:
-    """Raise `CheckpointError` where only one name of a tied parameter is stored, or the two have different values."""
+    """Raise `CheckpointError` where only one name of a tied parameter is stored, or the two have
+    different values.
+    """
     if not network.config.tied or network.kind != "lm":
         return
     held = replaced_whole(file.parent, network)
@@ -340,16 +436,23 @@ def _check_tied(file: Path, files: weight_files.WeightFiles, network: Transforme
     if not names:
         return
     first = files.read(names[0])
-    if len(embedding) == 1 and len(names) > 1 and all(torch.equal(files.read(name), first) for name in names[1:]):
+    if (
+        len(embedding) == 1
+        and len(names) > 1
+        and all(torch.equal(files.read(name), first) for name in names[1:])
+    ):
         return
     raise CheckpointError(
-        f"{file}: the embedding and the output matrix differ, and the model ties them ({', '.join(names)}); merge the "
+        f"{file}: the embedding and the output matrix differ, and the model ties them "
+        f"({', '.join(names)}); merge the "
         "adapter into its base, which unties them: weft convert merge"
     )
 
 
 def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, "rsLoRA"), with the module's own alpha where a pattern has one."""
+    """alpha / r, or alpha / sqrt(r) (Kalajdzievski 2023, "rsLoRA"), with the module's own alpha
+    where a pattern has one.
+    """
     alpha = settings["lora_alpha"]
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -360,7 +463,9 @@ def _scale(settings: Mapping[str, Any], module: str, rank: int) -> float:
 def _rank(layer: str, parts: Mapping[str, tuple[Tensor, Tensor, float]]) -> tuple[int, float]:
     pairs = {(a.shape[0], scale) for a, _, scale in parts.values()}
     if len(pairs) > 1:
-        raise CheckpointError(f"the experts of {layer} have adapters of several ranks; weft keeps one rank a layer")
+        raise CheckpointError(
+            f"the experts of {layer} have adapters of several ranks; weft keeps one rank a layer"
+        )
     return pairs.pop()
 
 

@@ -1,4 +1,7 @@
-"""A directory that holds a trained prefix in PEFT's layout: what its settings say. Plain values, no torch."""
+"""A directory that holds a trained prefix in PEFT's layout: what its settings say.
+
+Plain values, no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from pathlib import Path
 from weft.errors import CheckpointError
 from weft.reading import read_object
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 KIND = "PREFIX_TUNING"
 TASKS = {"CAUSAL_LM": "lm", "SEQ_CLS": "score"}
 
@@ -22,13 +26,18 @@ class PrefixSettings:
 
 
 def holds_prefix(path: str | Path | None) -> bool:
-    """Whether a path is a directory with a prefix in it. Raises `CheckpointError` for settings that cannot be read."""
+    """Whether a path is a directory with a prefix in it.
+
+    Raises `CheckpointError` for settings that cannot be read.
+    """
     return path is not None and read_prefix(path) is not None
 
 
 def read_prefix(path: str | Path) -> PrefixSettings | None:
-    """The settings of the prefix in a directory; None where there is none. Raises `CheckpointError` for one that weft does not
-    compute."""
+    """The settings of the prefix in a directory; None where there is none.
+
+    Raises `CheckpointError` for one that weft does not compute.
+    """
     file = Path(path).expanduser() / CONFIG
     if not file.is_file():
         return None
@@ -37,14 +46,20 @@ def read_prefix(path: str | Path) -> PrefixSettings | None:
         return None
     if settings.get("prefix_projection") and not settings.get("inference_mode"):
         raise CheckpointError(
-            f"{file} has prefix_projection=true and inference_mode=false: keys and values are still to be projected; save it "
+            f"{file} has prefix_projection=true and inference_mode=false: keys and values are "
+            f"still to be projected; save it "
             "with PEFT's save_pretrained, which projects them"
         )
     if settings.get("task_type") not in TASKS:
-        raise CheckpointError(f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}")
-    count, base = settings.get("num_virtual_tokens"), settings.get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{file} is for {settings.get('task_type')!r}; weft reads {' and '.join(TASKS)}"
+        )
+    count = settings.get("num_virtual_tokens")
+    base = settings.get("base_model_name_or_path")
     if not isinstance(count, int) or count < 1:
         raise CheckpointError(f"{file} has num_virtual_tokens={count!r}; a prefix has 1 at least")
     if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{file} does not name its model; write the directory in base_model_name_or_path")
+        raise CheckpointError(
+            f"{file} does not name its model; write the directory in base_model_name_or_path"
+        )
     return PrefixSettings(count, base)

@@ -1,6 +1,8 @@
-"""A trained prefix in PEFT's layout: `adapter_config.json` and `prompt_embeddings` in `adapter_model.safetensors`.
+"""A trained prefix in PEFT's layout: `adapter_config.json` and `prompt_embeddings` in
+`adapter_model.safetensors`.
 
-`prompt_embeddings` [tokens, layers, 2, kv_heads x head_dim]: of each token its keys and values, layer by layer, in one row.
+`prompt_embeddings` [tokens, layers, 2, kv_heads x head_dim]: of each token its keys and values,
+layer by layer, in one row.
 """
 
 from __future__ import annotations
@@ -26,17 +28,27 @@ HEAD = "base_model.{name}"  # of a score head's tensor, by its name in the check
 
 
 class PrefixReader:
-    """The keys and values in `directory`, by their canonical names, and the score head that may lie with them."""
+    """The keys and values in `directory`, by their canonical names, and the score head that may lie
+    with them.
+    """
 
-    def __init__(self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str) -> None:
-        self._files, self._where = WeightFiles(directory, single=WEIGHTS), directory / WEIGHTS
-        self._layers, self._score = config.num_layers, HEAD.format(name=score)
+    def __init__(
+        self, directory: Path, settings: PrefixSettings, config: TransformerConfig, score: str
+    ) -> None:
+        self._files = WeightFiles(directory, single=WEIGHTS)
+        self._where = directory / WEIGHTS
+        self._layers = config.num_layers
+        self._score = HEAD.format(name=score)
         width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         expected = (settings.num_tokens, width)
         if EMBEDDINGS not in self._files.names or self._files.shape(EMBEDDINGS) != expected:
-            there = self._files.shape(EMBEDDINGS) if EMBEDDINGS in self._files.names else "no"
+            if EMBEDDINGS in self._files.names:
+                there: object = self._files.shape(EMBEDDINGS)
+            else:
+                there = "no"
             raise CheckpointError(
-                f"{self._where} holds {there} {EMBEDDINGS}; a prefix of {settings.num_tokens} tokens of {settings.base} has "
+                f"{self._where} holds {there} {EMBEDDINGS}; a prefix of {settings.num_tokens} "
+                f"tokens of {settings.base} has "
                 f"{expected}"
             )
 
@@ -50,15 +62,23 @@ class PrefixReader:
         """`parameter[where]` in the dtype of the file."""
         if name == "score.weight":
             return self._files.read(self._score, where)
-        layer, kind = int(name.split(".")[1]), "kv".index(name[-1])
+        layer = int(name.split(".")[1])
+        kind = "kv".index(name[-1])
         whole = self._files.read(EMBEDDINGS).unflatten(1, (self._layers, 2, -1))[:, layer, kind]
         return whole if where is None else whole[where]
 
 
 def save_prefix(
-    directory: str | Path, parameters: Mapping[str, Tensor], config: TransformerConfig, head: Head, *, base: str, score: str
-) -> None:  # fmt: skip
-    """Write the prefix among `parameters` (canonical names), and a value or score head, called `score` in the checkpoint.
+    directory: str | Path,
+    parameters: Mapping[str, Tensor],
+    config: TransformerConfig,
+    head: Head,
+    *,
+    base: str,
+    score: str,
+) -> None:
+    """Write the prefix among `parameters` (canonical names), and a value or score head, called
+    `score` in the checkpoint.
 
     `base` is the model they belong to. Raises `RunError` where the disk refuses.
     """

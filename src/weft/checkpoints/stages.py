@@ -1,4 +1,6 @@
-"""A model directory cut into one file a pipeline stage: the same tensors, byte for byte, in other files."""
+"""A model directory cut into one file a pipeline stage: the same tensors, byte for byte, in other
+files.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,34 @@ from weft.errors import CheckpointError, ConfigError, unknown_name
 from weft.registry import families
 from weft.topology import stages_of
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf")
+WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+)
 
 
-def partition(source: str | Path, target: Path, num_stages: int, type: str | None = None) -> list[int]:
-    """Write `source` (a model directory or hub name) to `target` with one file a stage, and return how many bytes each holds.
+def partition(
+    source: str | Path, target: Path, num_stages: int, type: str | None = None
+) -> list[int]:
+    """Write `source` (a model directory or hub name) to `target` with one file a stage, and return
+    how many bytes each holds.
 
-    `transformers` and weft load it as the original. A tensor of several stages (a tied embedding) is in the file of the first.
-    Raises `ConfigError` where there are fewer layers than stages, `CheckpointError` for a directory that cannot be read.
+    `transformers` and weft load it as the original. A tensor of several stages (a tied embedding)
+    is in the file of the first. Raises `ConfigError` where there are fewer layers than stages,
+    `CheckpointError` for a directory that cannot be read.
     """
     if num_stages < 1:
         raise ConfigError(f"--num_stages {num_stages}: must be at least 1")
     reader = _reader(source, type)
     if num_stages > reader.config.num_layers:
         raise ConfigError(
-            f"--num_stages {num_stages}: {source} has {reader.config.num_layers} layers, and every stage needs at least one"
+            f"--num_stages {num_stages}: {source} has {reader.config.num_layers} layers, and "
+            f"every stage needs at least one"
         )
     members = _members(reader, num_stages)
     target.mkdir(parents=True, exist_ok=True)
@@ -43,7 +58,10 @@ def partition(source: str | Path, target: Path, num_stages: int, type: str | Non
         write_safetensors(target / name, tensors)
         places |= dict.fromkeys(names, name)
         sizes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
-    write_text(target / INDEX, json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2))
+    write_text(
+        target / INDEX,
+        json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": places}, indent=2),
+    )
     return sizes
 
 
@@ -58,13 +76,15 @@ def _reader(source: str | Path, type: str | None) -> Reader:
         return Reader(source, type=type)
     except CheckpointError:
         raise ConfigError(
-            f"--model_type {type}: {source} is no such model, its config.json says {own!r}; leave --model_type out"
+            f"--model_type {type}: {source} is no such model, its config.json says {own!r}; leave "
+            f"--model_type out"
         ) from None
 
 
 def _members(reader: Reader, num_stages: int) -> list[list[str]]:
     """The stored names of each stage, in the order of the files."""
-    config, family = reader.config, reader.family
+    config = reader.config
+    family = reader.family
     known: dict[str, int] = {}
     for head in ("score", "lm"):
         for hf, keys in family.keymap(config, head).hf_names().items():
@@ -75,12 +95,16 @@ def _members(reader: Reader, num_stages: int) -> list[list[str]]:
         members[known[name] if name in known else _beside(name, known)].append(name)
     for stage, names in enumerate(members):
         if not names:
-            raise CheckpointError(f"{reader.directory}: stage {stage} of {num_stages} would hold no tensor")
+            raise CheckpointError(
+                f"{reader.directory}: stage {stage} of {num_stages} would hold no tensor"
+            )
     return members
 
 
 def _beside(name: str, known: dict[str, int]) -> int:
-    """The stage of a tensor that is no parameter, such as a buffer: that of the parameter whose name begins most like it."""
+    """The stage of a tensor that is no parameter, such as a buffer: that of the parameter whose
+    name begins most like it.
+    """
 
     def alike(other: str) -> int:
         pairs = zip(name.split("."), other.split("."), strict=False)

@@ -1,7 +1,9 @@
-"""A model store for NVIDIA Triton: `NAME/1/model.pt`, a TorchScript module of any length, and `NAME/config.pbtxt`.
+"""A model store for NVIDIA Triton: `NAME/1/model.pt`, a TorchScript module of any length, and
+`NAME/config.pbtxt`.
 
-Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded behind. A reward model gives `rewards` [B, 1]; a policy
-`logprobs` [B, T] of each token after those before it (0 at the first and on padding) and `logits` [B, T, V].
+Inputs are `input_ids` and `attention_mask` [B, T] in int32, padded behind. A reward model gives
+`rewards` [B, 1]; a policy `logprobs` [B, T] of each token after those before it (0 at the first and
+on padding) and `logits` [B, T, V].
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from weft.observe.short_names import served_name
 
 Mode = Literal["rm", "sft"]
 MAX_BATCH = 25
-TRIALS = ((1, 1), (2, 7), (3, 33))  # rows and tokens at which the module is compared with the network
+# rows and tokens at which the module is compared with the network
+TRIALS = ((1, 1), (2, 7), (3, 33))
 TOLERANCE = 1e-4  # of float32 sums in another order
 
 CONFIG = """name: "{name}"
@@ -39,11 +42,15 @@ parameters {{ key: "DISABLE_OPTIMIZED_EXECUTION" value: {{ string_value: "true" 
 """
 
 
-def write(model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None) -> Path:
-    """Write the store; the folder of the model in it. With a `padding` token a score is read at the last that is another.
+def write(
+    model: str, output: Path, mode: Mode, name: str | None = None, padding: int | None = None
+) -> Path:
+    """Write the store; the folder of the model in it.
 
-    Raises `UserError` for a model of the other kind, for one whose attention has a window, and for an architecture whose
-    TorchScript module does not compute what the network does.
+    With a `padding` token a score is read at the last that is another.
+
+    Raises `UserError` for a model of the other kind, for one whose attention has a window, and for
+    an architecture whose TorchScript module does not compute what the network does.
     """
     source = hf_io.resolve(model)
     raw = hf_io.read_raw(source)
@@ -54,23 +61,33 @@ def write(model: str, output: Path, mode: Mode, name: str | None = None, padding
     windows = [window for window in hf_io.read_config(source)[1].windows if window is not None]
     if windows:
         raise ConfigError(
-            f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript module would not heed; use "
+            f"{model}: attention sees {min(windows)} tokens in some layers, which the TorchScript "
+            f"module would not heed; use "
             "weft serve"
         )
     with unheard():
         network = _load(source, mode)
-        module: nn.Module = (
-            Rewards(network, raw.get(hf_io.POOLING) == "mean", padding) if mode == "rm" else LogProbs(network)
-        )
+        if mode == "rm":
+            module: nn.Module = Rewards(network, raw.get(hf_io.POOLING) == "mean", padding)
+        else:
+            module = LogProbs(network)
         module.eval()
         traced = _traced(module, int(raw["vocab_size"]), model)
     name = name or served_name(str(source))
     folder = output / name
     (folder / "1").mkdir(parents=True)
     traced.save(str(folder / "1" / "model.pt"))
-    made = {"rewards": "[ 1 ]"} if mode == "rm" else {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
-    lines = [f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}' for key, dims in made.items()]
-    writing.write(folder / "config.pbtxt", CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)))
+    if mode == "rm":
+        made = {"rewards": "[ 1 ]"}
+    else:
+        made = {"logprobs": "[ -1 ]", "logits": f"[ -1, {raw['vocab_size']} ]"}
+    lines = [
+        f'  {{ name: "{key}" data_type: TYPE_FP32 dims: {dims} }}' for key, dims in made.items()
+    ]
+    writing.write(
+        folder / "config.pbtxt",
+        CONFIG.format(name=name, batch=MAX_BATCH, outputs=",\n".join(lines)),
+    )
     return folder
 
 
@@ -79,7 +96,12 @@ class Rewards(nn.Module):
 
     def __init__(self, network: Any, mean: bool, padding: int | None) -> None:
         super().__init__()
-        self.network, self.score, self.mean, self.padding = network.base_model, network.score, mean, padding
+        self.network, self.score, self.mean, self.padding = (
+            network.base_model,
+            network.score,
+            mean,
+            padding,
+        )
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         states = _states(self.network, input_ids, attention_mask)
@@ -106,7 +128,9 @@ class LogProbs(nn.Module):
         self.network = network
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.network(**_arguments(input_ids, attention_mask), logits_to_keep=0).logits.float()
+        logits = self.network(
+            **_arguments(input_ids, attention_mask), logits_to_keep=0
+        ).logits.float()
         ids = input_ids.to(torch.int64)
         chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
         zeros = torch.zeros_like(logits[:, :1, 0])
@@ -114,12 +138,23 @@ class LogProbs(nn.Module):
 
 
 def _arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """What `transformers` takes: the whole mask [B, 1, T, T], so that no length becomes part of the module."""
+    """What `transformers` takes: the whole mask [B, 1, T, T], so that no length becomes part of the
+    module.
+    """
     ids = input_ids.to(torch.int64)
     places = torch.ones_like(ids).cumsum(dim=1)
     seen = (places.unsqueeze(1) <= places.unsqueeze(2)) & (attention_mask.unsqueeze(1) > 0)
-    mask = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, torch.finfo(torch.float32).min).unsqueeze(1)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": places - 1, "use_cache": False}
+    mask = (
+        torch.zeros_like(seen, dtype=torch.float32)
+        .masked_fill(~seen, torch.finfo(torch.float32).min)
+        .unsqueeze(1)
+    )
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "position_ids": places - 1,
+        "use_cache": False,
+    }
 
 
 def _states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -130,11 +165,16 @@ def _states(network: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 def _load(source: Path, mode: Mode) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    auto: Any = AutoModelForSequenceClassification if mode == "rm" else AutoModelForCausalLM
+    if mode == "rm":
+        auto: Any = AutoModelForSequenceClassification
+    else:
+        auto = AutoModelForCausalLM
     try:
         return auto.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{source}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{source}: transformers cannot load it: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +188,10 @@ def _inputs(rows: int, tokens: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _traced(module: nn.Module, vocab: int, model: str) -> Any:
-    """The module in TorchScript, compared with it at other sizes than it was traced at. Raises `CheckpointError`."""
+    """The module in TorchScript, compared with it at other sizes than it was traced at.
+
+    Raises `CheckpointError`.
+    """
     try:
         traced = torch.jit.trace(module, _inputs(2, 11, vocab), check_trace=False)
         apart = max(_apart(module, traced, _inputs(rows, tokens, vocab)) for rows, tokens in TRIALS)
@@ -158,13 +201,18 @@ def _traced(module: nn.Module, vocab: int, model: str) -> Any:
         ) from error
     if not apart <= TOLERANCE:
         raise CheckpointError(
-            f"{model}: the TorchScript module differs from the network by {apart:.2g} at other lengths; use weft serve"
+            f"{model}: the TorchScript module differs from the network by {apart:.2g} at other "
+            f"lengths; use weft serve"
         )
     return traced
 
 
 def _apart(one: nn.Module, other: Any, inputs: tuple[Tensor, Tensor]) -> float:
     """The largest difference of their outputs where there are tokens."""
-    made, again = one(*inputs), other(*inputs)
-    pairs = [(made, again)] if isinstance(made, Tensor) else list(zip(made, again, strict=True))
+    made = one(*inputs)
+    again = other(*inputs)
+    if isinstance(made, Tensor):
+        pairs = [(made, again)]
+    else:
+        pairs = list(zip(made, again, strict=True))
     return max(float((a - b).abs().max()) for a, b in pairs)

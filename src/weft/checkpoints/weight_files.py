@@ -1,6 +1,7 @@
 """Tensors on disk: safetensors files, whole or sharded with an index, read slice by slice.
 
-Nothing is unpickled: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which refuses anything but tensors.
+Nothing is unpickled: `.bin` checkpoints are read by `torch.load(weights_only=True)`, which refuses
+anything but tensors.
 """
 
 from __future__ import annotations
@@ -27,12 +28,22 @@ from weft.topology import Slice, whole
 from weft.writing import replacing
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OLD_SINGLE = "pytorch_model.bin"
+OLD_INDEX = "pytorch_model.bin.index.json"
 SHARD_BYTES = 5 * 10**9
 MOST_HEADER = 10**8  # bytes, as safetensors has it
 LONGEST_NAME = 200  # characters of a tensor's name that a message shows
@@ -60,7 +71,8 @@ class WeightFiles:
     """
 
     def __init__(self, directory: Path, single: str = SINGLE) -> None:
-        self.directory, self.bytes_read = directory, 0
+        self.directory = directory
+        self.bytes_read = 0
         self._pickled: dict[str, Tensor] = {}
         self.stored: dict[str, Stored] = {}
         if (directory / INDEX).is_file():
@@ -86,17 +98,24 @@ class WeightFiles:
         return counts.most_common(1)[0][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._pickled[name].shape) if name in self._pickled else self.stored[name].shape
+        if name in self._pickled:
+            return tuple(self._pickled[name].shape)
+        return self.stored[name].shape
 
     def need_floats(self, names: Iterable[str]) -> None:
-        """Raises `CheckpointError` where one of these tensors holds whole numbers: packed or damaged weights, whatever their
-        shape."""
+        """Raises `CheckpointError` where one of these tensors holds whole numbers: packed or
+        damaged weights, whatever their shape.
+        """
         for name in names:
-            dtype = self._pickled[name].dtype if name in self._pickled else self.stored[name].dtype
+            if name in self._pickled:
+                dtype = self._pickled[name].dtype
+            else:
+                dtype = self.stored[name].dtype
             if not dtype.is_floating_point:
                 kind = str(dtype).removeprefix("torch.")
                 raise CheckpointError(
-                    f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized weights"
+                    f"{self.directory}: {name} is {kind}, and weights are floats; use unquantized "
+                    f"weights"
                 )
 
     def not_finite(self) -> str | None:
@@ -125,7 +144,8 @@ class WeightFiles:
             place = 0
             for start, length in _runs(stored, where):
                 got = os.preadv(handle, [into[place : place + length]], start)
-                while got < length:  # a read may return less than asked for (2 GiB at most on Linux)
+                # a read may return less than asked for (2 GiB at most on Linux)
+                while got < length:
                     more = os.preadv(handle, [into[place + got : place + length]], start + got)
                     if not more:
                         raise CheckpointError(f"{stored.file} ended while {name} was read")
@@ -139,13 +159,20 @@ class WeightFiles:
 
 def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
     """(first byte, number of bytes) of each stretch of the file that `where` covers, in order."""
-    shape, size = stored.shape, stored.dtype.itemsize
+    shape = stored.shape
+    size = stored.dtype.itemsize
     whole_from = len(shape)  # dimensions from here on are taken whole
-    while whole_from and (where[whole_from - 1].start, where[whole_from - 1].stop) == (0, shape[whole_from - 1]):
+    while whole_from and (where[whole_from - 1].start, where[whole_from - 1].stop) == (
+        0,
+        shape[whole_from - 1],
+    ):
         whole_from -= 1
     split = max(whole_from - 1, 0)  # this one is taken in part, in one stretch
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    length = (where[split].stop - where[split].start) * strides[split] if shape else 1
+    if shape:
+        length = (where[split].stop - where[split].start) * strides[split]
+    else:
+        length = 1
     first = where[split].start * strides[split] if shape else 0
     for outer in itertools.product(*(range(s.start, s.stop) for s in where[:split])):
         offset = first + sum(i * strides[d] for d, i in enumerate(outer))
@@ -153,24 +180,33 @@ def _runs(stored: Stored, where: Slice) -> Iterator[tuple[int, int]]:
 
 
 def _indexed(index: Path) -> dict[str, list[str]]:
-    """File -> the tensors that an index says lie in it. Raises `CheckpointError` for one that names files elsewhere."""
+    """File -> the tensors that an index says lie in it.
+
+    Raises `CheckpointError` for one that names files elsewhere.
+    """
     places = read_object(index, str(index), CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{index} has no weight_map of tensors and their files")
     files: dict[str, list[str]] = {}
     for name, file in places.items():
         if not isinstance(file, str) or not file or Path(file).name != file or "\0" in file:
-            raise CheckpointError(f"{index}: {name} lies in {file!r}, which is no file beside the index")
+            raise CheckpointError(
+                f"{index}: {name} lies in {file!r}, which is no file beside the index"
+            )
         files.setdefault(file, []).append(name)
     return dict(sorted(files.items()))
 
 
 def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str, Stored]:
-    """The tensors of a file, which must hold those that the index says. Another file may hold some of the others."""
+    """The tensors of a file, which must hold those that the index says.
+
+    Another file may hold some of the others.
+    """
     for name in names:
         if name not in found:
             raise CheckpointError(
-                f"{index}: says that {name} lies in a file that does not hold it; copy the files again"
+                f"{index}: says that {name} lies in a file that does not hold it; copy the files "
+                f"again"
             )
     return {name: found[name] for name in names}
 
@@ -178,8 +214,9 @@ def _wanted(found: dict[str, Stored], names: list[str], index: Path) -> dict[str
 def _header(file: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file: 8 bytes of header length, a JSON header, then the bytes.
 
-    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to lie in, where two share any,
-    and where bytes belong to none: the file was damaged, or another one was appended.
+    Raises `CheckpointError` where a tensor's shape and dtype do not give the bytes it is said to
+    lie in, where two share any, and where bytes belong to none: the file was damaged, or another
+    one was appended.
     """
     if not file.exists():
         raise CheckpointError(f"{file} is missing, though the index of {file.parent} names it")
@@ -188,7 +225,9 @@ def _header(file: Path) -> dict[str, Stored]:
     with reading(str(file), CheckpointError), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > size - 8 or length > MOST_HEADER:
-            raise CheckpointError(f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}")
+            raise CheckpointError(
+                f"{file} is no safetensors file, or cut short: {size} bytes, a header of {length}"
+            )
         raw = handle.read(length)
     with reading(f"{file} is no safetensors file: its header cannot be read", CheckpointError):
         header = json.loads(raw, object_pairs_hook=_once)
@@ -200,22 +239,33 @@ def _header(file: Path) -> dict[str, Stored]:
     ends = [end for entry in header.values() if (end := _end(entry)) is not None]
     if ends and 8 + length + max(ends) > size:
         raise CheckpointError(
-            f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file has {size}; copy it again"
+            f"{file} is truncated: its header promises {8 + length + max(ends)} bytes, the file "
+            f"has {size}; copy it again"
         )
     found = {name: _stored(file, name, entry, 8 + length) for name, entry in header.items()}
-    by_place = sorted((stored.start, stored.end, name) for name, stored in found.items() if stored.end > stored.start)
-    before, at = "the header", 8 + length
+    by_place = sorted(
+        (stored.start, stored.end, name)
+        for name, stored in found.items()
+        if stored.end > stored.start
+    )
+    before = "the header"
+    at = 8 + length
     for start, end, name in by_place:
         if start < at:
-            raise CheckpointError(f"{file}: {before} and {name} lie in the same bytes; the file is damaged")
+            raise CheckpointError(
+                f"{file}: {before} and {name} lie in the same bytes; the file is damaged"
+            )
         if start > at:
             raise CheckpointError(
-                f"{file}: {start - at:,} bytes between {before} and {name} belong to no tensor; the file is damaged"
+                f"{file}: {start - at:,} bytes between {before} and {name} belong to no tensor; "
+                f"the file is damaged"
             )
-        before, at = name, end
+        before = name
+        at = end
     if at != size:
         raise CheckpointError(
-            f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is damaged, copy it again"
+            f"{file}: {size - at:,} bytes behind the last tensor belong to none; the file is "
+            f"damaged, copy it again"
         )
     return found
 
@@ -224,31 +274,43 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object none of whose names stands twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
         raise ValueError(f"{twice!r} stands there twice")
     return found
 
 
 def _end(entry: Any) -> int | None:
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return offsets[1] if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int else None
+    if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int:
+        return offsets[1]
+    return None
 
 
 def _stored(file: Path, name: str, entry: Any, first: int) -> Stored:
     """One entry of a header whose bytes begin at `first`."""
-    name_shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]} ..."
+    if len(name) <= LONGEST_NAME:
+        name_shown = name
+    else:
+        name_shown = f"{name[:LONGEST_NAME]} ..."
     values: dict[str, Any] = entry if isinstance(entry, dict) else {}
     kind: Any = values.get("dtype")
     shape: Any = values.get("shape")
     offsets: Any = values.get("data_offsets")
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise CheckpointError(f"{file}: {name_shown} is {kind}, which weft does not read; use unquantized weights")
+        raise CheckpointError(
+            f"{file}: {name_shown} is {kind}, which weft does not read; use unquantized weights"
+        )
     if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise CheckpointError(f"{file}: {name_shown} has shape {shape} and offsets {offsets}; the header is damaged")
+        raise CheckpointError(
+            f"{file}: {name_shown} has shape {shape} and offsets {offsets}; the header is damaged"
+        )
     needed = math.prod(shape) * DTYPES[kind].itemsize
     if needed != offsets[1] - offsets[0]:
         raise CheckpointError(
-            f"{file}: {name_shown} of shape {shape} in {kind} takes {needed:,} bytes, and the header gives it "
+            f"{file}: {name_shown} of shape {shape} in {kind} takes {needed:,} bytes, and the "
+            f"header gives it "
             f"{offsets[1] - offsets[0]:,}; the file is damaged"
         )
     return Stored(file, DTYPES[kind], tuple(shape), first + offsets[0])
@@ -265,22 +327,30 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
     elif (directory / OLD_SINGLE).is_file():
         files = [OLD_SINGLE]
     else:
-        raise CheckpointError(f"{directory} holds no weights: neither {SINGLE}, {INDEX} nor {OLD_SINGLE}")
+        raise CheckpointError(
+            f"{directory} holds no weights: neither {SINGLE}, {INDEX} nor {OLD_SINGLE}"
+        )
     tensors: dict[str, Tensor] = {}
     for file in files:
         try:
             mapped = _is_zip(directory / file)  # torch maps no file of the form before version 1.6
             found = torch.load(directory / file, map_location="cpu", weights_only=True, mmap=mapped)
         except FileNotFoundError:
-            raise CheckpointError(f"{directory / file} is missing, though the index names it") from None
+            raise CheckpointError(
+                f"{directory / file} is missing, though the index names it"
+            ) from None
         except (RuntimeError, ValueError, EOFError, OSError) as broken:
-            raise CheckpointError(f"{directory / file} cannot be read: {reason(broken)}") from broken
+            raise CheckpointError(
+                f"{directory / file} cannot be read: {reason(broken)}"
+            ) from broken
         except Exception as refused:
             raise CheckpointError(
                 f"{directory / file} holds more than tensors and is not loaded: {reason(refused)}"
             ) from refused
         if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-            raise CheckpointError(f"{directory / file} holds a {type(found).__name__}, and no tensors by name")
+            raise CheckpointError(
+                f"{directory / file} holds a {type(found).__name__}, and no tensors by name"
+            )
         for name, tensor in found.items():
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
                 raise CheckpointError(f"{directory / file}: {name} is no plain tensor")
@@ -289,7 +359,9 @@ def _load_old(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_zip(file: Path) -> bool:
-    """Return whether a `.bin` file has torch's present form, an archive; older files are a sequence of pickles."""
+    """Return whether a `.bin` file has torch's present form, an archive; older files are a sequence
+    of pickles.
+    """
     with file.open("rb") as handle:
         return handle.read(4) == b"PK\x03\x04"
 
@@ -298,26 +370,37 @@ def _is_zip(file: Path) -> bool:
 
 
 def write(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], sizes: Mapping[str, int], *, shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    sizes: Mapping[str, int],
+    *,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the tensors as `model.safetensors`, or as shards with an index where they exceed `shard_bytes`.
+    """Write the tensors as `model.safetensors`, or as shards with an index where they exceed
+    `shard_bytes`.
 
-    `sizes` says beforehand how many bytes each takes, in the order of `tensors`, so that a shard at a time is in memory.
-    Each file stands under another name until it is complete.
+    `sizes` says beforehand how many bytes each takes, in the order of `tensors`, so that a shard at
+    a time is in memory. Each file stands under another name until it is complete.
     """
     shards = _shards(sizes, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [shard_name(i, len(shards)) for i in range(len(shards))]
+    if len(shards) == 1:
+        names = [SINGLE]
+    else:
+        names = [shard_name(i, len(shards)) for i in range(len(shards))]
     source = iter(tensors)
     for name, members in zip(names, shards, strict=True):
         content = dict(itertools.islice(source, len(members)))
         assert list(content) == members, "tensors come in the order of sizes"
         write_safetensors(directory / name, content)
     if len(shards) > 1:
-        places = {member: name for name, members in zip(names, shards, strict=True) for member in members}
+        places = {
+            member: name for name, members in zip(names, shards, strict=True) for member in members
+        }
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         write_text(directory / INDEX, json.dumps(index, indent=2))
     written = {*names, INDEX} if len(shards) > 1 else {SINGLE}
-    for file in (*directory.glob("model*.safetensors"), directory / INDEX):  # of an earlier save, cut otherwise
+    # of an earlier save, cut otherwise
+    for file in (*directory.glob("model*.safetensors"), directory / INDEX):
         if file.name not in written:
             file.unlink(missing_ok=True)
 
@@ -339,16 +422,26 @@ def shard_name(index: int, count: int) -> str:
 
 
 def write_safetensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file, under another name until it is complete. Raises `RunError` where the disk refuses."""
+    """Write one file, under another name until it is complete.
+
+    Raises `RunError` where the disk refuses.
+    """
     try:
         with replacing(file) as partial:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, {"format": "pt"})
+            save_file(
+                {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+                partial,
+                {"format": "pt"},
+            )
     except (OSError, SafetensorError) as failed:
         raise RunError(f"{file} could not be written: {failed}") from failed
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a small file, under another name until it is complete. Raises `RunError` where the disk refuses."""
+    """Write a small file, under another name until it is complete.
+
+    Raises `RunError` where the disk refuses.
+    """
     try:
         writing.write(file, text)
     except OSError as failed:

@@ -20,20 +20,26 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+        "--backend",
+        default=AUTO,
+        help="torch or hf (default: hf where weft has no family for the model)",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     parser.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+        "--dtype",
+        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
     )
     parser.add_argument(
-        "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
+        "--quantize",
+        choices=QUANTIZE,
+        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
 
 
 def add_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--chat-template", help="of the model that answers: a name or a jinja file (default: the model's own)"
+        "--chat-template",
+        help="of the model that answers: a name or a jinja file (default: the model's own)",
     )
 
 
@@ -43,7 +49,9 @@ def policy(name: str, given: argparse.Namespace) -> Opened:
 
 
 def check_policies(names: Iterable[str]) -> None:
-    """Raise `UserError` for the first name that is no model that answers, before any of them is loaded."""
+    """Raise `UserError` for the first name that is no model that answers, before any of them is
+    loaded.
+    """
     for name in names:
         check_talks(str(find(name, Wanted("MODEL", POLICIES)).path))
 
@@ -83,10 +91,23 @@ def say(text: str) -> None:
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on the standard error while something is counted, where that is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

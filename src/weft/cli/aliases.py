@@ -1,4 +1,6 @@
-"""Other spellings of options, Hugging Face's and older ones: each is mapped once, with a note that says to what."""
+"""Other spellings of options, Hugging Face's and older ones: each is mapped once, with a note that
+says to what.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from weft.experiments.common import MFCOptions, RunConfig
 from weft.options import leaves, plain
 from weft.topology import Layout
 
-# Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the options of sampling.
-# What only one algorithm has (`beta`, `num_generations`) stands in its config class as `spellings`.
+# Spelling -> option. {first} is the model that a run is about, {model} every trained one, {gen} the
+# options of sampling. What only one algorithm has (`beta`, `num_generations`) stands in its config
+# class as `spellings`.
 RENAMED = {
     "model_name_or_path": "{first}.path",
     "model_name": "{first}.path",
@@ -73,7 +76,8 @@ RENAMED = {
     "benchmark_steps": "max_steps",
 }
 OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # after MODEL.
-# `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is meant.
+# `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is
+# meant.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
 SHOWN = 2  # spellings of one option, in help
 MADE_OF = {  # those that depend on their value, with the option that they most often mean
@@ -101,15 +105,22 @@ class Translation:
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
-    ranks: Mapping[str, int] = field(default_factory=dict)  # spelling -> how late it was set; all the same when absent
+    # spelling -> how late it was set; all the same when absent
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, target: str, override: Override, value: Any) -> None:
-        """One assignment; a spelling set later goes over an earlier one. Raises `ConfigError` for two set at once."""
+        """One assignment; a spelling set later goes over an earlier one.
+
+        Raises `ConfigError` for two set at once.
+        """
         before = self.spelled.setdefault(target, override.name)
         if before != override.name:
-            older, newer = self.ranks.get(before, 0), self.ranks.get(override.name, 0)
+            older = self.ranks.get(before, 0)
+            newer = self.ranks.get(override.name, 0)
             if older == newer:
-                raise ConfigError(f"{before} and {override.name} are the same option, {target}; set one of them")
+                raise ConfigError(
+                    f"{before} and {override.name} are the same option, {target}; set one of them"
+                )
             if older > newer:
                 return
             self.spelled[target] = override.name
@@ -129,7 +140,10 @@ class Translation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """(overrides in weft's own names, notes). Names that are neither option nor alias are left for `options.read`."""
+    """(overrides in weft's own names, notes).
+
+    Names that are neither option nor alias are left for `options.read`.
+    """
     done = translation(overrides, config)
     return done.overrides, done.notes
 
@@ -137,10 +151,15 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
 def translation(
     overrides: Iterable[Override], config: RunConfig, ranks: Mapping[str, int] | None = None
 ) -> Translation:
-    """As `translate`, with how each option was spelled. `ranks` says how late each spelling was set."""
+    """As `translate`, with how each option was spelled.
+
+    `ranks` says how late each spelling was set.
+    """
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)), ranks=ranks or {})
     spread, done.notes = real.rename(
-        [part for override in overrides for part in _parts(override, done.known)], config, done.known
+        [part for override in overrides for part in _parts(override, done.known)],
+        config,
+        done.known,
     )
     given = {override.name: plain(override.value) for override in spread}
     for override in spread:
@@ -161,7 +180,9 @@ def spellings(config: RunConfig) -> list[str]:
 
 
 def spellings_of(config: RunConfig) -> dict[str, list[str]]:
-    """Option -> the spellings of other programs that stand for it; those that only leave out the group are not told."""
+    """Option -> the spellings of other programs that stand for it; those that only leave out the
+    group are not told.
+    """
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
     found: dict[str, list[str]] = {}
     for spelling in (*RENAMED, *config.spellings):
@@ -182,7 +203,9 @@ def spellings_of(config: RunConfig) -> dict[str, list[str]]:
 def is_spelling(name: str, config: RunConfig) -> bool:
     """Whether weft reads the name: an option, a group of options, or another spelling of one."""
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
-    if name in SPECIAL or any(known == name or known.startswith(f"{name}.") for known in done.known):
+    if name in SPECIAL or any(
+        known == name or known.startswith(f"{name}.") for known in done.known
+    ):
         return True
     inside = any(name.startswith(f"{known}.") for known in done.known)  # of a mapping
     return inside or name.startswith("optimizer.") or bool(_renamed(name, done))
@@ -193,7 +216,8 @@ def _check_node(name: str, config: RunConfig) -> None:
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
-            f"{name}: {node!r} is a host function; only calls of a model have {', '.join(CALL_OPTIONS)}. Leave it out, or "
+            f"{name}: {node!r} is a host function; only calls of a model have "
+            f"{', '.join(CALL_OPTIONS)}. Leave it out, or "
             f"change the node in code: experiment.with_mfc({node!r}, args={{..}})"
         )
 
@@ -216,7 +240,10 @@ def _renamed(name: str, done: Translation) -> list[str]:
     if f"{group}.gen.{last}" in done.known:
         return [f"{group}.gen.{last}"]
     for spelling, option in OF_A_MODEL.items():
-        if name.endswith(f".{spelling}") and (target := name.removesuffix(spelling) + option) in done.known:
+        if (
+            name.endswith(f".{spelling}")
+            and (target := name.removesuffix(spelling) + option) in done.known
+        ):
             return [target]
     if name.startswith("optimizer."):
         return [_of_the_trained_role(config, name)]
@@ -241,26 +268,39 @@ def _of_the_trained_role(config: RunConfig, name: str) -> str:
 
 
 def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`dataset.train_bs_n_seqs` = per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks."""
+    """`dataset.train_bs_n_seqs` = per_device_train_batch_size x gradient_accumulation_steps x
+    data-parallel ranks.
+    """
     if BATCH[0] not in given:
         raise ConfigError(
-            f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write dataset.train_bs_n_seqs=N instead"
+            f"{BATCH[1]}: multiplies {BATCH[0]}, which is not set; write "
+            f"dataset.train_bs_n_seqs=N instead"
         )
     if override.name == BATCH[1]:
         return  # counted with the other one
     product = 1
-    for name, factor in (*((n, given.get(n, 1)) for n in BATCH), ("data_parallel_size", data_ranks(done, given))):
+    for name, factor in (
+        *((n, given.get(n, 1)) for n in BATCH),
+        ("data_parallel_size", data_ranks(done, given)),
+    ):
         if not isinstance(factor, int) or isinstance(factor, bool) or factor < 1:
             raise ConfigError(f"{name}={factor!r}: must be a whole number, at least 1")
         product *= factor
     done.put("dataset.train_bs_n_seqs", override, product)
-    done.notes.append(f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as dataset.train_bs_n_seqs={product}")
+    done.notes.append(
+        f"{BATCH[0]} x {BATCH[1]} x data-parallel ranks is read as "
+        f"dataset.train_bs_n_seqs={product}"
+    )
 
 
 def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
-    """The data-parallel ranks of the call that trains the first trained role, by any of the options that say so."""
+    """The data-parallel ranks of the call that trains the first trained role, by any of the options
+    that say so.
+    """
     role = done.trained[0]
-    call = next((name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known), role)
+    call = next(
+        (name for name in (f"{role}_train", "train") if f"{name}.layout" in done.known), role
+    )
     for name in (f"{call}.layout", f"{role}.layout", "allocation_mode"):
         layout = given.get(name)
         if isinstance(layout, str) and LAYOUT.fullmatch(layout):
@@ -292,7 +332,9 @@ def _cpu(done: Translation, override: Override, given: dict[str, Any]) -> None:
 
 
 def _peft(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """`MODEL.lora.r=16`, unless lora_r says another rank, or num_virtual_tokens that it is a prefix."""
+    """`MODEL.lora.r=16`, unless lora_r says another rank, or num_virtual_tokens that it is a
+    prefix.
+    """
     if _truth(override, given) and not {"lora_r", "num_virtual_tokens"} & given.keys():
         done.put_all([f"{role}.lora.r" for role in done.trained], override, LORA_RANK)
 
@@ -310,7 +352,9 @@ def _strategy(done: Translation, override: Override, given: dict[str, Any]) -> N
 
 
 def _report(done: Translation, override: Override, given: dict[str, Any]) -> None:
-    """none, or names of loggers: `logger.tensorboard=true`, `logger.wandb.mode=online`, `logger.trackio.project`."""
+    """none, or names of loggers: `logger.tensorboard=true`, `logger.wandb.mode=online`,
+    `logger.trackio.project`.
+    """
     value = given[override.name]
     for name in value if isinstance(value, list) else [value]:
         settings = {

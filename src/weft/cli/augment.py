@@ -1,5 +1,6 @@
-"""`weft data augment`: rankings for a reward model in which bad replies stand last, those of a weak model or made worse on
-purpose."""
+"""`weft data augment`: rankings for a reward model in which bad replies stand last, those of a weak
+model or made worse on purpose.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +41,19 @@ def main(argv: Sequence[str]) -> int:
     from weft.evaluation import augment
 
     if given.model is None and not given.worse:
-        raise ConfigError(f"--model is missing: name a weak model, or bad replies by --worse ({', '.join(KINDS)})")
+        raise ConfigError(
+            f"--model is missing: name a weak model, or bad replies by --worse ({', '.join(KINDS)})"
+        )
     if given.model is None and given.reward:
         raise ConfigError("--reward chooses among the answers of a model: give --model too")
     if given.out.exists():
-        raise ConfigError(f"--out={given.out}: is there already, and nothing is written over; name another file")
+        raise ConfigError(
+            f"--out={given.out}: is there already, and nothing is written over; name another file"
+        )
     rows = augment.read(_paths(given))[: given.n]
-    plan = augment.Plan(given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference")
+    plan = augment.Plan(
+        given.worse, given.samples, given.share, given.seed, pairs=given.form == "preference"
+    )
     with _models.progress("rows") as bar:
         made = augment.write(rows, plan, _weak(given), given.out, _said(given, len(rows)), bar)
     print(f"{given.out}: {made.augmented:,} rows with bad replies, {made.plain:,} without")
@@ -58,15 +65,30 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="weft data augment", description=__doc__, epilog=EPILOG, formatter_class=form)
-    parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="rankings, pairs, answers, conversations or message trees"
+    parser = argparse.ArgumentParser(
+        prog="weft data augment", description=__doc__, epilog=EPILOG, formatter_class=form
     )
-    parser.add_argument("--datasets", nargs="+", metavar="NAME", help="datasets by name (docs/named-datasets.md)")
-    parser.add_argument("--mode", choices=("rm", "sft"), default="rm", help="what these are read as (default rm)")
-    parser.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file to write")
-    parser.add_argument("--model", metavar="MODEL", help="weak model or run whose answers rank last")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="rankings, pairs, answers, conversations or message trees",
+    )
+    parser.add_argument(
+        "--datasets", nargs="+", metavar="NAME", help="datasets by name (docs/named-datasets.md)"
+    )
+    parser.add_argument(
+        "--mode", choices=("rm", "sft"), default="rm", help="what these are read as (default rm)"
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="fetch what is not at hand without asking"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.jsonl", help="the file to write"
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="weak model or run whose answers rank last"
+    )
     parser.add_argument(
         "--worse",
         type=_kinds,
@@ -74,7 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KIND,...",
         help=f"bad replies made of good ones: {', '.join(KINDS)}",
     )
-    parser.add_argument("--reward", metavar="MODEL", help="reward model or run; of the samples it keeps the best")
+    parser.add_argument(
+        "--reward", metavar="MODEL", help="reward model or run; of the samples it keeps the best"
+    )
     parser.add_argument(
         "--samples",
         type=_count,
@@ -83,16 +107,28 @@ def _parser() -> argparse.ArgumentParser:
         help="answers of the model a row, of which one is kept (default 1)",
     )
     parser.add_argument(
-        "--share", type=_share, default=1.0, metavar="X", help="share of the rows that get bad replies (default 1)"
+        "--share",
+        type=_share,
+        default=1.0,
+        metavar="X",
+        help="share of the rows that get bad replies (default 1)",
     )
     parser.add_argument("-n", type=_count, metavar="N", help="use the first N rows only")
     parser.add_argument(
-        "--form", choices=("ranking", "preference"), default="ranking",
+        "--form",
+        choices=("ranking", "preference"),
+        default="ranking",
         help="rows {replies, augmented}, of which an epoch draws one bad reply, or {chosen, rejected} (default ranking)",
-    )  # fmt: skip
-    parser.add_argument("--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default 256)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="of the draws (default 1)")
-    parser.add_argument("--top-p", type=float, default=0.9, metavar="X", help="of the draws (default 0.9)")
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=_count, default=256, metavar="N", help="of an answer (default 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, metavar="X", help="of the draws (default 1)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.9, metavar="X", help="of the draws (default 0.9)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
     _models.add_options(parser)
     _models.add_template(parser)
@@ -130,7 +166,9 @@ def _paths(given: argparse.Namespace) -> list[str]:
     from weft.cli import named_data
 
     spec = DatasetSpec()
-    allowed = named_data.allow(named_data.sources(given.datasets, given.mode, spec), spec, given.yes)
+    allowed = named_data.allow(
+        named_data.sources(given.datasets, given.mode, spec), spec, given.yes
+    )
     if not allowed:
         raise ConfigError("--datasets: none of them is at hand; --yes fetches them")
     sources = [named_data.said(source) for source in allowed]
@@ -144,7 +182,10 @@ def _weak(given: argparse.Namespace) -> Weak | None:
     from weft.evaluation.settings import Settings
 
     spec = GenerationSpec(
-        max_new_tokens=given.max_new_tokens, temperature=given.temperature, top_p=given.top_p, seed=given.seed
+        max_new_tokens=given.max_new_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        seed=given.seed,
     )
     validate(spec)
     reward = _models.scorer(given.reward, given) if given.reward else None

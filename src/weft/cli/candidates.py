@@ -1,4 +1,7 @@
-"""What may come next on a command line: the words that the shells' completion offers. Loads no torch, runs in half a second."""
+"""What may come next on a command line: the words that the shells' completion offers.
+
+Loads no torch, runs in half a second.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from weft.options import Leaf, leaves
 Word = tuple[str, str]  # what is offered, and what it is
 
 RUNS = "runs"
-EXPERIMENT, TRIAL = ("-e", "--experiment"), ("-f", "--trial")
+EXPERIMENT = ("-e", "--experiment")
+TRIAL = ("-f", "--trial")
 OF_RUNS = (
     "show",
     "rm",
@@ -65,9 +69,16 @@ NUMBERS = ("int", "float")
 
 
 def candidates(words: Sequence[str], current: str) -> list[Word]:
-    """What `current` may become after `words`, the name of the command first. Nothing where nobody knows."""
+    """What `current` may become after `words`, the name of the command first.
+
+    Nothing where nobody knows.
+    """
     try:
-        return [word for word in dict(_candidates(list(words), current)).items() if word[0].startswith(current)]
+        return [
+            word
+            for word in dict(_candidates(list(words), current)).items()
+            if word[0].startswith(current)
+        ]
     except (UserError, OSError):
         return []  # a command that is wrong already says so when it is run
 
@@ -113,12 +124,18 @@ def _quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 def _quickstart_names(words: Sequence[str]) -> list[str]:
     """Shipped ones, and those whose names stand in user code, which is read and not run."""
-    named = [name for file in _user_files(words) for name in REGISTERED.findall(file.read_text(errors="replace"))]
+    named = [
+        name
+        for file in _user_files(words)
+        for name in REGISTERED.findall(file.read_text(errors="replace"))
+    ]
     return sorted({*registry.quickstarts.names(), *named})
 
 
 def _user_files(words: Sequence[str]) -> list[Path]:
-    given = [Path(word) for flag, word in pairwise(words) if flag == "--import" and word.endswith(".py")]
+    given = [
+        Path(word) for flag, word in pairwise(words) if flag == "--import" and word.endswith(".py")
+    ]
     folder = Path(registry.USER_FOLDER)
     return [file for file in (*given, *sorted(folder.glob("*.py"))) if file.is_file()]
 
@@ -138,19 +155,25 @@ def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
     """Names of options, a part at a time: `actor.` first, then what is below it."""
     given = {word.partition("=")[0] for word in words}
     open_ones = [
-        leaf for leaf in leaves(_config(name, words)) if leaf.name not in given and leaf.name.startswith(current)
+        leaf
+        for leaf in leaves(_config(name, words))
+        if leaf.name not in given and leaf.name.startswith(current)
     ]
     yield from next_parts(open_ones, current)
 
 
 def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
-    """The options that begin with `current`, as far as their next dot; a group that stands alone is opened."""
+    """The options that begin with `current`, as far as their next dot; a group that stands alone is
+    opened.
+    """
     start = current.rfind(".") + 1
     found: dict[str, str] = {}
     for leaf in options:
         part, dot, _ = leaf.name[start:].partition(".")
         word = leaf.name[:start] + part + (dot or "=")
-        found.setdefault(word, f"options of {leaf.name[:start]}{part}" if dot else first_clause(leaf.help))
+        found.setdefault(
+            word, f"options of {leaf.name[:start]}{part}" if dot else first_clause(leaf.help)
+        )
     alone = next(iter(found), "")
     if len(found) == 1 and alone.endswith(".") and alone != current:
         yield from next_parts(options, alone)
@@ -187,7 +210,9 @@ def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
 def _help_groups(name: str, words: Sequence[str]) -> Iterator[Word]:
     yield "all", "every option"
     parts = [leaf.name.split(".") for leaf in leaves(_config(name, words))]
-    for group in dict.fromkeys(".".join(part[:depth]) for part in parts for depth in range(1, len(part))):
+    for group in dict.fromkeys(
+        ".".join(part[:depth]) for part in parts for depth in range(1, len(part))
+    ):
         yield group, f"options of {group}"
 
 
@@ -237,7 +262,11 @@ def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
 def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
     """(subcommands, flags) of a command, from its help."""
     text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), contextlib.suppress(SystemExit):
+    with (
+        contextlib.redirect_stdout(text),
+        contextlib.redirect_stderr(text),
+        contextlib.suppress(SystemExit),
+    ):
         dispatch([name, *subcommand, "--help"])
     shown = text.getvalue()
     subcommands = [] if subcommand else _subcommands(shown)
@@ -260,10 +289,14 @@ def _flags(names: Iterable[str]) -> Iterator[Word]:
 
 
 def runs_and_paths(begun: str) -> Iterator[Word]:
-    """The runs in ./runs by their paths, and what else is on the disk; no folder on the way to a run that is offered."""
+    """The runs in ./runs by their paths, and what else is on the disk; no folder on the way to a
+    run that is offered.
+    """
     runs = [str(run) for run in find_runs(Path(RUNS)) if str(run).startswith(begun)]
     yield from ((run, "a run") for run in runs)
-    yield from (word for word in paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs))
+    yield from (
+        word for word in paths(begun) if not any(f"{run}/".startswith(word[0]) for run in runs)
+    )
 
 
 def paths(begun: str) -> Iterator[Word]:

@@ -1,5 +1,6 @@
-"""`weft chat MODEL`: a conversation in the terminal with a model, or with the newest checkpoint of a run; `weft chat A B`: with
-two models at once."""
+"""`weft chat MODEL`: a conversation in the terminal with a model, or with the newest checkpoint of
+a run; `weft chat A B`: with two models at once.
+"""
 
 from __future__ import annotations
 
@@ -35,44 +36,75 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model-path", metavar="MODEL_DIR", help="the same as MODEL_DIR")
     made.add_argument("--system", metavar="TEXT", help="system prompt")
     made.add_argument(
-        "--temperature", type=float, default=1.0, help="logits are divided by it (default 1); 0 is greedy"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="logits are divided by it (default 1); 0 is greedy",
     )
-    made.add_argument("--top-p", type=float, default=1.0, help="likeliest tokens of this probability (default 1: all)")
-    made.add_argument("--top-k", type=int, default=0, help="this many likeliest tokens (default 0: all)")
-    made.add_argument("--max-new-tokens", type=int, default=512, help="most tokens of an answer (default 512)")
+    made.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="likeliest tokens of this probability (default 1: all)",
+    )
+    made.add_argument(
+        "--top-k", type=int, default=0, help="this many likeliest tokens (default 0: all)"
+    )
+    made.add_argument(
+        "--max-new-tokens", type=int, default=512, help="most tokens of an answer (default 512)"
+    )
     made.add_argument("--seed", type=int, help="seed of the draws (default: another one each time)")
     forms = made.add_mutually_exclusive_group()
     forms.add_argument(
-        "--chat-template", metavar="NAME", help="a template by name or a jinja file; the model's own when absent"
+        "--chat-template",
+        metavar="NAME",
+        help="a template by name or a jinja file; the model's own when absent",
     )
     forms.add_argument(
         "--format",
         choices=FORMATS,
         help="Open-Assistant's forms v2 and v2.5, or the model's own template (the default)",
     )
-    made.add_argument("--plain", action="store_true", help="continue text as it stands, without the chat template")
+    made.add_argument(
+        "--plain", action="store_true", help="continue text as it stands, without the chat template"
+    )
     made.add_argument("--no-history", action="store_true", help="answer every message by itself")
     made.add_argument(
-        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+        "--backend",
+        default=AUTO,
+        help="torch or hf (default: hf where weft has no family for the model)",
     )
     made.add_argument("--device", help="cpu, cuda, ... (default: the best there is)")
     made.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+        "--dtype",
+        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
     )
     made.add_argument(
-        "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
+        "--quantize",
+        choices=QUANTIZE,
+        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
-    made.add_argument("--8bit", dest="quantize", action="store_const", const="8bit", help="the same as --quantize 8bit")
+    made.add_argument(
+        "--8bit",
+        dest="quantize",
+        action="store_const",
+        const="8bit",
+        help="the same as --quantize 8bit",
+    )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, load, converse. Raises `UserError` (exit code 2) for a model or an option that cannot be used."""
+    """Parse, load, converse.
+
+    Raises `UserError` (exit code 2) for a model or an option that cannot be used.
+    """
     given = parser().parse_args(list(argv))
     named = given.models or [each for each in (given.model_path,) if each is not None]
     if len(named) not in (1, 2) or (given.models and given.model_path is not None):
         raise ConfigError(
-            "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); or two: weft chat A B"
+            "name one model: weft chat MODEL_DIR (or --model_path MODEL_DIR, which is the same); "
+            "or two: weft chat A B"
         )
     spec = _generation_spec(given)
     found = [find(newest_run(name), Wanted("MODEL_DIR")) for name in named]
@@ -85,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
     for label, each, model in zip(LABELS, found, models, strict=False):
         if each.note:
             view.note(each.note)
-        chats.append(_load(model, spec, view, plain=given.plain, label=label if len(models) > 1 else ""))
+        chats.append(
+            _load(model, spec, view, plain=given.plain, label=label if len(models) > 1 else "")
+        )
         chats[-1].system, chats[-1].history = given.system, not given.no_history
     if len(chats) == 1:
         view.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
@@ -127,11 +161,16 @@ def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
 
 
 def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, label: str) -> Chat:
-    """The model with its tokenizer, and the lines at the top. Raises `UserError` for what cannot be talked to."""
+    """The model with its tokenizer, and the lines at the top.
+
+    Raises `UserError` for what cannot be talked to.
+    """
     opened = open_policy(model)
-    tokenizer, facts = opened.tokenizer, opened.engine.description
+    tokenizer = opened.tokenizer
+    facts = opened.engine.description
     chat = Chat(opened.engine, tokenizer, replace(spec, stop_ids=tokenizer.stop_ids()), view)
-    chat.plain, chat.context = plain or tokenizer.chat_template is None, opened.context
+    chat.plain = plain or tokenizer.chat_template is None
+    chat.context = opened.context
     if label:
         chat.name = opened.name
     view.title(f"{label or 'weft chat'}  {opened.name}")
@@ -145,7 +184,10 @@ def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, la
     )
     view.note(chat.settings())
     if chat.plain:
-        why = "--plain" if plain else "this tokenizer has no chat template, so the model is no chat model"
+        if plain:
+            why = "--plain"
+        else:
+            why = "this tokenizer has no chat template, so the model is no chat model"
         view.note(f"plain text: every line is continued by itself, as it stands ({why})")
     if tokenizer.eos_id is None:
         view.note("the tokenizer has no end-of-sequence token: answers end at max_new_tokens")

@@ -1,4 +1,6 @@
-"""How a conversation looks: a gutter of who speaks and wrapped text in a terminal, bare answers where output is piped."""
+"""How a conversation looks: a gutter of who speaks and wrapped text in a terminal, bare answers
+where output is piped.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ def harmless(character: str) -> bool:
 
 
 class Wrap:
-    """Breaks a stream of text at words: what `feed` returns can be printed at once, a word comes when it is complete."""
+    """Breaks a stream of text at words: what `feed` returns can be printed at once, a word comes
+    when it is complete.
+    """
 
     def __init__(self, width: int, indent: int) -> None:
-        self.width, self.indent = max(width, indent + 8), indent
+        self.width = max(width, indent + 8)
+        self.indent = indent
         self.column = indent
         self._gap = self._word = ""
         self._begun = False
@@ -53,10 +58,13 @@ class Wrap:
         return out
 
     def _put(self) -> str:
-        word, gap, self._word = self._word, self._gap, ""
+        word = self._word
+        gap = self._gap
+        self._word = ""
         if not word:
             return ""
-        self._gap, self._begun = "", True
+        self._gap = ""
+        self._begun = True
         size = cell_len(word)
         if self.column + len(gap) + size > self.width and self.column > self.indent:
             self.column = self.indent + size
@@ -66,11 +74,15 @@ class Wrap:
 
 
 class Answer:
-    """One answer as it comes: `with view.answer() as answer: answer.write(...)`. `label` is who speaks; without one a pipe
-    gets the answer alone."""
+    """One answer as it comes: `with view.answer() as answer: answer.write(...)`.
+
+    `label` is who speaks; without one a pipe gets the answer alone.
+    """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
-        self._console, self._interactive, self._label = console, interactive, label
+        self._console = console
+        self._interactive = interactive
+        self._label = label
         self._wrap = Wrap(min(console.width, WIDEST), GUTTER)
 
     def __enter__(self) -> Answer:
@@ -81,7 +93,9 @@ class Answer:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        """Show text and return it; `style` is rich's ("dim" for what was there before, which a pipe does not get again)."""
+        """Show text and return it; `style` is rich's ("dim" for what was there before, which a pipe
+        does not get again).
+        """
         if self._interactive:
             self._out(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
         elif not style:
@@ -89,7 +103,10 @@ class Answer:
         return text
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._interactive:
             self._out(self._wrap.flush())
@@ -101,19 +118,29 @@ class Answer:
 
 
 class View:
-    """Reads the user's lines and shows answers. Where input or output is no terminal, only answers go to standard output and
-    notes go to standard error."""
+    """Reads the user's lines and shows answers.
+
+    Where input or output is no terminal, only answers go to standard output and notes go to
+    standard error.
+    """
 
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._console = Console(highlight=False)
-        self._notes = self._console if self.interactive else Console(stderr=True, highlight=False)
         if self.interactive:
-            with contextlib.suppress(ImportError):  # line editing and history; absent on some systems
+            self._notes = self._console
+        else:
+            self._notes = Console(stderr=True, highlight=False)
+        if self.interactive:
+            # line editing and history; absent on some systems
+            with contextlib.suppress(ImportError):
                 importlib.import_module("readline")
 
     def ask(self) -> str | None:
-        """The user's next line; None at the end of the input (Ctrl-D). Ctrl-C only clears the line."""
+        """The user's next line; None at the end of the input (Ctrl-D).
+
+        Ctrl-C only clears the line.
+        """
         while True:
             try:
                 return input(self._prompt() if self.interactive else "")
@@ -153,4 +180,6 @@ class View:
     def _prompt(self) -> str:
         """The gutter of the user's line; readline must be told which characters take no room."""
         label = f"{'you':{GUTTER}}"
-        return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02" if self._console.color_system else f"\n{label}"
+        if self._console.color_system:
+            return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02"
+        return f"\n{label}"

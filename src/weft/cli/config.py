@@ -1,4 +1,6 @@
-"""`weft config`: the named sections that `--configs` applies: list them, show what they come to, copy one, check a file."""
+"""`weft config`: the named sections that `--configs` applies: list them, show what they come to,
+copy one, check a file.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from pathlib import Path
 from weft import registry
 from weft.cli import overrides
 from weft.cli.parsing import Parser
-from weft.cli.sections import READY, SHIPPED, SUFFIXES, Contents, Library, Section, read_file, shipped_file, yaml_files
+from weft.cli.sections import (
+    READY,
+    SHIPPED,
+    SUFFIXES,
+    Contents,
+    Library,
+    Section,
+    read_file,
+    shipped_file,
+    yaml_files,
+)
 from weft.cli.stack import Stack, meant_for, read_stack
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
@@ -59,13 +71,25 @@ def _parser() -> argparse.ArgumentParser:
         "ls", help="list the recipes with what they are for, and the sections with what they set"
     )
     listing.add_argument("part", nargs="?", default="", help="only names that contain this")
-    showing = commands.add_parser("show", help="print the options that sections come to, and where each value is from")
-    showing.add_argument("words", nargs="+", metavar="NAME|key=value", help="sections left to right, then assignments")
-    copying = commands.add_parser("cp", help="copy a section into a file of your own, to change it there")
+    showing = commands.add_parser(
+        "show", help="print the options that sections come to, and where each value is from"
+    )
+    showing.add_argument(
+        "words",
+        nargs="+",
+        metavar="NAME|key=value",
+        help="sections left to right, then assignments",
+    )
+    copying = commands.add_parser(
+        "cp", help="copy a section into a file of your own, to change it there"
+    )
     copying.add_argument("name")
-    copying.add_argument("file", type=Path, help="a file that is not there yet, such as configs/mine.yaml")
+    copying.add_argument(
+        "file", type=Path, help="a file that is not there yet, such as configs/mine.yaml"
+    )
     checking = commands.add_parser(
-        "validate", help="check every section of files, or a stack of sections: keys, types, values, names of data sets"
+        "validate",
+        help="check every section of files, or a stack of sections: keys, types, values, names of data sets",
     )
     checking.add_argument(
         "words",
@@ -77,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.choices[name]
         command.set_defaults(run=run, quickstart=None)
         command.add_argument(
-            "--config-dir", dest="folders", action="append", default=[], metavar="DIR", help="searched after ./configs"
+            "--config-dir",
+            dest="folders",
+            action="append",
+            default=[],
+            metavar="DIR",
+            help="searched after ./configs",
         )
         command.add_argument(
             "--import",
@@ -98,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ls(given: argparse.Namespace) -> Iterator[str]:
-    """Recipes with what they are for, a line for each other section, then what is wrong with files that cannot be read."""
+    """Recipes with what they are for, a line for each other section, then what is wrong with files
+    that cannot be read.
+    """
     broken: list[str] = []
     library = Library.find(given.folders, broken)
     sections = []
@@ -134,11 +165,16 @@ def _listed(sections: Sequence[Section]) -> Iterator[str]:
 
 
 def _recipe(section: Section) -> str | None:
-    """Return a recipe's purpose and the GPU that it fits, from the head of its file; None for other sections."""
+    """Return a recipe's purpose and the GPU that it fits, from the head of its file; None for other
+    sections.
+    """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
     rows = shipped_file(section.file).read_text(encoding="utf-8").splitlines()
-    head = [row.lstrip("# ").rstrip() for row in itertools.takewhile(lambda row: row.startswith("#"), rows)]
+    head = [
+        row.lstrip("# ").rstrip()
+        for row in itertools.takewhile(lambda row: row.startswith("#"), rows)
+    ]
     gpu = next((row.partition(": ")[2] for row in head if row.startswith("GPU: ")), "")
     return f"{head[0].rstrip('.')}; {gpu}" if gpu else head[0]
 
@@ -167,7 +203,9 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _text(section: Section) -> str:
-    """The section as it is written, with its comments; as plain YAML where it leans on other parts of its file."""
+    """The section as it is written, with its comments; as plain YAML where it leans on other parts
+    of its file.
+    """
     import yaml
 
     file = shipped_file(section.file) if section.shipped else Path(section.file)
@@ -175,7 +213,10 @@ def _text(section: Section) -> str:
     if section.trlx or section.name not in _tops(rows):
         return "\n".join(rows) + "\n"
     start = section.line - 1
-    end = next((index for index in range(start + 1, len(rows)) if re.match(r"[^\s#]", rows[index])), len(rows))
+    end = next(
+        (index for index in range(start + 1, len(rows)) if re.match(r"[^\s#]", rows[index])),
+        len(rows),
+    )
     while end > start + 1 and (not rows[end - 1].strip() or rows[end - 1].startswith("#")):
         end -= 1
     text = "\n".join(rows[start:end]) + "\n"
@@ -183,11 +224,9 @@ def _text(section: Section) -> str:
         alone = yaml.safe_load(text)
     except yaml.YAMLError:  # an alias of an anchor elsewhere
         alone = None
-    return (
-        text
-        if isinstance(alone, dict) and section.name in alone
-        else yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
-    )
+    if isinstance(alone, dict) and section.name in alone:
+        return text
+    return yaml.safe_dump({section.name: dict(section.values)}, sort_keys=False, allow_unicode=True)
 
 
 def _tops(rows: Sequence[str]) -> set[str]:
@@ -197,13 +236,19 @@ def _tops(rows: Sequence[str]) -> set[str]:
 
 
 def validate(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section of files, and the names as a stack. Raises `ConfigError` with every problem."""
+    """Check every section of files, and the names as a stack.
+
+    Raises `ConfigError` with every problem.
+    """
     problems: list[str] = []
     names: list[str] = []
     for word in (word for word in given.words if "=" not in word):
         place = Path(word)
         if place.is_file() or place.is_dir():
-            inside = [place] if place.is_file() else yaml_files(place, f"weft config validate {word}")
+            if place.is_file():
+                inside = [place]
+            else:
+                inside = yaml_files(place, f"weft config validate {word}")
             for file in inside:
                 yield from _of_file(file, given, problems)
         elif place.suffix in SUFFIXES or "/" in word:
@@ -212,9 +257,13 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
             names += [name for name in word.split(",") if name]
     assigned = [word for word in given.words if "=" in word]
     if assigned and not names:
-        raise ConfigError(f"weft config validate {assigned[0]}: goes over sections; name them before it")
+        raise ConfigError(
+            f"weft config validate {assigned[0]}: goes over sections; name them before it"
+        )
     if names:
-        right, wrong = _problem(names, Library.find(given.folders), given.quickstart, overrides.parse(assigned))
+        right, wrong = _problem(
+            names, Library.find(given.folders), given.quickstart, overrides.parse(assigned)
+        )
         if wrong:
             problems.append(wrong)
         else:
@@ -242,9 +291,14 @@ def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iter
 
 
 def _problem(
-    names: Sequence[str], library: Library, quickstart: str | None, given: Sequence[overrides.Override] = ()
+    names: Sequence[str],
+    library: Library,
+    quickstart: str | None,
+    given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """(the quickstart that a stack fits, "") or (the one it is most likely meant for, what is wrong)."""
+    """(the quickstart that a stack fits, "") or (the one it is most likely meant for, what is
+    wrong).
+    """
     first = quickstart or meant_for([library.get(name) for name in names])
     wrong = ""
     for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
@@ -259,7 +313,9 @@ def _problem(
     return first, wrong
 
 
-def _checked(names: Sequence[str], library: Library, quickstart: str, given: Iterable[overrides.Override]) -> Stack:
+def _checked(
+    names: Sequence[str], library: Library, quickstart: str, given: Iterable[overrides.Override]
+) -> Stack:
     """The stack, whose options have been read and checked. Raises `ConfigError`."""
     from weft.cli.quickstart import configure
 
@@ -281,7 +337,10 @@ def _checked(names: Sequence[str], library: Library, quickstart: str, given: Ite
 
 
 def _check_named(config: RunConfig) -> None:
-    """Look for the files, functions and interfaces that the options name. Raises `UserError` for one that is not there."""
+    """Look for the files, functions and interfaces that the options name.
+
+    Raises `UserError` for one that is not there.
+    """
     registry.import_user_code(config.imports)
     for spec in fields(config):
         value = getattr(config, spec.name)
@@ -296,11 +355,16 @@ def _check_named(config: RunConfig) -> None:
             _check_call(spec.name, value)
         elif isinstance(value, DatasetSpec):
             if value.type is not None and value.type not in registry.datasets:
-                raise set_for(f"{spec.name}.type", unknown_name("dataset type", value.type, registry.datasets.names()))
+                raise set_for(
+                    f"{spec.name}.type",
+                    unknown_name("dataset type", value.type, registry.datasets.names()),
+                )
             if value.path is not None or value.train_path is not None:
                 check_dataset(value)
     if config.eval_prompts is not None and not Path(config.eval_prompts).expanduser().is_file():
-        raise ConfigError(f"eval_prompts={config.eval_prompts!r}: there is no such file; check the spelling")
+        raise ConfigError(
+            f"eval_prompts={config.eval_prompts!r}: there is no such file; check the spelling"
+        )
     reward = getattr(config, "reward", None)
     for part in parse_reward(reward) if reward is not None else ():
         locate(part)
@@ -309,18 +373,24 @@ def _check_named(config: RunConfig) -> None:
 def _check_call(name: str, call: MFCOptions) -> None:
     """The interface and the hooks of a call are registered, or can be imported."""
     if call.interface is not None and call.interface not in registry.interfaces:
-        raise set_for(f"{name}.interface", unknown_name("interface", call.interface, registry.interfaces.names()))
+        raise set_for(
+            f"{name}.interface",
+            unknown_name("interface", call.interface, registry.interfaces.names()),
+        )
     for kind in ("pre_hooks", "post_hooks"):
         for hook in parse_hooks(getattr(call, kind)):
             if isinstance(hook, Call) and hook.function not in registry.functions:
                 raise set_for(
-                    f"{name}.{kind}", unknown_name("host function", hook.function, registry.functions.names())
+                    f"{name}.{kind}",
+                    unknown_name("host function", hook.function, registry.functions.names()),
                 )
 
 
 def _check_sources(config: RunConfig, stack: Stack) -> None:
     """The names of data sets. Raises `ConfigError` with the place of the list."""
-    dataset = next((getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None)
+    dataset = next(
+        (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None
+    )
     if isinstance(dataset, DatasetSpec):
         try:
             check_dataset(dataset)

@@ -40,7 +40,10 @@ class Shown(Protocol):
     def __enter__(self) -> Shown: ...
     def write(self, text: str, style: str = "") -> str: ...
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
 
 
@@ -57,11 +60,13 @@ class Shows(Protocol):
 
 @dataclass
 class Chat:
-    """One conversation. `prompt` and `said` are the token ids of the last request and of what came; `ended` says whether the
-    model was done.
+    """One conversation.
 
-    `context` is the most tokens that the model takes: older messages are left out where a conversation has more. Without
-    `history` every message is answered by itself.
+    `prompt` and `said` are the token ids of the last request and of what came; `ended` says whether
+    the model was done.
+
+    `context` is the most tokens that the model takes: older messages are left out where a
+    conversation has more. Without `history` every message is answered by itself.
     """
 
     engine: Engine
@@ -80,7 +85,10 @@ class Chat:
     name: str = ""  # of the model, where a file holds the answers of several
 
     def converse(self) -> None:
-        """Read lines until the input ends. In a pipe an error ends the conversation, for there is nobody to mend it."""
+        """Read lines until the input ends.
+
+        In a pipe an error ends the conversation, for there is nobody to mend it.
+        """
         while (line := self.view.ask()) is not None:
             try:
                 if not self.take(line):
@@ -154,13 +162,21 @@ class Chat:
         }
         if name not in commands:
             close = nearest(name, [*commands, "quit"])
-            hint = f"did you mean /{' or /'.join(close)}?" if close else "/help lists them"
-            raise ConfigError(f"unknown command /{name}; {hint} (a message that begins with / is written with //)")
+            if close:
+                hint = f"did you mean /{' or /'.join(close)}?"
+            else:
+                hint = "/help lists them"
+            raise ConfigError(
+                f"unknown command /{name}; {hint} (a message that begins with / is written with //)"
+            )
         commands[name]()
         return True
 
     def _reset(self) -> None:
-        self.messages, self.prompt, self.said, self.ended = [], [], [], True
+        self.messages = []
+        self.prompt = []
+        self.said = []
+        self.ended = True
         self.view.note("the conversation is forgotten")
 
     def _set_system(self, text: str) -> None:
@@ -175,14 +191,19 @@ class Chat:
                 raise unknown_name("setting", name, SETTINGS)
             values: dict[str, Any] = {name: value.strip()}
             if name == "temperature":
-                values = {"greedy": True} if value.strip() in ("0", "0.0") else {**values, "greedy": False}
+                if value.strip() in ("0", "0.0"):
+                    values = {"greedy": True}
+                else:
+                    values = {**values, "greedy": False}
             changed = read(self.spec, values)
             validate(changed)
             self.spec = changed
         self.view.note(self.settings())
 
     def _save(self, name: str) -> None:
-        """Append to a JSONL file: the conversation as one row, or in plain mode each exchange as one."""
+        """Append to a JSONL file: the conversation as one row, or in plain mode each exchange as
+        one.
+        """
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:
@@ -202,8 +223,9 @@ class Chat:
         return [*first, *self.messages[start:]]
 
     def _within_context(self) -> list[int]:
-        """The conversation's token ids, without the oldest turns where they leave the answer less than a quarter of the context
-        (or less than it may have)."""
+        """The conversation's token ids, without the oldest turns where they leave the answer less
+        than a quarter of the context (or less than it may have).
+        """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
         if self.context is None:
@@ -211,10 +233,13 @@ class Chat:
         most = self.context - min(self.spec.most_new_tokens, self.context // 4)
         while len(prompt) > most and start + 2 < len(self.messages):
             start += 2
-            prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
+            prompt = self.tokenizer.encode_chat(
+                self._conversation(start), add_generation_prompt=True
+            )
         if start > first:
             self.view.note(
-                f"the model takes {self.context} tokens: it does not see the oldest {start} messages any more"
+                f"the model takes {self.context} tokens: it does not see the oldest {start} "
+                f"messages any more"
             )
         return prompt
 
@@ -226,29 +251,39 @@ class Chat:
             prompt = self._within_context()
         if self.context is not None and len(prompt) >= self.context:
             raise ConfigError(
-                f"the message has {len(prompt)} tokens, and the model takes {self.context} with its answer; shorten it"
+                f"the message has {len(prompt)} tokens, and the model takes {self.context} with "
+                f"its answer; shorten it"
             )
         self._stream(prompt, [])
 
     def _stream(self, prompt: list[int], said: list[int]) -> None:
-        """Show the answer to `prompt` that begins with `said` as it comes, and keep it. Ctrl-C keeps what came."""
+        """Show the answer to `prompt` that begins with `said` as it comes, and keep it.
+
+        Ctrl-C keeps what came.
+        """
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
 
         decoder = StreamDecoder(self.tokenizer)
         if self.plain:
             decoder.feed(prompt)  # some tokenizers drop the blank before a text's first word
-        new, text = list[int](), decoder.feed(said)
+        new = list[int]()
+        text = decoder.feed(said)
         finish: str | None = None
         started = time.perf_counter()
-        room = None if self.context is None else max(1, self.context - len(prompt) - len(said))
+        if self.context is None:
+            room = None
+        else:
+            room = max(1, self.context - len(prompt) - len(said))
         with self.view.answer() as answer:
             if self.plain:
                 answer.write(self.messages[-1]["content"], style="dim")
             answer.write(text, style="dim")
             try:
                 with self.engine.generating(self.spec) as generator:
-                    asked = Request("chat", 0, [*prompt, *said], step=self.draws, max_new_tokens=room)
+                    asked = Request(
+                        "chat", 0, [*prompt, *said], step=self.draws, max_new_tokens=room
+                    )
                     generator.submit([asked])
                     while not generator.idle:
                         for event in generator.step():
@@ -261,7 +296,9 @@ class Chat:
                 finish = "stopped"
             text += answer.write(decoder.flush())
         self.draws += 1
-        self.prompt, self.said, self.ended = prompt, [*said, *new], finish == "stop"
+        self.prompt = prompt
+        self.said = [*said, *new]
+        self.ended = finish == "stop"
         self.messages.append({"role": "assistant", "content": text if self.plain else text.strip()})
         self._tell(finish, len(new), time.perf_counter() - started)
 
@@ -273,10 +310,14 @@ class Chat:
             "length": "; cut at max_new_tokens, an empty line goes on",
             "stopped": "; stopped, an empty line goes on",
         }
-        self.view.note(f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}")
+        self.view.note(
+            f"       {count} tokens, {count / seconds:.0f} per second{ends.get(str(finish), '')}"
+        )
 
 
 def _limits(spec: GenerationSpec) -> dict[str, float]:
     """The limits in force on what is sampled from."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    return {name: getattr(spec, name) for name, value in off.items() if getattr(spec, name) != value}
+    return {
+        name: getattr(spec, name) for name, value in off.items() if getattr(spec, name) != value
+    }

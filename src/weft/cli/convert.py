@@ -1,4 +1,6 @@
-"""Checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by stages."""
+"""Checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by
+stages.
+"""
 
 from __future__ import annotations
 
@@ -19,45 +21,88 @@ STORES = ".triton_models/model_store_"  # and the mode: Open-Assistant's place f
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
-NORMAL, NAMED = 1, {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of pieces
+NORMAL = 1
+NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of pieces
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft convert ...`; returns the exit code. Raises `UserError` for input that cannot be converted."""
+    """Run `weft convert ...`; returns the exit code.
+
+    Raises `UserError` for input that cannot be converted.
+    """
     parser = Parser(prog="weft convert", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    llama = kinds.add_parser("llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory")
-    llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
-    llama.add_argument("--tokenizer", required=True, type=Path, help="vocabulary file such as tok512.bin")
-    llama.add_argument("--output", required=True, type=Path, help="directory to write; must not exist or be empty")
-    llama.set_defaults(run=_llama2c)
-    merge = kinds.add_parser("merge", help="add an adapter in PEFT's layout to the weights of its base model")
-    merge.add_argument("--base", required=True, help="model directory, run or hub name that the adapter belongs to")
-    merge.add_argument(
-        "--adapter", required=True, type=Path, help="directory with adapter_config.json, or a run that trained one"
+    llama = kinds.add_parser(
+        "llama2c", help="a llama2.c checkpoint and its vocabulary become a Llama directory"
     )
-    merge.add_argument("--output", required=True, type=Path, help="directory to write; must not exist or be empty")
+    llama.add_argument("checkpoint", type=Path, help="model file, legacy or export version 1")
+    llama.add_argument(
+        "--tokenizer", required=True, type=Path, help="vocabulary file such as tok512.bin"
+    )
+    llama.add_argument(
+        "--output", required=True, type=Path, help="directory to write; must not exist or be empty"
+    )
+    llama.set_defaults(run=_llama2c)
+    merge = kinds.add_parser(
+        "merge", help="add an adapter in PEFT's layout to the weights of its base model"
+    )
     merge.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="dtype to write; the base's by default"
+        "--base", required=True, help="model directory, run or hub name that the adapter belongs to"
+    )
+    merge.add_argument(
+        "--adapter",
+        required=True,
+        type=Path,
+        help="directory with adapter_config.json, or a run that trained one",
+    )
+    merge.add_argument(
+        "--output", required=True, type=Path, help="directory to write; must not exist or be empty"
+    )
+    merge.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype to write; the base's by default",
     )
     merge.set_defaults(run=_merge)
-    stages = kinds.add_parser("partition", help="the same model with one weight file a pipeline stage")
+    stages = kinds.add_parser(
+        "partition", help="the same model with one weight file a pipeline stage"
+    )
     stages.add_argument("--model_dir", required=True, help="model directory, run or hub name")
     stages.add_argument("--model_type", help="model family; read from config.json when absent")
     stages.add_argument("--num_stages", required=True, type=int, help="pipeline stages")
-    stages.add_argument("--output_dir", required=True, type=Path, dest="output",
-                        help="directory to write; must not exist or be empty")  # fmt: skip
+    stages.add_argument(
+        "--output_dir",
+        required=True,
+        type=Path,
+        dest="output",
+        help="directory to write; must not exist or be empty",
+    )
     stages.set_defaults(run=_partition)
     triton = kinds.add_parser(
         "triton", help="a model store for NVIDIA Triton: a TorchScript module and its configuration"
     )
-    triton.add_argument("model", nargs="?", metavar="MODEL", help="model directory, run or hub name")
-    triton.add_argument("--configs", nargs="+", metavar="NAME", help="sections that name it instead")
-    triton.add_argument("output", metavar="OUT", type=Path, nargs="?", help="directory to write; must not exist or be "
-                        f"empty (default: {STORES}rm, or sft)")  # fmt: skip
-    triton.add_argument("--triton_mode", required=True, choices=("rm", "sft"),
-                        help="rm: rewards of a reward model; sft: log-probs and logits of a policy")  # fmt: skip
-    triton.add_argument("--name", help="the model's name in the store; that of its directory when absent")
+    triton.add_argument(
+        "model", nargs="?", metavar="MODEL", help="model directory, run or hub name"
+    )
+    triton.add_argument(
+        "--configs", nargs="+", metavar="NAME", help="sections that name it instead"
+    )
+    triton.add_argument(
+        "output",
+        metavar="OUT",
+        type=Path,
+        nargs="?",
+        help=f"directory to write; must not exist or be empty (default: {STORES}rm, or sft)",
+    )
+    triton.add_argument(
+        "--triton_mode",
+        required=True,
+        choices=("rm", "sft"),
+        help="rm: rewards of a reward model; sft: log-probs and logits of a policy",
+    )
+    triton.add_argument(
+        "--name", help="the model's name in the store; that of its directory when absent"
+    )
     triton.set_defaults(run=_triton)
     arguments = parser.parse_args(argv)
     if arguments.kind == "triton":
@@ -72,7 +117,9 @@ def main(argv: Sequence[str]) -> int:
 def _require_empty(output: Path) -> None:
     make_folder(output.parent, f"--output {output}", ConfigError)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} exists and is not empty; nothing is overwritten: name another directory")
+        raise ConfigError(
+            f"{output} exists and is not empty; nothing is overwritten: name another directory"
+        )
 
 
 # -- llama2.c
@@ -91,8 +138,12 @@ def _llama2c(arguments: argparse.Namespace) -> None:
 
 
 def _read_vocabulary(path: Path, size: int) -> spm.Model:
-    """llama2.c's vocabulary file: the longest piece's length, then score, length and bytes of each piece."""
-    raw, pieces, at = path.read_bytes(), list[tuple[str, float, int]](), 4
+    """llama2.c's vocabulary file: the longest piece's length, then score, length and bytes of each
+    piece.
+    """
+    raw = path.read_bytes()
+    pieces = list[tuple[str, float, int]]()
+    at = 4
     try:
         for index in range(size):
             score, length = struct.unpack_from("<fi", raw, at)
@@ -104,31 +155,50 @@ def _read_vocabulary(path: Path, size: int) -> spm.Model:
                 kind = spm.BYTE if BYTE_PIECE.fullmatch(text) else NORMAL
                 pieces.append((text.replace(" ", spm.SPACE), score, kind))
     except (struct.error, UnicodeDecodeError) as broken:
-        raise CheckpointError(f"{path} is no llama2.c vocabulary of {size} pieces: {broken}") from None
+        raise CheckpointError(
+            f"{path} is no llama2.c vocabulary of {size} pieces: {broken}"
+        ) from None
     if at != len(raw):
         raise CheckpointError(
-            f"{path} holds more than the {size} pieces that the checkpoint has; it belongs to another model"
+            f"{path} holds more than the {size} pieces that the checkpoint has; it belongs to "
+            f"another model"
         )
     return spm.Model(
-        tuple(pieces), unigram=False, charsmap=b"", add_dummy_prefix=True, remove_extra_whitespaces=False,
-        unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
-    )  # fmt: skip
+        tuple(pieces),
+        unigram=False,
+        charsmap=b"",
+        add_dummy_prefix=True,
+        remove_extra_whitespaces=False,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+    )
 
 
 def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
-    """A fast tokenizer that begins with BOS; the unknown piece, which never occurs, serves as padding."""
+    """A fast tokenizer that begins with BOS; the unknown piece, which never occurs, serves as
+    padding.
+    """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     core = spm.convert(vocabulary)
-    unk, bos, eos = (vocabulary.pieces[i][0] for i in (vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id))
+    unk, bos, eos = (
+        vocabulary.pieces[i][0] for i in (vocabulary.unk_id, vocabulary.bos_id, vocabulary.eos_id)
+    )
     core.post_processor = TemplateProcessing(
         single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary.bos_id)]
     )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=bos, eos_token=eos, unk_token=unk, pad_token=unk, model_max_length=length,
+        tokenizer_object=core,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        pad_token=unk,
+        model_max_length=length,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     tokenizer.save_pretrained(str(output))
 
 
@@ -160,12 +230,17 @@ def _merge(arguments: argparse.Namespace) -> None:
     base = hf_io.resolve(find(arguments.base, Wanted("--base")).path)
     stored = hf_io.Reader(base, head).dtype
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else stored
-    network = peft_io.load_adapted(base, adapter, head, torch.promote_types(stored, dtype), exact=True)
+    network = peft_io.load_adapted(
+        base, adapter, head, torch.promote_types(stored, dtype), exact=True
+    )
     held = values(network)
     if not any(bool(value.any()) for name, value in held.items() if name.endswith(lora.B)):
-        raise CheckpointError(f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?")
+        raise CheckpointError(
+            f"{adapter} changes nothing: it has no adapter, or every lora_B is 0; was it trained?"
+        )
     merged = lora.merge(held, lora.scales(network))
-    config, source = network.config, _tokenizer_of(adapter, base)
+    config = network.config
+    source = _tokenizer_of(adapter, base)
     make_folder(arguments.output, f"--output {arguments.output}", ConfigError)
     if source is not None:
         spec = ModelSpec(path=str(source), head=head, trained=True)
@@ -179,15 +254,22 @@ def _merge(arguments: argparse.Namespace) -> None:
 def _adapter(given: Path) -> Path:
     """The adapter in a directory, or in the newest checkpoint of a run."""
     place = Path(find(str(given), Wanted("--adapter")).path)
-    return place / "adapter" if (place / "adapter" / ADAPTER).is_file() else place
+    if (place / "adapter" / ADAPTER).is_file():
+        return place / "adapter"
+    return place
 
 
 def _place(arguments: argparse.Namespace) -> None:
-    """One word beside --configs is OUT; without one the store is where Open-Assistant has it. Raises `ConfigError`."""
+    """One word beside --configs is OUT; without one the store is where Open-Assistant has it.
+
+    Raises `ConfigError`.
+    """
     if arguments.configs is not None and arguments.output is None and arguments.model is not None:
         arguments.model, arguments.output = None, Path(arguments.model)
     if (arguments.model is None) == (arguments.configs is None):
-        raise ConfigError("weft convert triton: name a MODEL, or --configs with sections that name it")
+        raise ConfigError(
+            "weft convert triton: name a MODEL, or --configs with sections that name it"
+        )
     if arguments.output is None:
         arguments.output = Path(f"{STORES}{arguments.triton_mode}")
 
@@ -200,7 +282,8 @@ def _triton(arguments: argparse.Namespace) -> None:
     from weft.engine.saving import skipped_padding
     from weft.engine.spec import ModelSpec
 
-    mode, padding = arguments.triton_mode, None
+    mode = arguments.triton_mode
+    padding = None
     model = arguments.model or triton_model(
         [name for word in arguments.configs for name in word.split(",") if name], mode
     )
@@ -212,8 +295,10 @@ def _triton(arguments: argparse.Namespace) -> None:
 
 
 def _tokenizer_of(adapter: Path, base: Path) -> Path | None:
-    """The directory whose tokenizer, chat template and stop tokens the merged model has: the adapter's own, the checkpoint's
-    that the adapter lies in, or the base's; None where there is none."""
+    """The directory whose tokenizer, chat template and stop tokens the merged model has: the
+    adapter's own, the checkpoint's that the adapter lies in, or the base's; None where there is
+    none.
+    """
     for folder in (adapter, adapter.resolve().parent, base):
         if any((folder / name).is_file() for name in TOKENIZER_FILES):
             return folder

@@ -41,23 +41,36 @@ examples:
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="weft dashboard", description=__doc__, epilog=EPILOG)
     made.add_argument(
-        "folder", metavar="DIR", nargs="?", type=Path, default=Path("runs"), help="folder of runs (./runs)"
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        help="folder of runs (./runs)",
     )
     made.add_argument(
-        "--port", type=int, default=None, help=f"port to listen at ({PORT}, or a free one; 0: a free one)"
+        "--port",
+        type=int,
+        default=None,
+        help=f"port to listen at ({PORT}, or a free one; 0: a free one)",
     )
     made.add_argument("--open", action="store_true", help="open a browser")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM. Raises `ConfigError` for a folder that is not there, and a port that is taken."""
+    """Serve until Ctrl-C or SIGTERM.
+
+    Raises `ConfigError` for a folder that is not there, and a port that is taken.
+    """
     given = parser().parse_args(list(argv))
     folder = given.folder.expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give the folder that holds runs, such as ./runs")
     if not folder.exists() and given.folder != Path("runs"):
-        raise ConfigError(f"{folder}: there is no such folder; give the folder that holds runs, such as ./runs")
+        raise ConfigError(
+            f"{folder}: there is no such folder; give the folder that holds runs, such as ./runs"
+        )
     from weft.launch.status import is_alive
 
     token = secrets.token_urlsafe(16)
@@ -79,19 +92,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listen(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
-    """A server that answers on loopback to whoever knows the token. Raises `ConfigError` where it cannot have the port."""
+    """A server that answers on loopback to whoever knows the token.
+
+    Raises `ConfigError` where it cannot have the port.
+    """
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port={port}: must be from 0 to 65535")
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        server_version, sys_version = "weft", ""
+        server_version = "weft"
+        sys_version = ""
         timeout = QUIET_SECONDS
 
         def do_GET(self) -> None:
             self._send(
                 respond(
-                    dashboard, token, self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", "")
+                    dashboard,
+                    token,
+                    self.path,
+                    self.headers.get("Host", ""),
+                    self.headers.get("If-None-Match", ""),
                 )
             )
 
@@ -117,12 +138,17 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
             return ThreadingHTTPServer((HOST, tried), Handler)
         except OSError as error:
             if port is not None:
-                raise ConfigError(f"--port={port}: {error.strerror}; choose another port, or leave it out") from error
+                raise ConfigError(
+                    f"--port={port}: {error.strerror}; choose another port, or leave it out"
+                ) from error
     raise ConfigError("no port is free on this machine")
 
 
 def respond(dashboard: Dashboard, token: str, target: str, host: str, known: str = "") -> Answer:
-    """What a request gets. Without the token, or under another machine's name, nothing is said of any run."""
+    """What a request gets.
+
+    Without the token, or under another machine's name, nothing is said of any run.
+    """
     if host.rpartition(":")[0] not in LOOPBACK:
         return Answer(403, "This address is for this machine alone.")
     split = urlsplit(target)

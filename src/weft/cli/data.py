@@ -1,4 +1,6 @@
-"""`weft data`: look at data as a run would see them: rows token by token, counts, and what had better not be learned."""
+"""`weft data`: look at data as a run would see them: rows token by token, counts, and what had
+better not be learned.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ if TYPE_CHECKING:
     from weft.data.loader import LoadedData
     from weft.data.tokenizer import Tokenizer
 
-USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the type of a named dataset's rows, by mode
-FORM, TEMPLATE, END = "chatml", "template", "<|im_end|>"  # how lengths are counted where the tokenizer has no form
+# the type of a named dataset's rows, by mode
+USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}
+# how lengths are counted where the tokenizer has no form
+FORM = "chatml"
+TEMPLATE = "template"
+END = "<|im_end|>"
 SHOWN = 5  # places listed for each finding of a scan
 EPILOG = """options of a run can be given as they are there:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
@@ -42,7 +48,10 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    """Run `weft data ...`; returns the exit code.
+
+    Raises `UserError` for input that cannot be used.
+    """
     if argv[:1] in (["trees"], ["augment"]):
         code: int = importlib.import_module(f"weft.cli.{argv[0]}").main(argv[1:])
         return code
@@ -67,61 +76,104 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form)
-    commands = parser.add_subparsers(dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}")
+    parser = argparse.ArgumentParser(
+        prog="weft data", description=__doc__, epilog=EPILOG, formatter_class=form
+    )
+    commands = parser.add_subparsers(
+        dest="command", metavar="{inspect,counts,lengths,scan,trees,augment}"
+    )
     parts: tuple[tuple[str, Callable[..., int | None], str], ...] = (
         (
             "inspect",
             inspect,
-            "print rows token by token; what is trained is coloured and stands between \u27e6 and \u27e7",
+            "print rows token by token; what is trained is coloured and stands between \u27e6 and "
+            "\u27e7",
         ),
         (
             "counts",
             counts,
-            "print how many rows each source gives to train and to evaluate on, and what was cut or left out",
+            "print how many rows each source gives to train and to evaluate on, and what was cut "
+            "or left out",
         ),
         (
             "lengths",
             lengths,
-            "print the most tokens of a row, the 99th percentile and how many rows are above a limit, for each source",
+            "print the most tokens of a row, the 99th percentile and how many rows are above a "
+            "limit, for each source",
         ),
         (
             "scan",
             scan,
-            "count phrases such as 'As an AI language model', doubles, empty answers, bad and overlong rows",
+            "count phrases such as 'As an AI language model', doubles, empty answers, bad and "
+            "overlong rows",
         ),
     )
     for name, run, help in parts:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, formatter_class=form)
-        command.add_argument(
-            "words", nargs="*", metavar="PATH|option=value", help="files, directories or hub names; options"
+        command = commands.add_parser(
+            name, help=help, description=help, epilog=EPILOG, formatter_class=form
         )
         command.add_argument(
-            "--type", help=f"dataset type, by default guessed from the first row: {', '.join(datasets.names())}"
+            "words",
+            nargs="*",
+            metavar="PATH|option=value",
+            help="files, directories or hub names; options",
         )
         command.add_argument(
-            "--tokenizer", help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name"
+            "--type",
+            help=f"dataset type, by default guessed from the first row: {', '.join(datasets.names())}",
         )
-        command.add_argument("--config", type=Path, help="a run's config.yaml, for its data and its tokenizer")
         command.add_argument(
-            "--import", dest="imports", action="append", default=[], help="module or file of your own types"
+            "--tokenizer",
+            help="HF directory, tokenizer.json, sentencepiece tokenizer.model, or a hub name",
         )
-        command.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+        command.add_argument(
+            "--config", type=Path, help="a run's config.yaml, for its data and its tokenizer"
+        )
+        command.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            help="module or file of your own types",
+        )
+        command.add_argument(
+            "--color", choices=("auto", "always", "never"), default="auto", help="default: auto"
+        )
         command.set_defaults(run=run)
         named_options(command)
         stack_options(command)
-    commands.add_parser("trees", help="count, filter, split, flatten and build Open-Assistant's message trees")
-    commands.add_parser("augment", help="write rankings in which bad replies of a weak model stand last")
-    inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
-    counting.add_argument("--output", type=Path, metavar="FILE.csv", help="write the table as CSV too")
-    counting.add_argument("--detect-language", action="store_true", help="tell the languages of the texts (langdetect)")
-    measuring.add_argument(
-        "--limit", type=_count, default=4096, metavar="N", help="count the rows above it (default 4096)"
+    commands.add_parser(
+        "trees", help="count, filter, split, flatten and build Open-Assistant's message trees"
     )
-    inspecting.add_argument("-n", type=_count, default=3, metavar="N", help="rows to print (default 3)")
-    inspecting.add_argument("--skip", type=_count, default=0, metavar="K", help="rows to pass over first")
+    commands.add_parser(
+        "augment", help="write rankings in which bad replies of a weak model stand last"
+    )
+    inspecting, counting, measuring, scanning = (commands.choices[name] for name, *_ in parts)
+    counting.add_argument(
+        "--output", type=Path, metavar="FILE.csv", help="write the table as CSV too"
+    )
+    counting.add_argument(
+        "--detect-language",
+        action="store_true",
+        help="tell the languages of the texts (langdetect)",
+    )
+    measuring.add_argument(
+        "--limit",
+        type=_count,
+        default=4096,
+        metavar="N",
+        help="count the rows above it (default 4096)",
+    )
+    inspecting.add_argument(
+        "-n", type=_count, default=3, metavar="N", help="rows to print (default 3)"
+    )
+    inspecting.add_argument(
+        "--skip", type=_count, default=0, metavar="K", help="rows to pass over first"
+    )
     inspecting.add_argument("--lines", action="store_true", help="one token a line, with its id")
-    scanning.add_argument("--phrases", type=Path, help="a file of phrases to look for instead, one a line")
+    scanning.add_argument(
+        "--phrases", type=Path, help="a file of phrases to look for instead, one a line"
+    )
     return parser
 
 
@@ -133,7 +185,10 @@ def _count(text: str) -> int:
 
 
 def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """The dataset type: the one asked for, or what the first row looks like. Raises `ConfigError` where it tells nothing."""
+    """The dataset type: the one asked for, or what the first row looks like.
+
+    Raises `ConfigError` where it tells nothing.
+    """
     from weft.data.rows import LOOSE, is_tree, is_tree_message, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
@@ -152,13 +207,18 @@ def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
         return USED_AS[mode]
     if not isinstance(row, Unreadable) and is_tree_message(row):
         raise ConfigError(
-            f"{place}: this row is {LOOSE}, and so does weft data inspect --datasets oasst_export data_path=FILE"
+            f"{place}: this row is {LOOSE}, and so does weft data inspect --datasets oasst_export "
+            f"data_path=FILE"
         )
     found = None if isinstance(row, Unreadable) else looks_like(row)
     if found is None:
-        has = "it is no JSON object" if isinstance(row, Unreadable) else f"it has {', '.join(row) or 'no keys'}"
+        if isinstance(row, Unreadable):
+            has = "it is no JSON object"
+        else:
+            has = f"it has {', '.join(row) or 'no keys'}"
         raise ConfigError(
-            f"{place}: this row tells no dataset type ({has}); set --type to one of {', '.join(datasets.names())}"
+            f"{place}: this row tells no dataset type ({has}); set --type to one of "
+            f"{', '.join(datasets.names())}"
         )
     return found
 
@@ -167,12 +227,17 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
     from weft.data.tokenizer import Tokenizer
 
     if config.tokenizer.path is None:
-        raise ConfigError("--tokenizer is missing: name a model directory, a tokenizer file or a hub name")
+        raise ConfigError(
+            "--tokenizer is missing: name a model directory, a tokenizer file or a hub name"
+        )
     return Tokenizer.load(_at_hand(config.tokenizer))
 
 
 def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
-    """The tokenizer's options, with the directory where `path` names a run. Raises `CheckpointError` for what is nowhere."""
+    """The tokenizer's options, with the directory where `path` names a run.
+
+    Raises `CheckpointError` for what is nowhere.
+    """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
         return spec
@@ -183,7 +248,12 @@ def _console(arguments: argparse.Namespace) -> Console:
     from rich.console import Console
 
     terminal = {"always": True, "never": False, "auto": None}[arguments.color]
-    return Console(force_terminal=terminal, no_color=arguments.color == "never", highlight=False, soft_wrap=True)
+    return Console(
+        force_terminal=terminal,
+        no_color=arguments.color == "never",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
@@ -204,19 +274,23 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
     from weft.data.byte_tokenizer import byte_tokenizer
     from weft.data.loader import load_data
 
-    spec, notes = _spec(config, paths), []
+    spec = _spec(config, paths)
+    notes = []
     kind = _type(spec, paths, arguments.mode)
     if config.tokenizer.path is None:
         tokenizer = byte_tokenizer(config.tokenizer)
         form = config.tokenizer.chat_template or FORM
         notes.append(
-            f"no tokenizer was named, so every byte is a token and messages are written in the form {form}; --tokenizer MODEL "
+            f"no tokenizer was named, so every byte is a token and messages are written in the "
+            f"form {form}; --tokenizer MODEL "
             "shows the rows as a run of that model reads them"
         )
     else:
         tokenizer = _tokenizer(config)
     wanted = arguments.skip + arguments.n
-    data = load_data(spec, kind, tokenizer, seed=config.seed, most=None if _draws(spec) else max(wanted, 1))
+    data = load_data(
+        spec, kind, tokenizer, seed=config.seed, most=None if _draws(spec) else max(wanted, 1)
+    )
     console = _console(arguments)
     for number in range(wanted):
         batch = data.train.next_batch()
@@ -248,7 +322,8 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
         spec = _spec(config, paths)
         asked = named_data.Asked(given_sources(spec), arguments.mode, spec, arguments.yes)
         return named_data.run(asked, output=arguments.output, detect=arguments.detect_language)
-    console, spec = _console(arguments), _spec(config, paths)
+    console = _console(arguments)
+    spec = _spec(config, paths)
     data = load_data(spec, _type(spec, paths, arguments.mode), _tokenizer(config), seed=config.seed)
     console.print(data.table(), markup=False)
     for note in data.notes:
@@ -260,17 +335,27 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
 
 
 def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print a line a source, `name: longest (p99 N, >4096: rows above it)`; nothing is cut or left out."""
+    """Print a line a source, `name: longest (p99 N, >4096: rows above it)`; nothing is cut or left
+    out.
+    """
     from weft.cli.named_data import spread
 
     spec = replace(
-        _spec(config, paths), max_seqlen="auto", valid_max_seqlen=None, max_prompt_len=None, overlong="truncate"
+        _spec(config, paths),
+        max_seqlen="auto",
+        valid_max_seqlen=None,
+        max_prompt_len=None,
+        overlong="truncate",
     )
-    kind, notes = _type(spec, paths, arguments.mode), []
+    kind = _type(spec, paths, arguments.mode)
+    notes = []
     tokenizer = _tokenizer(config)
     if tokenizer.eos_id is None:
         tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, END], eos_token=END)
-        notes.append(f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, {END}")
+        notes.append(
+            f"the tokenizer names no end token (tokenizer.eos_token); an end counts as one token, "
+            f"{END}"
+        )
     data, _, more = _load(config, spec, kind, tokenizer)
     for line in spread(data, arguments.limit):
         print(line)
@@ -281,17 +366,21 @@ def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
 def _load(
     config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
-    """(the data, the tokenizer that reads them, notes); where it has no chat template, messages are read in a form that is
-    named."""
+    """(the data, the tokenizer that reads them, notes); where it has no chat template, messages are
+    read in a form that is named.
+    """
     from weft.data.loader import load_data
 
     try:
         return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, []
     except NoTemplate:
         end = {} if tokenizer.eos_id is not None else {"eos_token": END}
-        tokenizer = _with(config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM, **end)
+        tokenizer = _with(
+            config, add_tokens=[*config.tokenizer.add_tokens, TEMPLATE], chat_template=FORM, **end
+        )
     note = (
-        f"the tokenizer has no chat template; messages are read in the form {FORM} (for another write, say, "
+        f"the tokenizer has no chat template; messages are read in the form {FORM} (for another "
+        f"write, say, "
         "tokenizer.chat_template=oasst tokenizer.add_tokens=[template])"
     )
     return load_data(spec, kind, tokenizer, seed=config.seed), tokenizer, [note]
@@ -313,7 +402,8 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
     from weft.data.sources import find_files, read_rows
 
     phrases = _phrases(arguments.phrases) if arguments.phrases else PHRASES
-    spec, console = config.dataset, _console(arguments)
+    spec = config.dataset
+    console = _console(arguments)
     named = {source.path: source.path for source in sources_of(spec) if source.named is None}
     if any(source.named for source in sources_of(spec)):
         from weft.cli.named_data import files_of
@@ -329,7 +419,12 @@ def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) ->
         hits = sorted(found.phrases.items(), key=lambda item: -len(item[1]))
         _finding(console, "phrases", sum(len(places) for _, places in hits), [])
         for phrase, places in hits:
-            _finding(console, f"  {phrase!r}", len(places), [f"{place}: {context}" for place, context in places])
+            _finding(
+                console,
+                f"  {phrase!r}",
+                len(places),
+                [f"{place}: {context}" for place, context in places],
+            )
         _finding(
             console,
             "repeated rows",
@@ -350,7 +445,9 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     type_name = _type(spec, [path])
     made = datasets.get(type_name)
     if not isinstance(made, Tokenized) and "form" not in vars(made):
-        raise ConfigError(f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others")
+        raise ConfigError(
+            f"--type={type_name}: scan tokenizes weft's own types; leave out --tokenizer for others"
+        )
     limits = {
         "max_seqlen": spec.limit,
         "max_prompt_len": spec.max_prompt_len,
@@ -361,7 +458,11 @@ def _scan_tokens(console: Console, config: DataConfig, path: str, rows: list[Any
     tokenizer = _tokenizer(config)
     form.check(tokenizer)
     _, report, problems = encode_rows(Job(form, lengths, tokenizer), rows)
-    sizes = [f"dataset.{name}={limits[name]}" for name in ("max_seqlen", "max_prompt_len") if limits[name] is not None]
+    sizes = [
+        f"dataset.{name}={limits[name]}"
+        for name in ("max_seqlen", "max_prompt_len")
+        if limits[name] is not None
+    ]
     where = ", ".join(sizes) or "no dataset.max_seqlen is set"
     _finding(console, f"samples that are too long ({where})", report.too_long, [])
     bad = [f"{rows[index][0]}: {wrong}" for index, wrong, _ in problems]
@@ -382,4 +483,6 @@ def _finding(console: Console, what: str, count: int, examples: Sequence[str]) -
     for example in examples[:SHOWN]:
         console.print(f"            {example}", style="yellow", markup=False)
     if len(examples) > SHOWN:
-        console.print(f"            ... and {len(examples) - SHOWN:,} more", style="dim", markup=False)
+        console.print(
+            f"            ... and {len(examples) - SHOWN:,} more", style="dim", markup=False
+        )

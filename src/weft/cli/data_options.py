@@ -1,4 +1,6 @@
-"""The options of `weft data`: those of a run that decide what its data are, from files, sections, names and assignments."""
+"""The options of `weft data`: those of a run that decide what its data are, from files, sections,
+names and assignments.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,38 @@ def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> No
     )
     if modes:
         command.add_argument(
-            "--mode", choices=MODES, help="what they are used for (default sft; with --configs by the sections' keys)"
+            "--mode",
+            choices=MODES,
+            help="what they are used for (default sft; with --configs by the sections' keys)",
         )
-    command.add_argument("--yes", action="store_true", help="fetch what is not at hand without asking")
+    command.add_argument(
+        "--yes", action="store_true", help="fetch what is not at hand without asking"
+    )
 
 
 def stack_options(command: argparse.ArgumentParser) -> None:
     """The options of a command that reads the data of a stack of sections."""
     command.add_argument(
-        "--configs", nargs="+", metavar="NAME", help="sections of settings, as a quickstart takes them: their data sets"
+        "--configs",
+        nargs="+",
+        metavar="NAME",
+        help="sections of settings, as a quickstart takes them: their data sets",
     )
     command.add_argument(
-        "--config-dir", dest="folders", action="append", default=[], metavar="DIR", help="searched after ./configs"
+        "--config-dir",
+        dest="folders",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="searched after ./configs",
     )
 
 
 def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """(options, paths) of a command line. Raises `ConfigError` for unknown options and where there are no data."""
+    """(options, paths) of a command line.
+
+    Raises `ConfigError` for unknown options and where there are no data.
+    """
     words = [*arguments.words, *assignments_behind(arguments, "datasets", "configs")]
     assigned = [word for word in words if ASSIGNED.match(word) and not word.startswith(COPY)]
     copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
@@ -66,14 +83,19 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
     if arguments.type is not None:
         config.dataset.type = arguments.type
     if paths:
-        config.dataset = replace(config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None)
+        config.dataset = replace(
+            config.dataset, path=None, train_path=None, sources=None, named=None, valid_path=None
+        )
     _by_name(config, arguments, assigned, copies[-1] if copies else None)
-    config.dataset = replace(config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False)
+    config.dataset = replace(
+        config.dataset, train_bs_n_seqs=1, train_tokens_per_batch=None, shuffle=False
+    )
     validate(config)
     spec = config.dataset
     if not (paths or spec.path or spec.train_path or spec.sources or spec.named or spec.args):
         raise ConfigError(
-            "there are no data to look at: give a PATH, --datasets, --config, --configs, or dataset.sources=..."
+            "there are no data to look at: give a PATH, --datasets, --config, --configs, or "
+            "dataset.sources=..."
         )
     return config, paths
 
@@ -114,8 +136,12 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
     return read(config, values)
 
 
-def _by_name(config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None) -> None:
-    """Make the datasets that the command names the data, as far as they are at hand or the user lets them be fetched."""
+def _by_name(
+    config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
+) -> None:
+    """Make the datasets that the command names the data, as far as they are at hand or the user
+    lets them be fetched.
+    """
     if not (arguments.datasets or arguments.configs or copy):
         return
     from weft.cli import named_data
@@ -131,14 +157,22 @@ def _by_name(config: DataConfig, arguments: argparse.Namespace, assigned: list[s
         allowed = named_data.allow(wanted, config.dataset, arguments.yes)
     if not allowed:
         raise ConfigError("no data set that is named is at hand; --yes fetches them")
-    config.dataset = replace(config.dataset, sources=[named_data.said(source) for source in allowed], named=None)
+    config.dataset = replace(
+        config.dataset, sources=[named_data.said(source) for source in allowed], named=None
+    )
 
 
 def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The data options of a run's configuration; its tokenizer is that of the role that reads the data."""
+    """The data options of a run's configuration; its tokenizer is that of the role that reads the
+    data.
+    """
     kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
-    role: Mapping[str, Any] = next((values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {})
-    own = {name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None}
+    role: Mapping[str, Any] = next(
+        (values[name] for name in ROLES if isinstance(values.get(name), Mapping)), {}
+    )
+    own = {
+        name: value for name, value in (role.get("tokenizer") or {}).items() if value is not None
+    }
     if role and "tokenizer" not in kept:
         kept["tokenizer"] = {"path": role.get("path"), **own}
     return kept

@@ -21,10 +21,16 @@ def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text
         text.append(f"{name}: {sample.metadata[name][0]!r}\n", style="dim")
     if "completion" not in sample.keys:
         return text
-    masks = sample.sequences("loss_mask") if "loss_mask" in sample.keys else None
+    if "loss_mask" in sample.keys:
+        masks = sample.sequences("loss_mask")
+    else:
+        masks = None
     for k, completion in enumerate(sample.sequences("completion")):
         ids = completion.tolist()
-        mask = [True] * len(ids) if masks is None else [bool(on) for on in masks[k].tolist()]
+        if masks is None:
+            mask = [True] * len(ids)
+        else:
+            mask = [bool(on) for on in masks[k].tolist()]
         facts = [
             f"{key} {sample.sequences(key)[k].item():g}"
             for key in ("rank", "comparison", "margin", "label")
@@ -40,13 +46,24 @@ def _tokens_in(ids: Sequence[int]) -> str:
     return f"{len(ids)} token{'' if len(ids) == 1 else 's'}"
 
 
-def _tokens(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int], mask: Sequence[bool], lines: bool) -> Text:
+def _tokens(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    ids: Sequence[int],
+    mask: Sequence[bool],
+    lines: bool,
+) -> Text:
     """Tokens apart by |, runs of trained ones between \u27e6 and \u27e7; or one token a line."""
-    text, previous = Text(), False
-    for index, (id, on, piece) in enumerate(zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)):
+    text = Text()
+    previous = False
+    for index, (id, on, piece) in enumerate(
+        zip(ids, mask, _pieces(tokenizer, before, ids), strict=True)
+    ):
         style = "bold green" if on else "dim"
         if lines:
-            text.append(f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style)
+            text.append(
+                f"{index:>6} {id:>8} {'trained' if on else '       '} {piece!r}\n", style=style
+            )
             continue
         if on != previous:
             text.append("\u27e6" if on else "\u27e7", style="green")

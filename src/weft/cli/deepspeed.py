@@ -1,4 +1,6 @@
-"""`--deepspeed [FILE]`: a DeepSpeed JSON on weft's command line, as assignments that the command line goes over."""
+"""`--deepspeed [FILE]`: a DeepSpeed JSON on weft's command line, as assignments that the command
+line goes over.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from weft.reading import read_json
 
 BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
 _CPU = {"device": "cpu"}
-# The files that Open-Assistant's sections name: what they decide, where there is no file of that name.
+# The files that Open-Assistant's sections name: what they decide, where there is no file of that
+# name.
 KNOWN: dict[str, dict[str, object]] = {
     "zero_config.json": {"stage": 2},
     "zero_config_pretrain.json": {"stage": 2},
@@ -32,8 +35,8 @@ KNOWN: dict[str, dict[str, object]] = {
     "zero3_config_falcon.json": {"stage": 3, "offload_optimizer": _CPU, "offload_param": _CPU},
     "deepspeed_rl.json": {"stage": 2, "offload_optimizer": _CPU},
 }
-# What Hugging Face's Trainer fills in, and the options of weft that say it (none: it is 0); those of a trained role begin with
-# a dot.
+# What Hugging Face's Trainer fills in, and the options of weft that say it (none: it is 0); those
+# of a trained role begin with a dot.
 AUTOS: dict[str, tuple[str, ...]] = {
     "train_batch_size": ("dataset.train_bs_n_seqs",),
     "train_micro_batch_size_per_gpu": ("max_tokens_per_microbatch",),
@@ -49,7 +52,10 @@ AUTOS: dict[str, tuple[str, ...]] = {
     "scheduler.params.warmup_max_lr": (".optimizer.lr",),
     "scheduler.params.warmup_min_lr": (),
     "scheduler.params.warmup_min_ratio": (),
-    "scheduler.params.warmup_num_steps": (".optimizer.warmup_steps", ".optimizer.warmup_steps_proportion"),
+    "scheduler.params.warmup_num_steps": (
+        ".optimizer.warmup_steps",
+        ".optimizer.warmup_steps_proportion",
+    ),
     "scheduler.params.cos_min_ratio": (".optimizer.min_lr_ratio",),
     "scheduler.params.total_num_steps": ("total_train_epochs", "max_steps"),
     "fp16.enabled": (".dtype",),
@@ -65,7 +71,10 @@ LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a DeepSpeed file comes to. The command line goes over its `assignments`; `notes` say what it is read as."""
+    """What a DeepSpeed file comes to.
+
+    The command line goes over its `assignments`; `notes` say what it is read as.
+    """
 
     shown: str  # the flag as it was written
     mapped: Mapped
@@ -75,14 +84,20 @@ class Taken:
     batch: Mapping[str, int]  # sizes that must go together
 
     def settled(self, config: RunConfig) -> list[str]:
-        """A note on what each `auto` has become in the run's configuration. Raises `ConfigError` for sizes of batches that do
-        not go together on its data-parallel ranks."""
+        """A note on what each `auto` has become in the run's configuration.
+
+        Raises `ConfigError` for sizes of batches that do not go together on its data-parallel
+        ranks.
+        """
         values = dict(flat(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
             problem = _batch_problem(self.batch, data_ranks(translation((), config), values))
             if problem:
                 raise ConfigError(f"{self.shown}: {problem}")
-        options = {key: [option for name in AUTOS[key] for option in self.mapped.names(name)] for key in self.autos}
+        options = {
+            key: [option for name in AUTOS[key] for option in self.mapped.names(name)]
+            for key in self.autos
+        }
         found = [f"{key} is {_said(names, values)}" for key, names in options.items()]
         return [f"{self.shown}: what is auto: {'; '.join(found)}"] if found else []
 
@@ -92,8 +107,16 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
 
     Raises `ConfigError` naming every key that weft cannot follow.
     """
-    known = KNOWN.get(Path(file).name) if file and not Path(file).is_file() else None
-    config = {"zero_optimization": known} if known else _read(Path(file)) if file else BARE
+    if file and not Path(file).is_file():
+        known = KNOWN.get(Path(file).name)
+    else:
+        known = None
+    if known:
+        config: Mapping[str, object] = {"zero_optimization": known}
+    elif file:
+        config = _read(Path(file))
+    else:
+        config = BARE
     if not base.trained_roles:
         raise ConfigError("--deepspeed: nothing is trained here; leave it out")
     lengths = [plain(each.value) for each in given if each.name in LENGTHS]
@@ -102,13 +125,19 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
     if mapped.refused:
         raise ConfigError(f"--deepspeed {file}: {'; '.join(mapped.refused)}")
     flag = f"--deepspeed{f' {file}' if file else ''}"
-    over = {each.name: plain(each.value) for each in given if each.name in mapped.options and not each.removed}
+    over = {
+        each.name: plain(each.value)
+        for each in given
+        if each.name in mapped.options and not each.removed
+    }
     counted = {name: value for name, value in mapped.options.items() if name not in over}
     notes = [f"{flag} is read as {_shown(counted) or 'nothing'}", *mapped.notes]
     differ = {name: value for name, value in over.items() if value != mapped.options[name]}
     if differ:
         theirs = _shown({name: mapped.options[name] for name in differ})
-        notes.append(f"{flag}: {theirs} of the file does not count, since {_shown(differ)} is set beside it")
+        notes.append(
+            f"{flag}: {theirs} of the file does not count, since {_shown(differ)} is set beside it"
+        )
     if mapped.tuning:
         notes.append(f"--deepspeed: these keys only tune DeepSpeed: {', '.join(mapped.tuning)}")
     assignments = [Override(name, value) for name, value in mapped.options.items()]
@@ -125,9 +154,11 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
-    """What is wrong with the sizes of batches on `ranks` data-parallel ranks, by DeepSpeed's rule: the global batch is what a
-    device takes at a time x how often x ranks."""
-    total, parts = batch.get("train_batch_size"), {k: v for k, v in batch.items() if k != "train_batch_size"}
+    """What is wrong with the sizes of batches on `ranks` data-parallel ranks, by DeepSpeed's rule:
+    the global batch is what a device takes at a time x how often x ranks.
+    """
+    total = batch.get("train_batch_size")
+    parts = {k: v for k, v in batch.items() if k != "train_batch_size"}
     if total is None or not parts:
         return None
     product = ranks * prod(parts.values())
@@ -135,7 +166,10 @@ def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
         return None
     many = f"{ranks} data-parallel rank{'' if ranks == 1 else 's'}"
     shown = " x ".join([*(f"{key}={value}" for key, value in parts.items()), many])
-    says = f"is not {shown} = {product}" if len(parts) > 1 else f"is no multiple of {shown} = {product}"
+    if len(parts) > 1:
+        says = f"is not {shown} = {product}"
+    else:
+        says = f"is no multiple of {shown} = {product}"
     return f"train_batch_size={total} {says}, and DeepSpeed refuses that; correct one of them, or set {BATCH}=N"
 
 
@@ -154,5 +188,7 @@ def _shown(options: Mapping[str, object]) -> str:
 def _read(path: Path) -> dict[str, object]:
     config = read_json(path, f"--deepspeed {path}", ConfigError)
     if not isinstance(config, dict):
-        raise ConfigError(f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}")
+        raise ConfigError(
+            f"--deepspeed {path}: must hold a JSON object, but holds {type(config).__name__}"
+        )
     return config

@@ -1,4 +1,6 @@
-"""`weft demo`: a small model learns sums from a careless teacher (SFT), then outgrows it (reward model, PPO, GRPO)."""
+"""`weft demo`: a small model learns sums from a careless teacher (SFT), then outgrows it (reward
+model, PPO, GRPO).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class Demo:
 
     def options(self, trial: str, **others: Any) -> dict[str, Any]:
         """The run options that every stage shares."""
-        own = {"experiment_name": self.name, "trial_name": trial, "fileroot": str(self.root), "seed": self.seed}
+        own = {
+            "experiment_name": self.name,
+            "trial_name": trial,
+            "fileroot": str(self.root),
+            "seed": self.seed,
+        }
         return {**own, **others}
 
     def run(self, config: Any, doing: str = "starting") -> Any:
@@ -60,7 +67,10 @@ class Demo:
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
         """Complete every prompt of `rows` once; returns generations.jsonl."""
         config = GenConfig(**self.options(trial, progress=False))
-        config.model.path, config.model.init_from_scratch = str(model), model == self.material / "model"
+        config.model.path, config.model.init_from_scratch = (
+            str(model),
+            model == self.material / "model",
+        )
         config.dataset.path = str(rows)
         config.dataset.train_bs_n_seqs = 400
         config.gen.max_new_tokens = 5
@@ -98,8 +108,10 @@ def supervise(demo: Demo) -> Path:
 
 
 def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
-    """A reward model that prefers right sums to the mistakes the model makes, warm samples included, and to slips; the share
-    of pairs that it orders rightly, in its first step and in its last ones."""
+    """A reward model that prefers right sums to the mistakes the model makes, warm samples
+    included, and to slips; the share of pairs that it orders rightly, in its first step and in its
+    last ones.
+    """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.problems(demo.seed, HELD_OUT)
     rows = task.pair_rows(samples, training, demo.seed, times=30)
@@ -107,7 +119,8 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
-    config.rw.center = 0.01  # scores of different problems then compare: the critic need not learn a level for each
+    # scores of different problems then compare: the critic need not learn a level for each
+    config.rw.center = 0.01
     config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
     result = demo.run(config)
@@ -132,7 +145,8 @@ def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     config.ppo.samples_per_prompt = 4
     config.ppo.gen.max_new_tokens = 5
     config.ppo.ppo_n_minibatches = 2
-    config.ppo.kl_ctl = 0.3  # the reward model is wrong now and then: without a leash PPO finds where
+    # the reward model is wrong now and then: without a leash PPO finds where
+    config.ppo.kl_ctl = 0.3
     return demo.run(config).checkpoint("actor")
 
 
@@ -166,7 +180,10 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
     say(_rise(demo, "start", actor, "sft") + f"; the teacher is right in {task.RIGHT:.0%}")
     say("[bold]2. Reward model[/]  learns to tell right sums from the model's own mistakes")
     reward, first, last = judge(demo, actor)
-    say(f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in {duration(demo.seconds['reward'])}")
+    say(
+        f"   pairs in the right order {first:.0%} -> [bold]{last:.0%}[/] in "
+        f"{duration(demo.seconds['reward'])}"
+    )
     say("[bold]3. PPO[/]  with that reward model")
     actor = ppo(demo, actor, reward)
     say(_rise(demo, "sft", actor, "ppo"))
@@ -184,7 +201,10 @@ def _rise(demo: Demo, before: str, model: Path, stage: str) -> str:
 def conclude(demo: Demo, say: Callable[[str], None]) -> None:
     """What it took, and where to go on."""
     say("")
-    say(f"Done in {duration(sum(demo.seconds.values()))}, with {peak_memory_gb():.1f} GB of memory at most.")
+    say(
+        f"Done in {duration(sum(demo.seconds.values()))}, with {peak_memory_gb():.1f} GB of "
+        f"memory at most."
+    )
     say(f"  report  {demo.folder / 'grpo' / 'report.html'}")
     say(f"  chat    weft chat {demo.folder / 'grpo'}    (then type 47+8)")
     say(f"  logs    {demo.folder}/*/log.txt")
@@ -200,7 +220,9 @@ def main(argv: list[str]) -> int:
     """Parse the command line and walk."""
     parser = argparse.ArgumentParser(prog="weft demo", description=__doc__)
     parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of weights, problems and sampling (default 1)"
+    )
     given = parser.parse_args(argv)
     check_paths(given)
 

@@ -1,4 +1,6 @@
-"""The demo's world, made on the spot: small sums, a careless teacher, a character tokenizer, a small model."""
+"""The demo's world, made on the spot: small sums, a careless teacher, a character tokenizer, a
+small model.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from weft.writing import write
 
 CHARACTERS = "0123456789+="
 RIGHT = 0.55  # share of the teacher's answers that are right
-# A problem is answered on its own: the template shows the model what follows the last question, not the talk before it.
+# A problem is answered on its own: the template shows the model what follows the last question, not
+# the talk before it.
 CHAT_TEMPLATE = (
     "{% set last = namespace(at=0) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}="
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
+    "%}{% endfor %}"
+    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', "
+    "'') }}="
     "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
@@ -57,7 +62,9 @@ def prompt_rows(chosen: Iterable[Problem], times: int = 1) -> list[dict[str, Any
 
 
 def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
-    """Rows of the `prompt_answer` form from a careless teacher: each problem `times` times, `RIGHT` of the answers right."""
+    """Rows of the `prompt_answer` form from a careless teacher: each problem `times` times, `RIGHT`
+    of the answers right.
+    """
     draw = random.Random(seed)
     return [
         {"prompt": p.prompt, "answer": p.answer if draw.random() < RIGHT else slip(p.answer, draw)}
@@ -74,7 +81,9 @@ def slip(answer: str, draw: random.Random) -> str:
 
 
 def write_model(directory: Path) -> Path:
-    """The tokenizer and the configuration of a Llama of 1.3 million parameters; its weights are drawn by the first run."""
+    """The tokenizer and the configuration of a Llama of 1.3 million parameters; its weights are
+    drawn by the first run.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -122,15 +131,23 @@ def right_sum(prompt: str) -> str:
     return str(int(left) + int(right))
 
 
-def pair_rows(generations: Path, chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
-    """Preference pairs: the right sum over what the model itself got wrong, and over `times` drawn slips a problem.
+def pair_rows(
+    generations: Path, chosen: Iterable[Problem], seed: int, times: int
+) -> list[dict[str, Any]]:
+    """Preference pairs: the right sum over what the model itself got wrong, and over `times` drawn
+    slips a problem.
 
-    Pairs of the model's own mistakes alone are few and repeat the same answers: a reward model remembers them in place of
-    adding, and PPO then finds the wrong answers that it never saw.
+    Pairs of the model's own mistakes alone are few and repeat the same answers: a reward model
+    remembers them in place of adding, and PPO then finds the wrong answers that it never saw.
     """
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     answers = [(row["prompt"], row["completion"].replace("</s>", "").strip()) for row in rows]
     answers += [(p.prompt, slip(p.answer, draw)) for p in chosen for _ in range(times)]
-    mistakes = dict.fromkeys((prompt, answer) for prompt, answer in answers if answer and not is_right(prompt, answer))
-    return [{"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]} for p, wrong in mistakes]
+    mistakes = dict.fromkeys(
+        (prompt, answer) for prompt, answer in answers if answer and not is_right(prompt, answer)
+    )
+    return [
+        {"prompt": p, "pos_answers": [right_sum(p)], "neg_answers": [wrong]}
+        for p, wrong in mistakes
+    ]

@@ -1,4 +1,6 @@
-"""How the demo shows its runs: one line that moves while a stage goes on, and nothing of it stays; their logs have the rest."""
+"""How the demo shows its runs: one line that moves while a stage goes on, and nothing of it stays;
+their logs have the rest.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ BAR = 30  # columns
 
 
 class StageView:
-    """A run as one line on a terminal: a bar, steps, the headline, the time. Without a terminal it is silent."""
+    """A run as one line on a terminal: a bar, steps, the headline, the time.
+
+    Without a terminal it is silent.
+    """
 
     def __init__(self, console: Console, doing: str) -> None:
-        self._console, self._doing, self._pace = console, doing, Pace()
+        self._console = console
+        self._doing = doing
+        self._pace = Pace()
         shown = console.is_terminal and not console.is_dumb_terminal
         self._live = Live(self, console=console, transient=True) if shown else None
 
@@ -33,7 +40,9 @@ class StageView:
         if self._live is not None:
             self._live.start()
 
-    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+    def expect(
+        self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         self._pace.expect(total, done, earlier)
 
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
@@ -65,8 +74,14 @@ class StageView:
         told = [self._doing]
         if pace.done:
             told = [pace.counted()]
-            told += [f"{title(pace.name)} {number(pace.values[-1])}"] if pace.name is not None and pace.values else []
+            told += (
+                [f"{title(pace.name)} {number(pace.values[-1])}"]
+                if pace.name is not None and pace.values
+                else []
+            )
         told.append(duration(pace.elapsed))
-        bar = ProgressBar(pace.total or 1, pace.done if pace.total else 0, width=BAR, complete_style="cyan")
+        bar = ProgressBar(
+            pace.total or 1, pace.done if pace.total else 0, width=BAR, complete_style="cyan"
+        )
         grid.add_row("  ", bar, "  ".join(told))
         yield grid

@@ -1,4 +1,6 @@
-"""`weft eval rm MODEL DATA`: how well a reward model orders replies that people have ordered, over all and by category."""
+"""`weft eval rm MODEL DATA`: how well a reward model orders replies that people have ordered, over
+all and by category.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,24 @@ def parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     made = Parser(prog="weft eval", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{rm}", required=True)
-    rm = commands.add_parser("rm", help="a reward model on pairs and rankings", epilog=EPILOG, formatter_class=form)
+    rm = commands.add_parser(
+        "rm", help="a reward model on pairs and rankings", epilog=EPILOG, formatter_class=form
+    )
     rm.add_argument("model", metavar="MODEL", help="reward model or run of one")
     rm.add_argument(
-        "data", nargs="*", metavar="DATA|argument=value", help="files, folders or hub names; dataset.args of their form"
+        "data",
+        nargs="*",
+        metavar="DATA|argument=value",
+        help="files, folders or hub names; dataset.args of their form",
     )
-    rm.add_argument("--type", help="preference, paired_comparison or ranking (default: guessed from the first row)")
-    rm.add_argument("--split", help="the files of this split; of datasets by name train or valid (default: both)")
+    rm.add_argument(
+        "--type",
+        help="preference, paired_comparison or ranking (default: guessed from the first row)",
+    )
+    rm.add_argument(
+        "--split",
+        help="the files of this split; of datasets by name train or valid (default: both)",
+    )
     named_options(rm, modes=False)
     rm.add_argument("--category", metavar="COLUMN", help="column that groups the rows")
     rm.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -42,7 +55,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft eval ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    """Run `weft eval ...`; returns the exit code.
+
+    Raises `UserError` for input that cannot be used.
+    """
     given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
 
@@ -82,20 +98,31 @@ class _Tried:
 
 
 def _tried(given: argparse.Namespace) -> list[_Tried]:
-    """The files, and the datasets by name that are at hand. Raises `ConfigError` where there are none."""
+    """The files, and the datasets by name that are at hand.
+
+    Raises `ConfigError` where there are none.
+    """
     words = [*given.data, *assignments_behind(given, "datasets")]
     of_names = [word for word in words if word.startswith((COPY, "datasets."))]
     args = _arguments([word for word in words if "=" in word and word not in of_names])
     paths = [word for word in words if "=" not in word]
-    tried = [_Tried(path, path, given.type or _kind(path, given.split), given.split, args) for path in paths]
+    tried = [
+        _Tried(path, path, given.type or _kind(path, given.split), given.split, args)
+        for path in paths
+    ]
     if given.datasets or of_names:
         tried += _by_name(given, of_names, args)
     if not tried:
-        raise ConfigError("weft eval rm: there are no data; name a file, a folder or a hub name, or --datasets NAME")
+        raise ConfigError(
+            "weft eval rm: there are no data; name a file, a folder or a hub name, or --datasets "
+            "NAME"
+        )
     return tried
 
 
-def _by_name(given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]) -> list[_Tried]:
+def _by_name(
+    given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
+) -> list[_Tried]:
     """Datasets by name as files of rows, as a reward model's training reads them."""
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import Settings, by_name
@@ -104,11 +131,14 @@ def _by_name(given: argparse.Namespace, words: Sequence[str], args: Mapping[str,
 
     copies = [word.removeprefix(COPY) for word in words if word.startswith(COPY)]
     parameters, _ = by_name(overrides.parse([word for word in words if not word.startswith(COPY)]))
-    settings, spec = Settings((), copies[-1] if copies else None, parameters), DatasetSpec()
+    settings = Settings((), copies[-1] if copies else None, parameters)
+    spec = DatasetSpec()
     if given.split not in (None, "train", "valid"):
         raise ConfigError(f"--split {given.split}: of datasets by name must be train or valid")
     tried = []
-    for source in named_data.allow(named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes):
+    for source in named_data.allow(
+        named_data.sources(given.datasets or [], "rm", spec, settings), spec, given.yes
+    ):
         own = replace(source, args={**args, **source.args})
         made = prepare(own, "rm", cache_root(None), Split()).source
         for split, path in (("train", made.path), ("valid", made.valid_path)):
@@ -121,18 +151,31 @@ def _by_name(given: argparse.Namespace, words: Sequence[str], args: Mapping[str,
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     import yaml
 
-    return {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+    return {
+        name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)
+    }
 
 
 def _kind(path: str, split: str | None) -> str:
-    """What form the first row has. Raises `ConfigError` where it tells none with an order of replies."""
+    """What form the first row has.
+
+    Raises `ConfigError` where it tells none with an order of replies.
+    """
     from weft.data.rows import is_tree, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
 
     place, row = next(read_rows(find_files(path, split)[0]))
-    found = None if isinstance(row, Unreadable) else "ranking" if is_tree(row) else looks_like(row)
+    if isinstance(row, Unreadable):
+        found = None
+    elif is_tree(row):
+        found = "ranking"
+    else:
+        found = looks_like(row)
     if found is None:
-        raise ConfigError(f"{place}: this row tells no form; set --type to preference, paired_comparison or ranking")
+        raise ConfigError(
+            f"{place}: this row tells no form; set --type to preference, paired_comparison or "
+            f"ranking"
+        )
     return found
 
 
@@ -145,6 +188,10 @@ def _print(path: str, found: dict[str, Any]) -> None:
     for name in ("rows", "pairs", "accuracy", "best over worst", "kendalltau", "margin"):
         table.add_column(name, justify="right")
     for name, each in found.items():
-        shares = f"{each.accuracy:.3f} \u00b1 {each.error:.3f}", f"{each.best_accuracy:.3f}", f"{each.kendalltau:.3f}"
+        shares = (
+            f"{each.accuracy:.3f} \u00b1 {each.error:.3f}",
+            f"{each.best_accuracy:.3f}",
+            f"{each.kendalltau:.3f}",
+        )
         table.add_row(name, str(each.rows), str(each.pairs), *shares, f"{each.margin:.3f}")
     Console(highlight=False).print(table)

@@ -1,5 +1,6 @@
-"""The files of `weft examples write`: sums of two digits as rows of every form, and two small models without training: one
-reads sums, the other any text. The same bytes on every machine."""
+"""The files of `weft examples write`: sums of two digits as rows of every form, and two small
+models without training: one reads sums, the other any text. The same bytes on every machine.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +14,18 @@ from typing import Any
 CHARACTERS = "0123456789+="
 SPECIAL = ("<pad>", "</s>", "<unk>")
 TEXT_SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
-RIGHT = 0.7  # share of the SFT answers that are right, so that there is something left to learn from a reward
+# share of the SFT answers that are right, so that there is something left to learn from a reward
+RIGHT = 0.7
 LESSONS = 8  # SFT rows a sum
 SEED = 1
-# A sum is answered on its own: the template shows the model what follows the last question, not the talk before it.
+# A sum is answered on its own: the template shows the model what follows the last question, not the
+# talk before it.
 CHAT_TEMPLATE = (
     "{% set last = namespace(at=0) %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', '') }}="
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set last.at = loop.index0 %}{% endif "
+    "%}{% endfor %}"
+    "{% for m in messages[last.at:] %}{% if m['role'] == 'user' %}{{ m['content'] | replace(' ', "
+    "'') }}="
     "{% elif m['role'] == 'assistant' %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
@@ -51,19 +56,27 @@ def files() -> dict[str, bytes]:
     sums = [(left, right) for left in range(10) for right in range(10)]
     draw = random.Random(SEED)
     draw.shuffle(sums)
-    lessons = [(each, _answer(each) if draw.random() < RIGHT else _slip(each, draw)) for each in sums * LESSONS]
+    lessons = [
+        (each, _answer(each) if draw.random() < RIGHT else _slip(each, draw))
+        for each in sums * LESSONS
+    ]
     draw.shuffle(lessons)
     slips = sorted({(each, _slip(each, draw)) for each in sums * 6})
     draw.shuffle(slips)
     rows: dict[str, list[dict[str, Any]]] = {
         "sft.jsonl": [{"prompt": _asked(each), "answer": answer} for each, answer in lessons],
         "chat.jsonl": [{"messages": _talk(each, answer)} for each, answer in lessons[:100]],
-        "pairs.jsonl": [{"prompt": _asked(each), "chosen": _answer(each), "rejected": wrong} for each, wrong in slips],
+        "pairs.jsonl": [
+            {"prompt": _asked(each), "chosen": _answer(each), "rejected": wrong}
+            for each, wrong in slips
+        ],
         "prompts.jsonl": [{"prompt": _asked(each), "answer": _answer(each)} for each in sums],
     }
     models = {"model": _sums_model(), "text-model": _text_model()}
     return {name: _lines(each) for name, each in rows.items()} | {
-        f"{folder}/{name}": content for folder, made in models.items() for name, content in made.items()
+        f"{folder}/{name}": content
+        for folder, made in models.items()
+        for name, content in made.items()
     }
 
 
@@ -77,7 +90,9 @@ def _answer(each: tuple[int, int]) -> str:
 
 def _slip(each: tuple[int, int], draw: random.Random) -> str:
     """A wrong answer, near the right one."""
-    return str(draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)]))
+    return str(
+        draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
+    )
 
 
 def _talk(each: tuple[int, int], answer: str) -> list[dict[str, str]]:
@@ -102,28 +117,45 @@ def _sums_model() -> dict[str, bytes]:
 
 
 def _text_model() -> dict[str, bytes]:
-    """A Hugging Face directory: a Llama of some 40,000 random weights, with a token a byte and a chat template."""
+    """A Hugging Face directory: a Llama of some 40,000 random weights, with a token a byte and a
+    chat template.
+    """
     vocabulary = {token: i for i, token in enumerate([*TEXT_SPECIAL, *_letters_of_bytes()])}
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     core = {"type": "BPE", "vocab": vocabulary, "merges": []}
     tokenizer = _tokenizer(vocabulary, TEXT_SPECIAL, level, level, core)
     return _model(TEXT, vocabulary, tokenizer, {**special, "chat_template": TEXT_TEMPLATE})
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: its own where that can be printed, else one from U+0100
-    on (Radford et al. 2019, GPT-2)."""
-    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The letter that stands for each byte in byte-level vocabularies: its own where that can be
+    printed, else one from U+0100 on (Radford et al. 2019, GPT-2).
+    """
+    printed = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = itertools.count(0x100)
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
 
 
-def _model(shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]) -> dict[str, bytes]:
+def _model(
+    shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
+) -> dict[str, bytes]:
     """The files of a Llama with random weights. `named`: special tokens and chat template."""
     from safetensors.numpy import save
 
-    ids = {f"{name}_token_id": vocabulary.get(named.get(f"{name}_token", "")) for name in ("bos", "eos", "pad")}
+    ids = {
+        f"{name}_token_id": vocabulary.get(named.get(f"{name}_token", ""))
+        for name in ("bos", "eos", "pad")
+    }
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -142,7 +174,11 @@ def _model(shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: di
         **ids,
         "dtype": "float32",
     }
-    more = {"tokenizer_class": "PreTrainedTokenizerFast", **named, "model_max_length": shape.context}
+    more = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **named,
+        "model_max_length": shape.context,
+    }
     return {
         "config.json": _json(config),
         "tokenizer.json": tokenizer,
@@ -156,28 +192,46 @@ def _json(value: Any) -> bytes:
 
 
 def _tokenizer(
-    vocabulary: dict[str, int], special: Iterable[str], pieces: Any, decoder: Any, core: dict[str, Any]
+    vocabulary: dict[str, int],
+    special: Iterable[str],
+    pieces: Any,
+    decoder: Any,
+    core: dict[str, Any],
 ) -> bytes:
     """tokenizer.json: how a text is cut into `pieces`, and the `core` that gives them numbers."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return _json({
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": vocabulary[token], "content": token, **flags} for token in special],
-        "normalizer": None,
-        "pre_tokenizer": pieces,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": core,
-    })  # fmt: skip
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    return _json(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": vocabulary[token], "content": token, **flags} for token in special
+            ],
+            "normalizer": None,
+            "pre_tokenizer": pieces,
+            "post_processor": None,
+            "decoder": decoder,
+            "model": core,
+        }
+    )
 
 
 def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
-    """Random weights by their names. `RandomState` draws the same numbers in every version of numpy."""
+    """Random weights by their names.
+
+    `RandomState` draws the same numbers in every version of numpy.
+    """
     import numpy as np
 
-    draw, bound = np.random.RandomState(SEED), 0.02 * 3**0.5
+    draw = np.random.RandomState(SEED)
+    bound = 0.02 * 3**0.5
 
     def matrix(rows: int, columns: int) -> Any:
         return draw.uniform(-bound, bound, (rows, columns)).astype(np.float32)
@@ -194,4 +248,6 @@ def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{own}.{name}.weight"] = np.ones(hidden, np.float32)
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
-    return weights if shape.tied else {**weights, "lm_head.weight": matrix(vocabulary, hidden)}
+    if shape.tied:
+        return weights
+    return {**weights, "lm_head.weight": matrix(vocabulary, hidden)}

@@ -1,4 +1,6 @@
-"""Sample data and a small model, made on the spot without a download: enough to try every command of the README."""
+"""Sample data and a small model, made on the spot without a download: enough to try every command
+of the README.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ WHAT = {
     "pairs.jsonl": "a right and a wrong answer to each prompt: rw, dpo",
     "prompts.jsonl": "prompts with the right answer, for a verifier: ppo, grpo, gen",
     "model": "a Llama of 400,000 random weights that reads digits, + and =",
-    "text-model": "a Llama of 40,000 random weights that reads any text, byte by byte: for the tutorials",
+    "text-model": (
+        "a Llama of 40,000 random weights that reads any text, byte by byte: for the tutorials"
+    ),
 }
 
 
@@ -41,19 +45,29 @@ def main(argv: Sequence[str]) -> int:
     for name, what in WHAT.items():
         parts = [content for path, content in made.items() if path.split("/")[0] == name]
         print(f"  {name:15}{size(sum(map(len, parts))):>8}  {what}")
-    print("\nBegin with:" if given.command == "write" else "\nweft examples write data writes it, and you begin with:")
-    print("  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/"))
+    print(
+        "\nBegin with:"
+        if given.command == "write"
+        else "\nweft examples write data writes it, and you begin with:"
+    )
+    print(
+        "  " + FIRST.replace("=data/", f"={given.folder if given.command == 'write' else 'data'}/")
+    )
     return 0
 
 
 def write(folder: Path, made: dict[str, bytes]) -> None:
-    """Write the files that are not there yet. Raises `ConfigError`, before anything is written, where another one is."""
+    """Write the files that are not there yet.
+
+    Raises `ConfigError`, before anything is written, where another one is.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
     other = [name for name, content in made.items() if not _is_free(folder / name, content)]
     if other:
         raise ConfigError(
-            f"{folder} holds files that weft would overwrite ({', '.join(other[:4])}); name another folder, or remove them"
+            f"{folder} holds files that weft would overwrite ({', '.join(other[:4])}); name "
+            f"another folder, or remove them"
         )
     try:
         for name, content in made.items():
@@ -61,7 +75,9 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 writing.write(folder / name, content)
     except OSError as error:
-        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{error.filename or folder} cannot be written: {error.strerror or error}"
+        ) from error
 
 
 def _is_free(path: Path, content: bytes) -> bool:

@@ -1,4 +1,6 @@
-"""`--help` of a quickstart, made from the config dataclass: the options that people set, or all, or a group. Loads no torch."""
+"""`--help` of a quickstart, made from the config dataclass: the options that people set, or all, or
+a group. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ GRAMMAR = (
 )
 OPTIMIZER = "optimizer"
 WIDEST = 160  # columns beyond which lines are hard to read
-WIDE = 110  # columns from which the names of all options that people set have room beside their meaning
-NARROW_NAMES, WIDE_NAMES = 24, 40  # columns of names
+# columns from which the names of all options that people set have room beside their meaning
+WIDE = 110
+NARROW_NAMES = 24
+WIDE_NAMES = 40  # columns of names
 BRIEF = 100  # letters of a meaning in short
 SUGGESTED = 8
 
@@ -64,7 +68,10 @@ class Sheet:
         role, _, rest = name.partition(".")
         if not isinstance(self.config, RunConfig) or not rest.startswith(f"{OPTIMIZER}."):
             return False
-        return isinstance(getattr(self.config, role), ModelSpec) and role not in self.config.trained_roles
+        return (
+            isinstance(getattr(self.config, role), ModelSpec)
+            and role not in self.config.trained_roles
+        )
 
     def title(self) -> list[str]:
         about = textwrap.wrap(described(type(self.config)), self.width)
@@ -73,17 +80,28 @@ class Sheet:
     def section(self, title: str, options: Sequence[Leaf], *, brief: bool = False) -> Iterator[str]:
         """A heading and an entry for each option; `brief`: the meaning in short, and no type."""
         left = WIDE_NAMES if self.width >= WIDE else NARROW_NAMES
-        spelled = spellings_of(self.config) if isinstance(self.config, RunConfig) else {}
+        if isinstance(self.config, RunConfig):
+            spelled = spellings_of(self.config)
+        else:
+            spelled = {}
         yield title
         for leaf in options:
             yield from self._entry(
-                leaf.name, _meaning(leaf, spelled.get(leaf.name, ()), self.needed(), brief=brief), left
+                leaf.name,
+                _meaning(leaf, spelled.get(leaf.name, ()), self.needed(), brief=brief),
+                left,
             )
         yield ""
 
     def _entry(self, name: str, text: str, left: int) -> Iterator[str]:
         indent = " " * (left + 4)
-        lines = textwrap.wrap(text, self.width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        lines = textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
         if len(name) > left or not lines:
             yield f"  {name}"
         else:
@@ -105,9 +123,13 @@ class Sheet:
 
 
 def described(config: type) -> str:
-    """What the docstring of a configuration says first; the signature that a dataclass has in place of one says nothing."""
+    """What the docstring of a configuration says first; the signature that a dataclass has in place
+    of one says nothing.
+    """
     text = inspect.cleandoc(config.__doc__ or "")
-    return "" if text.startswith(f"{config.__name__}(") else " ".join(text.split("\n\n")[0].split())
+    if text.startswith(f"{config.__name__}("):
+        return ""
+    return " ".join(text.split("\n\n")[0].split())
 
 
 def terminal_width() -> int:
@@ -116,9 +138,11 @@ def terminal_width() -> int:
 
 
 def quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
-    """The page of a quickstart: the options that people set, `all` of them, or those of a `group` (a prefix of dotted names).
+    """The page of a quickstart: the options that people set, `all` of them, or those of a `group`
+    (a prefix of dotted names).
 
-    Raises `ConfigError` for a group that there is not, with the options that have the word in their names.
+    Raises `ConfigError` for a group that there is not, with the options that have the word in their
+    names.
     """
     sheet = Sheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := common_options(config)):
@@ -143,10 +167,8 @@ def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
         yield from command_lines(command.split(), sheet.width)
         yield ""
     yield "more"
-    all_help, one = (
-        f"weft quickstart {sheet.name} --help all",
-        sheet.config.generation or sheet.config.algorithm or "dataset",
-    )
+    all_help = f"weft quickstart {sheet.name} --help all"
+    one = sheet.config.generation or sheet.config.algorithm or "dataset"
     rest = {
         all_help: f"every option ({len(by_name)})",
         f"weft quickstart {sheet.name} --help {one}": f"one group: {', '.join(groups(by_name))}",
@@ -177,7 +199,9 @@ def _everything(sheet: Sheet) -> Iterator[str]:
     if own:
         yield from sheet.section("run and algorithm", own)
     for group in names:
-        yield from sheet.section(group, [leaf for leaf in options if leaf.name.startswith(f"{group}.")])
+        yield from sheet.section(
+            group, [leaf for leaf in options if leaf.name.startswith(f"{group}.")]
+        )
 
 
 def _group(sheet: Sheet, group: str) -> Iterator[str]:
@@ -194,17 +218,27 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
     names = [leaf.name for leaf in leaves(sheet.config)]
     if any(name.startswith(f"{group}.") for name in names):
         role = group.split(".")[0]
-        return ConfigError(f"--help {group}: {role} is not trained in {sheet.name}, and has no optimizer")
-    spelled = spellings_of(sheet.config) if isinstance(sheet.config, RunConfig) else {}
+        return ConfigError(
+            f"--help {group}: {role} is not trained in {sheet.name}, and has no optimizer"
+        )
+    if isinstance(sheet.config, RunConfig):
+        spelled = spellings_of(sheet.config)
+    else:
+        spelled = {}
     close = [leaf for leaf in options if group in spelled.get(leaf.name, ())]
     words = [leaf for leaf in options if group in leaf.name.replace("_", ".").split(".")]
     inside = [leaf for leaf in options if group in leaf.name]
     matching = list({leaf.name: leaf for leaf in (*close, *words, *inside)}.values())
     if matching:
         listed = [f"  {leaf.name}: {first_clause(leaf.help)}" for leaf in matching[:SUGGESTED]]
-        more = [f"  and {len(matching) - SUGGESTED} more"] if len(matching) > SUGGESTED else []
+        if len(matching) > SUGGESTED:
+            more = [f"  and {len(matching) - SUGGESTED} more"]
+        else:
+            more = []
         return ConfigError(
-            "\n".join([f"--help {group}: no such group; options with this in their name:", *listed, *more])
+            "\n".join(
+                [f"--help {group}: no such group; options with this in their name:", *listed, *more]
+            )
         )
     near = nearest(group, [*_all_groups(names), *names])
     return ConfigError(
@@ -237,13 +271,17 @@ def _meaning(leaf: Leaf, spelled: Sequence[str], needed: Sequence[str], *, brief
 
 
 def first_clause(text: str) -> str:
-    """A help text in short: what stands before its first semicolon, or as many of its parts as are read at a glance."""
+    """A help text in short: what stands before its first semicolon, or as many of its parts as are
+    read at a glance.
+    """
     if len(text) <= BRIEF:
         return text
     text = text.split("; ", 1)[0]
-    return (
-        text if len(text) <= BRIEF else f"{text[: text.rfind(', ', 0, BRIEF)]}, ..." if ", " in text[:BRIEF] else text
-    )
+    if len(text) <= BRIEF:
+        return text
+    if ", " in text[:BRIEF]:
+        return f"{text[: text.rfind(', ', 0, BRIEF)]}, ..."
+    return text
 
 
 def shown(value: Any) -> str:
@@ -265,6 +303,7 @@ def show(page: str) -> None:
     console = Console(highlight=False, markup=False)
     for number, line in enumerate(page.splitlines()):
         heading = bool(line) and (
-            number == 0 or (not line.startswith(" ") and line == line.rstrip(".") and len(line) < 60)
+            number == 0
+            or (not line.startswith(" ") and line == line.rstrip(".") and len(line) < 60)
         )
         console.print(line, style="bold" if heading else None, soft_wrap=True)

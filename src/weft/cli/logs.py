@@ -17,18 +17,26 @@ QUIET_POLLS = 4  # without a line, after which a run that nobody works on is ove
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `UserError` where there is no such run or worker."""
-    parser = Parser(prog="weft logs", description="Show the logs of a run, the first failure first.")
+    parser = Parser(
+        prog="weft logs", description="Show the logs of a run, the first failure first."
+    )
     add_run(parser)
     parser.add_argument("--worker", type=int, metavar="N", help="the process of one device alone")
-    parser.add_argument("--lines", type=int, default=20, metavar="N", help="last lines of each log (20)")
-    parser.add_argument("--follow", action="store_true", help="go on showing what is added until the run is over")
+    parser.add_argument(
+        "--lines", type=int, default=20, metavar="N", help="last lines of each log (20)"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="go on showing what is added until the run is over"
+    )
     given = parser.parse_args(argv)
     if given.lines < 0:
         raise ConfigError(f"--lines {given.lines}: must be at least 0, which shows no lines")
     run = given_run(given, "logs")
 
     def files() -> list[LogFile]:
-        return [file for file in log_files(run) if given.worker is None or file.worker == given.worker]
+        return [
+            file for file in log_files(run) if given.worker is None or file.worker == given.worker
+        ]
 
     chosen = files()
     if not chosen and not given.follow:
@@ -44,7 +52,8 @@ def _show(run: Path, files: Sequence[LogFile], lines: int) -> None:
     from weft.launch.status import run_status, status_line
 
     print(status_line(run))
-    found = [] if run_status(run) == "finished" else failures(files)  # what failed before was made good by a restart
+    # what failed before was made good by a restart
+    found = [] if run_status(run) == "finished" else failures(files)
     if found:
         print(f"\nfirst failure: {_place(found[0])}")
         print("\n".join(f"    {line}" for line in found[0].text))

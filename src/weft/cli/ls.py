@@ -1,5 +1,6 @@
-"""List the runs in a folder: how far each is, its validation metric (else its last reward or loss), its size, and what is out
-of range in it."""
+"""List the runs in a folder: how far each is, its validation metric (else its last reward or loss),
+its size, and what is out of range in it.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +24,24 @@ from weft.observe.metrics import number, title
 from weft.observe.run_list import RunSummary, list_runs, tree_bytes
 
 STATUSES = ("running", "finished", "stopped", "failed", "unfinished")
-COLORS = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "unfinished": "yellow"}
+COLORS = {
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "failed": "red",
+    "unfinished": "yellow",
+}
 UNFINISHED_FIRST = ("running", "failed", "unfinished", "stopped", "finished")
-DEMO, MATERIAL = re.compile(r"demo(-\d+)?"), "material"  # folders of `weft demo`, and what it keeps beside its runs
+# folders of `weft demo`, and what it keeps beside its runs
+DEMO = re.compile(r"demo(-\d+)?")
+MATERIAL = "material"
 WIDE = 110  # columns from which there is room for what tells less
 PIPED = 200  # columns where the output is no terminal, and COLUMNS says nothing
 LEAST = 24  # columns of a run's name before other columns are left out
 GAP = 2  # columns between two
 WORDY = ("run", "metric")  # columns that may be cut
-LESSER = ("metric", "written", "size", "age", "algorithm")  # what is left out first where there is no room
+# what is left out first where there is no room
+LESSER = ("metric", "written", "size", "age", "algorithm")
 UNKNOWN = "–"
 SORTS: dict[str, Callable[[RunSummary], Any]] = {
     "age": lambda run: -(run.changed or 0.0),
@@ -52,16 +62,27 @@ EPILOG = """examples:
 def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `ConfigError` where there is no such folder, sort or status."""
     parser = Parser(prog="weft ls", description=__doc__, epilog=EPILOG)
-    parser.add_argument("root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)")
-    parser.add_argument("--sort", default="age", metavar="BY", help=f"{', '.join(SORTS)} (age: the newest first)")
+    parser.add_argument(
+        "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
+    )
+    parser.add_argument(
+        "--sort", default="age", metavar="BY", help=f"{', '.join(SORTS)} (age: the newest first)"
+    )
     parser.add_argument("--reverse", action="store_true", help="turn the order around")
-    parser.add_argument("--status", default="", metavar="S[,S]", help=f"only runs that are {', '.join(STATUSES)}")
-    parser.add_argument("--algorithm", default="", metavar="A[,A]", help="only runs of these: sft, rw, ppo, ...")
-    parser.add_argument("--json", action="store_true", help="print JSON: one object a run, with exact numbers")
+    parser.add_argument(
+        "--status", default="", metavar="S[,S]", help=f"only runs that are {', '.join(STATUSES)}"
+    )
+    parser.add_argument(
+        "--algorithm", default="", metavar="A[,A]", help="only runs of these: sft, rw, ppo, ..."
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: one object a run, with exact numbers"
+    )
     given = parser.parse_args(list(argv))
     if given.sort not in SORTS:
         raise unknown_name("--sort", given.sort, SORTS)
-    root, filtered = Path(given.root).expanduser(), bool(given.status or given.algorithm)
+    root = Path(given.root).expanduser()
+    filtered = bool(given.status or given.algorithm)
     runs = chosen(root, _words(given.status), _words(given.algorithm))
     if not given.json and not filtered:
         runs = with_demos_folded(runs, root)
@@ -77,10 +98,14 @@ def main(argv: Sequence[str]) -> int:
         console = Console(width=None if terminal else piped, highlight=False)
         console.print(table(runs, console.width))
         for demo in (run.path for run in runs if not run.trial):
-            console.print(f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True)
+            console.print(
+                f"weft ls {demo} lists the runs of this demo", style="bright_black", soft_wrap=True
+            )
         for run in runs:
             if run.flagged:
-                line = Text.assemble((f"! {run.experiment}/{run.trial}: ", "bold yellow"), str(run.diagnosis))
+                line = Text.assemble(
+                    (f"! {run.experiment}/{run.trial}: ", "bold yellow"), str(run.diagnosis)
+                )
                 console.print(line, soft_wrap=not terminal)
     else:
         print(f"no run in {given.root}" + (" is like that" if filtered else ""))
@@ -92,23 +117,32 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
     from weft.launch.status import is_alive
 
     if not root.is_dir():
-        raise ConfigError(f"{root}: there is no such folder; name the folder of your runs, usually ./runs")
+        raise ConfigError(
+            f"{root}: there is no such folder; name the folder of your runs, usually ./runs"
+        )
     for status in statuses:
         if status not in STATUSES:
             raise unknown_name("--status", status, STATUSES)
     return [
         run
         for run in list_runs(root, is_alive)
-        if (not statuses or run.status in statuses) and (not algorithms or run.algorithm in algorithms)
+        if (not statuses or run.status in statuses)
+        and (not algorithms or run.algorithm in algorithms)
     ]
 
 
 def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
-    """The runs, with those of one `weft demo` as a single entry without a trial, where its folder is not itself the root."""
+    """The runs, with those of one `weft demo` as a single entry without a trial, where its folder
+    is not itself the root.
+    """
     found: dict[Path, list[RunSummary]] = {}
     for run in runs:
         folder = run.path.parent
-        if DEMO.fullmatch(folder.name) and (folder / MATERIAL).is_dir() and folder.resolve() != root.resolve():
+        if (
+            DEMO.fullmatch(folder.name)
+            and (folder / MATERIAL).is_dir()
+            and folder.resolve() != root.resolve()
+        ):
             found.setdefault(folder, []).append(run)
     alone = [run for run in runs if not any(run in each for each in found.values())]
     return alone + [_demo(folder, each) for folder, each in found.items()]
@@ -134,16 +168,26 @@ def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
 
 
 def _place(status: str) -> int:
-    return UNFINISHED_FIRST.index(status) if status in UNFINISHED_FIRST else len(UNFINISHED_FIRST)
+    if status in UNFINISHED_FIRST:
+        return UNFINISHED_FIRST.index(status)
+    return len(UNFINISHED_FIRST)
 
 
 def table(runs: Sequence[RunSummary], width: int) -> Table:
-    """A line a run, in `width` columns. Wide ones add the full name of the metric and when the run last wrote; in narrow ones
-    what tells less is left out before the names of runs are cut."""
+    """A line a run, in `width` columns.
+
+    Wide ones add the full name of the metric and when the run last wrote; in narrow ones what tells
+    less is left out before the names of runs are cut.
+    """
     rows = [_cells(run) for run in runs]
-    names = [name for name in rows[0] if width >= WIDE or name not in ("metric", "written")] if rows else ["run"]
+    if rows:
+        names = [name for name in rows[0] if width >= WIDE or name not in ("metric", "written")]
+    else:
+        names = ["run"]
     lengths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    needed = {name: min(length, LEAST) if name in WORDY else length for name, length in lengths.items()}
+    needed = {
+        name: min(length, LEAST) if name in WORDY else length for name, length in lengths.items()
+    }
     for lesser in LESSER:
         if sum(needed[name] + GAP for name in names) - GAP > width and lesser in names:
             names.remove(lesser)
@@ -153,7 +197,9 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
             made.add_column(name, overflow="fold", min_width=needed[name])
         else:
             right = name in ("steps", "size", "age")
-            made.add_column(name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left")
+            made.add_column(
+                name, no_wrap=True, overflow="ellipsis", justify="right" if right else "left"
+            )
     for run, row in zip(runs, rows, strict=True):
         colour = "yellow" if run.flagged else COLORS.get(run.status, "")
         texts = (Text(row[name], style=colour if name == "status" else "") for name in names)
@@ -172,7 +218,9 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "size": size(run.num_bytes),
         "age": age(run.changed),
         "metric": run.metric or UNKNOWN,
-        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)) if run.changed else UNKNOWN,
+        "written": time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
+        if run.changed
+        else UNKNOWN,
     }
 
 
@@ -180,7 +228,9 @@ def steps(run: RunSummary) -> str:
     """Steps done of all: 40/100."""
     if run.step is None:
         return UNKNOWN
-    return f"{run.step}/{run.total_steps}" if run.total_steps is not None else str(run.step)
+    if run.total_steps is not None:
+        return f"{run.step}/{run.total_steps}"
+    return str(run.step)
 
 
 def size(num_bytes: float) -> str:

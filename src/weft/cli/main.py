@@ -1,6 +1,8 @@
-"""The command `weft`: finds the command's module, turns what goes wrong into one message and an exit code.
+"""The command `weft`: finds the command's module, turns what goes wrong into one message and an
+exit code.
 
-0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 141 the output is not read, 143 by `weft stop`.
+0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 141 the output is
+not read, 143 by `weft stop`.
 """
 
 from __future__ import annotations
@@ -26,14 +28,19 @@ from weft.redaction import redacted
 
 GROUPS = {
     "train and sample": {
-        "quickstart": "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a configuration of your own",
+        "quickstart": (
+            "train: sft, rw, dpo, online_dpo, ppo, grpo, distill; sample: gen; or a "
+            "configuration of your own"
+        ),
         "demo": "a small model learns under SFT, PPO and GRPO on this CPU, without a download",
         "start": "run an experiment registered by name in user code (--list shows them)",
         "stop": "stop a run; the same command resumes it",
     },
     "look at runs": {
         "ls": "the runs in a folder: status, steps, last reward or loss, size",
-        "show": "a run: command, versions, options that are not the defaults, checkpoints, last metrics",
+        "show": (
+            "a run: command, versions, options that are not the defaults, checkpoints, last metrics"
+        ),
         "report": "the page of a run, or one that compares several",
         "dashboard": "the pages of all runs in a folder, live in a browser",
         "logs": "what a run and its workers have written, the first failure first",
@@ -43,7 +50,10 @@ GROUPS = {
         "chat": "talk to a model directory",
         "sample": "answers of models to a file of prompts: report, score, best of n",
         "eval": "how well a reward model orders replies: rm",
-        "serve": "a policy and a reward model behind HTTP: OpenAI's endpoints and the open inference protocol",
+        "serve": (
+            "a policy and a reward model behind HTTP: OpenAI's endpoints and the open "
+            "inference protocol"
+        ),
         "convert": "bring checkpoints in and out",
     },
     "data": {
@@ -52,7 +62,10 @@ GROUPS = {
     },
     "configuration and devices": {
         "config": "named sections of settings: ls, show, cp, validate",
-        "plan": "what a run would do: search, calls onto devices; realloc, parameters from one layout to another",
+        "plan": (
+            "what a run would do: search, calls onto devices; realloc, parameters from one "
+            "layout to another"
+        ),
         "completion": "completion of commands and options in bash, zsh and fish",
     },
 }
@@ -63,16 +76,21 @@ GLOBAL_FLAGS = {
     "--debug": "with any command: show the traceback of an error",
 }
 TRAINING = ("quickstart", "start", "demo")
-BARE = ("quickstart", "demo", "ls", "dashboard")  # that need no word; the others alone print their help
+# that need no word; the others alone print their help
+BARE = ("quickstart", "demo", "ls", "dashboard")
 SUPERVISED = ("quickstart", "start")
 HELP = ("--help", "-h", "help")
-INTERRUPTED, UNREAD = 130, 141  # 128 and the number of the signal, as for other programs
+INTERRUPTED = 130
+UNREAD = 141  # 128 and the number of the signal, as for other programs
 SPEAKS_SECONDS = 5.0
 WORKER = "weft-worker"  # the thread in which a run's calls are made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Without `argv` this is the program itself, and may end the process."""
+    """Run one command; the exit code.
+
+    Without `argv` this is the program itself, and may end the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP, "--version"):
         return guarded(lambda: about(words), words)
@@ -89,18 +107,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code:
         _end(code)
     if wire.supervised:
-        raise SystemExit(code)  # what a program does after this is for the process that supervises it
+        # what a program does after this is for the process that supervises it
+        raise SystemExit(code)
     return code
 
 
 def drop_empty(environment: MutableMapping[str, str]) -> None:
-    """Take out OpenMP's settings that are set to nothing: its library, which torch loads, calls each an invalid value."""
-    for name in [name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()]:
+    """Take out OpenMP's settings that are set to nothing: its library, which torch loads, calls
+    each an invalid value.
+    """
+    for name in [
+        name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
+    ]:
         del environment[name]
 
 
 def _end(code: int) -> None:
-    """A failed run may leave a call at work in torch, in which the interpreter's own end would abort with code 134."""
+    """A failed run may leave a call at work in torch, in which the interpreter's own end would
+    abort with code 134.
+    """
     if any(thread.name == WORKER and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,20 +145,25 @@ def usage() -> str:
     for group, commands in GROUPS.items():
         lines += ["", group]
         for name, what in commands.items():
-            lines += textwrap.wrap(what, width, initial_indent=f"  {name:12} ", subsequent_indent=" " * 15)
+            lines += textwrap.wrap(
+                what, width, initial_indent=f"  {name:12} ", subsequent_indent=" " * 15
+            )
     return "\n".join([*lines, "", *(f"  {flag:12} {what}" for flag, what in GLOBAL_FLAGS.items())])
 
 
 def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
-    """The exit code of `command`; what it raises is one message on the standard error, with `--debug` a traceback. A command
-    whose output nobody reads any more (`weft ... | head`) ends without one."""
+    """The exit code of `command`; what it raises is one message on the standard error, with
+    `--debug` a traceback. A command whose output nobody reads any more (`weft ... | head`) ends
+    without one.
+    """
     try:
         return _outcome(command, words)
     except BrokenPipeError:  # while its error was shown
         return UNREAD
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if _is_unread(stream):  # whatever waits to be written would be an error when the interpreter ends
+            # whatever waits to be written would be an error when the interpreter ends
+            if _is_unread(stream):
                 with suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -156,7 +186,10 @@ def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        again = "; rerun the same command to start or resume the run" if words[:1] and words[0] in SUPERVISED else ""
+        if words[:1] and words[0] in SUPERVISED:
+            again = "; rerun the same command to start or resume the run"
+        else:
+            again = ""
         _show(_wrapped(f"stopped at once{again}"), words)
         return INTERRUPTED
     except UserError as error:
@@ -184,7 +217,11 @@ def _wrapped(text: str) -> str:
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns
-    return "\n".join(textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "))
+    return "\n".join(
+        textwrap.wrap(
+            text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  "
+        )
+    )
 
 
 def _show(message: str, words: Sequence[str]) -> None:
@@ -195,7 +232,8 @@ def _show(message: str, words: Sequence[str]) -> None:
 
 def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
     """Run the command that `words` begin with; the exit code."""
-    name, rest = words[0], [word for word in words[1:] if word != "--debug"]
+    name = words[0]
+    rest = [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
         raise unknown_name("command", name, COMMANDS)
     check_working_directory()
@@ -206,7 +244,8 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         if started is not None and started.rank == 0:
             raise ConfigError(started.message(words))
         if started is not None:
-            time.sleep(SPEAKS_SECONDS)  # launchers end all processes with the first that ends: the first one says why
+            # launchers end all processes with the first that ends: the first one says why
+            time.sleep(SPEAKS_SECONDS)
             return 2
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")
     command: Callable[..., int] = module.stop if name == "stop" else module.main
@@ -214,7 +253,9 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         with suppress(SystemExit):
             command(["--help"])
         return 2
-    return command(rest, supervise=supervise) if name in SUPERVISED else command(rest)
+    if name in SUPERVISED:
+        return command(rest, supervise=supervise)
+    return command(rest)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,11 @@ from weft.observe.run_list import find_runs, is_run, list_runs
 from weft.reading import refuse_url
 from weft.runtime.directory import RunDirectory, admit, owner
 
-RUNS, LATEST = "./runs", "latest"
-LOCK, LAUNCHERS = "run.lock", ("logs", "slurm")  # what a process holds, and what those who start processes write
+RUNS = "./runs"
+LATEST = "latest"
+# what a process holds, and what those who start processes write
+LOCK = "run.lock"
+LAUNCHERS = ("logs", "slurm")
 SHOWN = 6
 SUGGESTED = 3
 LIKENESS = 0.6  # of each part of a name to that of the run that may have been meant
@@ -26,26 +29,40 @@ LIKENESS = 0.6  # of each part of a name to that of the run that may have been m
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Let a command take a run as `weft show` does, or by `-e EXPERIMENT -f TRIAL`."""
-    parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
-    parser.add_argument("-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="in place of RUN")
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
+    )
+    parser.add_argument(
+        "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="in place of RUN"
+    )
     parser.add_argument("-f", "--trial", "--trial_name", metavar="TRIAL", help="in place of RUN")
-    parser.add_argument("--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+    parser.add_argument(
+        "--fileroot", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)"
+    )
 
 
 def given_run(given: argparse.Namespace, command: str) -> Path:
-    """The directory of the run that the words of `add_run` name; what was started may not have written a step yet. Raises
-    `ConfigError`."""
+    """The directory of the run that the words of `add_run` name; what was started may not have
+    written a step yet. Raises `ConfigError`.
+    """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
     if given.run is not None:
         if named != (None, None):
-            raise ConfigError(f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out")
+            raise ConfigError(
+                f"weft {command} {given.run}: names a run, and so do -e and -f; leave one out"
+            )
         return _begun(given.run, root) or find_run(given.run, root)
     if None in named:
         if named == (None, None):
-            raise ConfigError(f"weft {command}: which run? Write weft {command} RUN, such as weft {command} latest")
+            raise ConfigError(
+                f"weft {command}: which run? Write weft {command} RUN, such as weft {command} "
+                f"latest"
+            )
         flag = "-f TRIAL" if given.trial is None else "-e EXPERIMENT"
-        raise ConfigError(f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL, or weft {command} RUN")
+        raise ConfigError(
+            f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL, or weft {command} RUN"
+        )
     check_names(experiment_name=given.experiment, trial_name=given.trial)
     from weft.launch.stop import run_directory
 
@@ -53,10 +70,12 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with a name for its run; where nobody has given one, also a line that says the name.
+    """Return the configuration with a name for its run; where nobody has given one, also a line
+    that says the name.
 
-    The experiment is `asked_for`, a recipe or an algorithm. The trial is the newest unfinished one of the same configuration,
-    among those that have a number for a name; else it takes the next number.
+    The experiment is `asked_for`, a recipe or an algorithm. The trial is the newest unfinished one
+    of the same configuration, among those that have a number for a name; else it takes the next
+    number.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -65,7 +84,9 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
     if config.trial_name:
         return config, None
     folder = Path(config.fileroot).expanduser() / experiment
-    numbers = sorted((int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), reverse=True)
+    numbers = sorted(
+        (int(each.name) for each in folder.glob("[0-9]*") if each.name.isdecimal()), reverse=True
+    )
     following = replace(config, trial_name=str(max(numbers, default=0) + 1))
     if config.recover_mode == "disabled" or config.resume_from is not None:
         return following, f"this run is {folder / following.trial_name}"
@@ -79,8 +100,14 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
 
 def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
-    """Return whether a directory holds a run of this experiment that no process works on, and that is not finished."""
-    if not directory.holds_run() or directory.status() == "finished" or owner(directory.path) is not None:
+    """Return whether a directory holds a run of this experiment that no process works on, and that
+    is not finished.
+    """
+    if (
+        not directory.holds_run()
+        or directory.status() == "finished"
+        or owner(directory.path) is not None
+    ):
         return False
     config = {**experiment.resolved(), "trial_name": directory.path.name}
     control = replace(experiment.control, trial_name=directory.path.name)
@@ -94,12 +121,20 @@ def _begun(word: str, root: Path) -> Path | None:
     """A directory with the marks of a process or a job that has written no line of metrics."""
     given = Path(word).expanduser()
     return next(
-        (p for p in (given, root / given) if any((p / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS))), None
+        (
+            p
+            for p in (given, root / given)
+            if any((p / mark).exists() for mark in (LOCK, LOG, *LAUNCHERS))
+        ),
+        None,
     )
 
 
 def find_run(word: str, root: Path) -> Path:
-    """The directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`. Raises `ConfigError`."""
+    """The directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`.
+
+    Raises `ConfigError`.
+    """
     refuse_url(word, word, ConfigError)
     given = Path(word).expanduser()
     for path in (given, root / given):
@@ -110,19 +145,29 @@ def find_run(word: str, root: Path) -> Path:
         if runs:
             return runs[0].path
         raise ConfigError(f"latest: there is no run in {root}")
-    inside = [str(path) for path in find_runs(given)][:SHOWN] if given.is_dir() else []
+    if given.is_dir():
+        inside = [str(path) for path in find_runs(given)][:SHOWN]
+    else:
+        inside = []
     if inside:
         raise ConfigError(f"{word} is no run but holds some: {', '.join(inside)}; name one of them")
     if given.exists():
-        raise ConfigError(f"{word} is not the directory of a run; weft ls lists the runs in a folder")
+        raise ConfigError(
+            f"{word} is not the directory of a run; weft ls lists the runs in a folder"
+        )
     close = _like(given, root)
     listing = f"weft ls {root}" if root != Path(RUNS) else "weft ls"
-    hint = f"did you mean {' or '.join(close)}?" if close else f"{listing} lists those that are there"
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = f"{listing} lists those that are there"
     raise ConfigError(f"{word}: there is no such run; {hint}")
 
 
 def _like(given: Path, root: Path) -> list[str]:
-    """The runs in `root` named like `given`, the likest first: EXPERIMENT/TRIAL part by part, or TRIAL where it is all."""
+    """The runs in `root` named like `given`, the likest first: EXPERIMENT/TRIAL part by part, or
+    TRIAL where it is all.
+    """
     asked = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 
     def likeness(run: Path) -> float:
@@ -131,4 +176,6 @@ def _like(given: Path, root: Path) -> list[str]:
         return min((SequenceMatcher(None, one, other).ratio() for one, other in pairs), default=0.0)
 
     alike = {str(run): likeness(run) for run in find_runs(root)}
-    return sorted((run for run in alike if alike[run] >= LIKENESS), key=lambda run: -alike[run])[:SUGGESTED]
+    return sorted((run for run in alike if alike[run] >= LIKENESS), key=lambda run: -alike[run])[
+        :SUGGESTED
+    ]

@@ -1,4 +1,6 @@
-"""`key=value ...` in Hydra's grammar, and YAML files, as nested plain values for `weft.options.read`."""
+"""`key=value ...` in Hydra's grammar, and YAML files, as nested plain values for
+`weft.options.read`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ NUMBERS = "device_mesh"  # an option that is a text of numbers, and may be writt
 
 @dataclass(frozen=True)
 class Override:
-    """One assignment. `removed` is `~key`: back to the default. `typed`: a word of the command line, as it stands there."""
+    """One assignment.
+
+    `removed` is `~key`: back to the default. `typed`: a word of the command line, as it stands
+    there.
+    """
 
     name: str
     value: Any
@@ -28,9 +34,13 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """The assignments in order. What Hydra's grammar cannot read, or takes for a sweep, is a text or a list of texts as it
-    stands where the option is one. Raises `ConfigError` for what no option could be."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser  # a fifth of a second, so only when needed
+    """The assignments in order.
+
+    What Hydra's grammar cannot read, or takes for a sweep, is a text or a list of texts as it
+    stands where the option is one. Raises `ConfigError` for what no option could be.
+    """
+    # a fifth of a second, so only when needed
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
@@ -41,7 +51,10 @@ def parse(words: Sequence[str]) -> list[Override]:
         except HydraException as error:
             overrides.append(_as_it_stands(word, _unreadable(word, error)))
             continue
-        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, brackets in brackets
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # a number of 5,000 digits, brackets in brackets
             raise ConfigError(f"{shortened(word)!r}: {reason(error)}") from error
         if found.is_sweep_override():
             overrides.append(_as_it_stands(word, _sweep(word, found.key_or_group), sweep=True))
@@ -54,10 +67,13 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def repeated(overrides: Sequence[Override]) -> list[str]:
-    """A note for each option that the command line sets to several values, of which the last counts."""
+    """A note for each option that the command line sets to several values, of which the last
+    counts.
+    """
     words: dict[str, list[str]] = {}
     for each in overrides:
-        if each.typed is not None and not isinstance(each.value, Mapping):  # mappings add to each other
+        # mappings add to each other
+        if each.typed is not None and not isinstance(each.value, Mapping):
             words.setdefault(each.name, []).append(shortened(each.typed))
     return [
         f"{', '.join(given[:-1])} and {given[-1]} are all set; the last counts"
@@ -70,28 +86,40 @@ def repeated(overrides: Sequence[Override]) -> list[str]:
 
 def _sweep(word: str, name: str) -> ConfigError:
     return ConfigError(
-        f"{word}: this is a sweep over several values, and one command is one run; write a list as {name}=[1,2], quote a text "
+        f"{word}: this is a sweep over several values, and one command is one run; write a list "
+        f"as {name}=[1,2], quote a text "
         f"that has commas: {name}=\"'a,b'\""
     )
 
 
 def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """The word as an option of texts would take it. Raises `error` where there are signs of another grammar: quotes,
-    interpolations, brackets that are not a list's, functions of sweeps."""
+    """The word as an option of texts would take it.
+
+    Raises `error` where there are signs of another grammar: quotes, interpolations, brackets that
+    are not a list's, functions of sweeps.
+    """
     found = WORD.fullmatch(word)
     if found is None or any(sign in found["text"] for sign in ("'", '"', "${")):
         raise error
     text = found["text"].strip()
-    items = _items(text[1:-1]) if text.startswith("[") and text.endswith("]") else None
+    if text.startswith("[") and text.endswith("]"):
+        items = _items(text[1:-1])
+    else:
+        items = None
     if items is None and (not text or text[0] in "[{" or (sweep and SWEEP.match(text))):
         raise error
     whole = None if items is not None else text
-    return Override(found["name"], Scalar(whole or text, text, Unread(whole, items, sweep, error)), typed=word)
+    return Override(
+        found["name"], Scalar(whole or text, text, Unread(whole, items, sweep, error)), typed=word
+    )
 
 
 def _items(text: str) -> tuple[str, ...] | None:
-    """The parts between the commas that stand in no brackets of their own; None where there are empty ones."""
-    depth, parts = 0, [""]
+    """The parts between the commas that stand in no brackets of their own; None where there are
+    empty ones.
+    """
+    depth = 0
+    parts = [""]
     for letter in text:
         depth += (letter in "[({") - (letter in "])}")
         if letter == "," and not depth:
@@ -105,11 +133,14 @@ def _items(text: str) -> tuple[str, ...] | None:
 def _unreadable(word: str, error: Exception) -> ConfigError:
     if "=" not in word:
         word = shortened(word)
-        return ConfigError(f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help")
+        return ConfigError(
+            f"{word!r}: is not of the form key=value; write for example {word}=VALUE, or see --help"
+        )
     name, _ = word.split("=", 1)
     where = str(error).splitlines()[0]
     return ConfigError(
-        f"{shortened(word)!r}: cannot be read ({shortened(where)}); quote texts with special characters: {name}=\"'...'\""
+        f"{shortened(word)!r}: cannot be read ({shortened(where)}); quote texts with special "
+        f"characters: {name}=\"'...'\""
     )
 
 
@@ -140,14 +171,19 @@ def read_file(path: str) -> dict[str, Any]:
     if values is None:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must hold options as key: value, but holds {type(values).__name__}")
+        raise ConfigError(
+            f"--config {path}: must hold options as key: value, but holds {type(values).__name__}"
+        )
     return values
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Nested values as assignments of dotted names, so that a file may use the same aliases as the command line.
+    """Nested values as assignments of dotted names, so that a file may use the same aliases as the
+    command line.
 
-    A mapping whose own keys hold a colon, such as weights by FILE.py:function, is a value as it stands."""
+    A mapping whose own keys hold a colon, such as weights by FILE.py:function, is a value as it
+    stands.
+    """
     for key, value in values.items():
         if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
             yield from flatten(value, f"{prefix}{key}.")
@@ -156,7 +192,10 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
 
 
 def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `${other.option}` replaced by what that option is set to. Raises `ConfigError` for unknown names."""
+    """`values` with `${other.option}` replaced by what that option is set to.
+
+    Raises `ConfigError` for unknown names.
+    """
     if "${" not in repr(values):
         return values
     from omegaconf import OmegaConf
@@ -170,9 +209,15 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """OmegaConf takes plain values; a number is handed over as such, its spelling is kept beside it."""
+    """OmegaConf takes plain values; a number is handed over as such, its spelling is kept beside
+    it.
+    """
     return {
-        key: _texts(value) if isinstance(value, Mapping) else value.value if isinstance(value, Scalar) else value
+        key: _texts(value)
+        if isinstance(value, Mapping)
+        else value.value
+        if isinstance(value, Scalar)
+        else value
         for key, value in values.items()
     }
 

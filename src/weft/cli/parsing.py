@@ -1,4 +1,6 @@
-"""The argument parser that commands have: plain complaints, help that fits the terminal, `--a_b` for `--a-b` and back."""
+"""The argument parser that commands have: plain complaints, help that fits the terminal, `--a_b`
+for `--a-b` and back.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from typing import Any, NoReturn
 from weft.errors import ConfigError
 from weft.reading import refuse_url
 
-FLAGS = ("fileroot", "output", "out", "prompts", "folders")  # paths that stand behind a flag of their name
-PATHS = (*FLAGS, "root", "input", "valid_output")  # arguments that are paths, though their type is a text
-OWN_NAME = re.compile(r"^`weft [^`]*`: ")  # with which the description of a module begins, and its help does not
+# paths that stand behind a flag of their name
+FLAGS = ("fileroot", "output", "out", "prompts", "folders")
+# arguments that are paths, though their type is a text
+PATHS = (*FLAGS, "root", "input", "valid_output")
+# with which the description of a module begins, and its help does not
+OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are a user's error like any other, and whose examples keep their lines."""
+    """An argument parser whose complaints are a user's error like any other, and whose examples
+    keep their lines.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -25,7 +32,9 @@ class Parser(argparse.ArgumentParser):
         self.description = OWN_NAME.sub("", self.description or "")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        values, rest = super().parse_known_args(None if args is None else self._spelled(args), namespace)
+        values, rest = super().parse_known_args(
+            None if args is None else self._spelled(args), namespace
+        )
         check_paths(values)
         return values, rest
 
@@ -40,14 +49,20 @@ class Parser(argparse.ArgumentParser):
             return word
         plain = name[2:]
         found = (f"--{each}" for each in (plain.replace("_", "-"), plain.replace("-", "_")))
-        return next((f"{flag}{equals}{value}" for flag in found if flag in self._option_string_actions), word)
+        return next(
+            (f"{flag}{equals}{value}" for flag in found if flag in self._option_string_actions),
+            word,
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help says more")
 
 
 def check_paths(values: argparse.Namespace) -> None:
-    """Raises `ConfigError` for a URL in an argument that is a path. What reads models and data checks their names itself."""
+    """Raises `ConfigError` for a URL in an argument that is a path.
+
+    What reads models and data checks their names itself.
+    """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Path) or (name in PATHS and isinstance(each, str)):

@@ -1,5 +1,8 @@
-"""`weft plan`: what a run would do, without doing it. `search`: which devices each call of an experiment would work on, and how
-long; `realloc`: what moving parameters between two layouts sends; `memory`: which GPU holds the training of a model."""
+"""`weft plan`: what a run would do, without doing it.
+
+`search`: which devices each call of an experiment would work on, and how long; `realloc`: what
+moving parameters between two layouts sends; `memory`: which GPU holds the training of a model.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,20 @@ LARGEST = 5  # parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
 # The model where none is named: the shape of a Llama of 1.2 billion parameters.
 SMALL_LLAMA = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0, "tie_word_embeddings": True, "hidden_act": "silu",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
 
 SEARCH_EPILOG = """Seconds are estimates from sizes: products, reads of memory, messages. They serve to compare placements.
 search.* says what is reckoned with: a GPU that this machine has not, its memory, lengths of prompts and answers.
@@ -54,7 +67,10 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft plan ...`; returns the exit code. Raises `UserError` for layouts that do not fit the model or the devices."""
+    """Run `weft plan ...`; returns the exit code.
+
+    Raises `UserError` for layouts that do not fit the model or the devices.
+    """
     parser, realloc_parser = _parsers()
     arguments = parser.parse_args(list(argv))
     check_paths(arguments)
@@ -67,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "memory":
         return plan_memory.main(arguments)
     if arguments.devices_per_node < 1:
-        realloc_parser.error(f"--devices-per-node={arguments.devices_per_node}: a node has at least one device")
+        realloc_parser.error(
+            f"--devices-per-node={arguments.devices_per_node}: a node has at least one device"
+        )
     realloc(arguments)
     return 0
 
@@ -78,23 +96,53 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands = parser.add_subparsers(dest="command", metavar="{search,realloc,memory}")
     told = "the placement that allocation_mode=search finds for an experiment"
     looked = commands.add_parser(
-        "search", help=told, description=f"Print {told}.", epilog=SEARCH_EPILOG, formatter_class=form
+        "search",
+        help=told,
+        description=f"Print {told}.",
+        epilog=SEARCH_EPILOG,
+        formatter_class=form,
     )
-    looked.add_argument("words", nargs="+", metavar="WORD", help="those of weft quickstart: NAME key=value ...")
+    looked.add_argument(
+        "words", nargs="+", metavar="WORD", help="those of weft quickstart: NAME key=value ..."
+    )
     looked.add_argument("--json", action="store_true", help="print everything as one JSON object")
     told = "what moving a role's parameters from one layout to another sends"
-    made = commands.add_parser("realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form)
-    made.add_argument("source", metavar="FROM", help="layout that has the parameters, such as d4f4t2")
+    made = commands.add_parser(
+        "realloc", help=told, description=f"Print {told}.", epilog=EPILOG, formatter_class=form
+    )
+    made.add_argument(
+        "source", metavar="FROM", help="layout that has the parameters, such as d4f4t2"
+    )
     made.add_argument("target", metavar="TO", help="layout that gets them, such as t4p2")
-    made.add_argument("--model", metavar="DIR", help="model directory, run or hub name; only its config.json is read")
-    made.add_argument("--dtype", choices=sorted(BYTES), default="bfloat16", help="of what is sent (%(default)s)")
-    made.add_argument("--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)")
+    made.add_argument(
+        "--model",
+        metavar="DIR",
+        help="model directory, run or hub name; only its config.json is read",
+    )
+    made.add_argument(
+        "--dtype", choices=sorted(BYTES), default="bfloat16", help="of what is sent (%(default)s)"
+    )
+    made.add_argument(
+        "--source-mesh", metavar="LIST", help="devices of FROM, such as 0-7 or 0,2 (the first ones)"
+    )
     made.add_argument("--target-mesh", metavar="LIST", help="devices of TO (the first ones)")
     for side, name in SIDES.items():
-        made.add_argument(f"--{side}-schedule", default="1f1b", metavar="KIND",
-                          help=f"pipeline_schedule of {name}, which says what stages a rank holds (%(default)s)")  # fmt: skip
-        made.add_argument(f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}")
-    made.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="devices of one node (%(default)s)")
+        made.add_argument(
+            f"--{side}-schedule",
+            default="1f1b",
+            metavar="KIND",
+            help=f"pipeline_schedule of {name}, which says what stages a rank holds (%(default)s)",
+        )
+        made.add_argument(
+            f"--{side}-stages", type=int, metavar="N", help=f"pipeline_stages_per_rank of {name}"
+        )
+    made.add_argument(
+        "--devices-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="devices of one node (%(default)s)",
+    )
     made.add_argument("--json", action="store_true", help="print everything as one JSON object")
     plan_memory.add(commands)
     return parser, made
@@ -119,13 +167,18 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
         if missing:
             raise ConfigError("\n".join(missing))
         raise ConfigError(
-            "plan search: there is nothing to choose, with one device, or with a layout for every role; write "
+            "plan search: there is nothing to choose, with one device, or with a layout for every "
+            "role; write "
             "n_gpus_per_node=8 (or n_nodes), and leave layouts out"
         )
     if as_json:
         print(json.dumps(experiment.search, indent=2))
         return
-    print("\n".join(line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))))
+    print(
+        "\n".join(
+            line for line in experiment.plan_notes if line.startswith(("allocation_mode", "  "))
+        )
+    )
 
 
 def realloc(arguments: argparse.Namespace) -> None:
@@ -137,10 +190,15 @@ def realloc(arguments: argparse.Namespace) -> None:
     from weft.realloc.traffic import least, traffic
 
     meshes = [_mesh(arguments, side) for side in SIDES]
-    config, per_node = _config(arguments.model), arguments.devices_per_node
+    config = _config(arguments.model)
+    per_node = arguments.devices_per_node
     for side, mesh in zip(SIDES, meshes, strict=True):
         with _names(arguments, side):
-            check_layout(ModelSpec(pipeline_schedule=getattr(arguments, f"{side}_schedule")), mesh.layout, config)
+            check_layout(
+                ModelSpec(pipeline_schedule=getattr(arguments, f"{side}_schedule")),
+                mesh.layout,
+                config,
+            )
 
     def node_of(rank: int) -> int:
         return rank // per_node
@@ -174,13 +232,17 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
     with _names(arguments, side):
         layout = Layout.parse(getattr(arguments, side))
-        spec = ModelSpec(pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages"))
+        spec = ModelSpec(
+            pipeline_schedule=given("schedule"), pipeline_stages_per_rank=given("stages")
+        )
         return parse_mesh(given("mesh"), spec.placed(layout))
 
 
 @contextmanager
 def _names(arguments: argparse.Namespace, side: str) -> Iterator[None]:
-    """Errors of one side begin with it as it was typed, `FROM p4: ...`, or with the option: `--source-mesh ...`."""
+    """Errors of one side begin with it as it was typed, `FROM p4: ...`, or with the option:
+    `--source-mesh ...`.
+    """
     try:
         yield
     except ConfigError as error:
@@ -195,9 +257,9 @@ def _config(model: str | None) -> TransformerConfig:
     from weft.checkpoints.config_file import find_family
     from weft.checkpoints.hf_io import read_config
 
-    return (
-        read_config(find(model, Wanted("--model")).path)[1] if model else find_family(SMALL_LLAMA).config(SMALL_LLAMA)
-    )
+    if model:
+        return read_config(find(model, Wanted("--model")).path)[1]
+    return find_family(SMALL_LLAMA).config(SMALL_LLAMA)
 
 
 def _described(mesh: Mesh) -> dict[str, Any]:
@@ -206,9 +268,13 @@ def _described(mesh: Mesh) -> dict[str, Any]:
 
 def _of_rank(rank: int, cost: Traffic, node: int) -> dict[str, int]:
     return {
-        "rank": rank, "node": node, "sent": cost.sent[rank], "received": cost.received[rank],
-        "kept": cost.kept[rank], "copied": cost.copied[rank],
-    }  # fmt: skip
+        "rank": rank,
+        "node": node,
+        "sent": cost.sent[rank],
+        "received": cost.received[rank],
+        "kept": cost.kept[rank],
+        "copied": cost.copied[rank],
+    }
 
 
 def _page(found: dict[str, Any]) -> str:
@@ -221,7 +287,10 @@ def _page(found: dict[str, Any]) -> str:
         f"{'rank':>5} {'node':>5} " + " ".join(f"{name:>11}" for name in columns),
     ]
     for row in found["ranks"]:
-        lines.append(f"{row['rank']:>5} {row['node']:>5} " + " ".join(f"{_size(row[name]):>11}" for name in columns))
+        lines.append(
+            f"{row['rank']:>5} {row['node']:>5} "
+            + " ".join(f"{_size(row[name]):>11}" for name in columns)
+        )
     totals = [sum(row[name] for row in found["ranks"]) for name in columns]
     lines.append(f"{'total':>11} " + " ".join(f"{_size(total):>11}" for total in totals))
     lines += [
@@ -241,7 +310,11 @@ def _place(mesh: dict[str, Any]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    size = float(num_bytes)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+        size = size / 1024
+        units = units[1:]
+    if units[0] == "B":
+        return f"{size:.0f} {units[0]}"
+    return f"{size:.1f} {units[0]}"

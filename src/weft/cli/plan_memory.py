@@ -1,4 +1,6 @@
-"""`weft plan memory`: which GPU holds the training of a model, and what makes it fit a smaller one; config.json is enough."""
+"""`weft plan memory`: which GPU holds the training of a model, and what makes it fit a smaller one;
+config.json is enough.
+"""
 
 from __future__ import annotations
 
@@ -22,47 +24,83 @@ EPILOG = """examples:
 def add(commands: Any) -> None:
     """The command's arguments."""
     made = commands.add_parser(
-        "memory", help=TOLD, description=f"Print {TOLD}. Only its config.json is read.", epilog=EPILOG,
+        "memory",
+        help=TOLD,
+        description=f"Print {TOLD}. Only its config.json is read.",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     made.add_argument("model", metavar="MODEL", help="model directory, run or hub name")
     made.add_argument(
-        "options", nargs="*", metavar="key=value",
+        "options",
+        nargs="*",
+        metavar="key=value",
         help="options of the model, those that quickstarts have below model.: lora.r, gradient_checkpointing, layout, ...",
-    )  # fmt: skip
-    made.add_argument(
-        "--tokens", type=int, default=16384, metavar="N", help="of a micro-batch, all trained (%(default)s)"
     )
     made.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of computation (%(default)s)"
+        "--tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="of a micro-batch, all trained (%(default)s)",
+    )
+    made.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of computation (%(default)s)",
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 0. Raises `UserError` for a model without a readable config.json, and for options that it does not take."""
+    """Exit code 0.
+
+    Raises `UserError` for a model without a readable config.json, and for options that it does not
+    take.
+    """
     from weft.engine import fits
 
     if arguments.tokens < 1:
         raise ConfigError(f"--tokens={arguments.tokens}: a micro-batch has at least one token")
     path = find(arguments.model, Wanted("MODEL")).path
-    case, parameters, trained, layout = case_of(path, arguments.options, arguments.tokens, arguments.dtype)
-    settings, part = case.settings, "" if trained == parameters else f", {trained:,} trained"
-    narrow = "" if settings.state_dtype == "float32" else f" with states in {settings.state_dtype}"
+    case, parameters, trained, layout = case_of(
+        path, arguments.options, arguments.tokens, arguments.dtype
+    )
+    settings = case.settings
+    part = "" if trained == parameters else f", {trained:,} trained"
+    if settings.state_dtype == "float32":
+        narrow = ""
+    else:
+        narrow = f" with states in {settings.state_dtype}"
     print(
-        f"{path}: {parameters:,} parameters{part}, {NAMES[settings.optimizer]}{narrow}, {settings.dtype}, "
+        f"{path}: {parameters:,} parameters{part}, {NAMES[settings.optimizer]}{narrow}, "
+        f"{settings.dtype}, "
         f"{arguments.tokens:,} tokens{'' if layout == 'd1' else f', each of {layout}'}"
     )
-    lacks = fits.lacking(*(["fp8=true"] if settings.fp8 else []), f"optimizer.state_dtype={settings.state_dtype}")
-    print("\n".join([*fits.table(fits.ways({"model": case})), *([f"as set it needs {lacks}"] if lacks else [])]))
+    lacks = fits.lacking(
+        *(["fp8=true"] if settings.fp8 else []), f"optimizer.state_dtype={settings.state_dtype}"
+    )
+    print(
+        "\n".join(
+            [
+                *fits.table(fits.ways({"model": case})),
+                *([f"as set it needs {lacks}"] if lacks else []),
+            ]
+        )
+    )
     return 0
 
 
 NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 
 
-def case_of(model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16") -> tuple[Case, int, int, str]:
-    """(training on a GPU, or on one rank of a layout, with a minibatch of several micro-batches; all parameters; those that are
-    trained; the layout). Raises `ConfigError` as a run with these options would."""
+def case_of(
+    model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
+) -> tuple[Case, int, int, str]:
+    """(training on a GPU, or on one rank of a layout, with a minibatch of several micro-batches;
+    all parameters; those that are trained; the layout). Raises `ConfigError` as a run with these
+    options would.
+    """
     import torch
 
     from weft.cli import overrides
@@ -79,11 +117,15 @@ def case_of(model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat1
         overrides.merge(nested, assignment)
     spec = read(base, overrides.resolve(nested, to_mapping(base)))
     validate(spec)
-    spec.planned, spec.trained = True, True
-    layout, gpu = spec.resolve_layout(), torch.device("cuda")
+    spec.planned = True
+    spec.trained = True
+    layout = spec.resolve_layout()
+    gpu = torch.device("cuda")
     facts = planned_facts(spec, Mesh.first(layout), gpu)
     if facts.get("sizes") is None:
-        raise ConfigError(f"backend={spec.backend}: does not tell its sizes before it runs; leave it out")
+        raise ConfigError(
+            f"backend={spec.backend}: does not tell its sizes before it runs; leave it out"
+        )
     work = Work(tokens=tokens, rows=tokens, backward=True, parts=2)
     shown = "d1" if layout.num_devices == 1 else str(layout)
     return case(spec, facts, [work], gpu), facts["num_parameters"], facts["num_trainable"], shown

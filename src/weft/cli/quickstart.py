@@ -1,4 +1,6 @@
-"""`weft quickstart NAME key=value ...`: a command line becomes a checked configuration, and that a run."""
+"""`weft quickstart NAME key=value ...`: a command line becomes a checked configuration, and that a
+run.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,11 @@ class Words:
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
-    """The exit code. Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process makes."""
+    """The exit code.
+
+    Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process
+    makes.
+    """
     words = sort(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
@@ -94,13 +100,19 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
         raise stack.explain(error) from error
 
 
-def stacked(words: Words, base: Config, values: Sequence[overrides.Override]) -> tuple[Stack, Taken | None]:
-    """The sections that `--configs` names, and the rest of the command line over them; what lies under them of DeepSpeed's."""
+def stacked(
+    words: Words, base: Config, values: Sequence[overrides.Override]
+) -> tuple[Stack, Taken | None]:
+    """The sections that `--configs` names, and the rest of the command line over them; what lies
+    under them of DeepSpeed's.
+    """
     from weft.cli.sections import Library
     from weft.cli.stack import read_stack
 
     if not isinstance(base, RunConfig):
-        raise ConfigError(f"--configs: {words.name} has no options of a run, which sections set; leave it out")
+        raise ConfigError(
+            f"--configs: {words.name} has no options of a run, which sections set; leave it out"
+        )
     library = Library.find(words.config_dirs)
     stack = read_stack(words.configs, library, base, values)
     if words.deepspeed is None:
@@ -127,14 +139,17 @@ def _run(
         import yaml
 
         validate(config)
-        print(yaml.safe_dump(masked(to_mapping(config)), sort_keys=False, allow_unicode=True), end="")
+        print(
+            yaml.safe_dump(masked(to_mapping(config)), sort_keys=False, allow_unicode=True), end=""
+        )
         return 0
     if words.print_script and config.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add mode=slurm")
     given_names = (config.experiment_name, config.trial_name)
     if words.dry_run is None and isinstance(config, RunConfig):
         config = _name(config, words)
-    from weft.launch import dry_run, run, slurm  # checks first, and loads torch once they have passed
+    # checks first, and loads torch once they have passed
+    from weft.launch import dry_run, run, slurm
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
 
@@ -144,7 +159,11 @@ def _run(
         return 0
     if config.mode == "slurm":
         here = ("--print-script", "mode=slurm", "--mode=slurm")
-        names = [f"{name}={getattr(config, name)}" for name, given in zip(NAMES, given_names, strict=True) if not given]
+        names = [
+            f"{name}={getattr(config, name)}"
+            for name, given in zip(NAMES, given_names, strict=True)
+            if not given
+        ]
         command = ["quickstart", *(word for word in argv if word not in here), *names, "mode=ray"]
         print(slurm.start(config, command, print_only=words.print_script))
         return 0
@@ -158,7 +177,9 @@ def _run(
 
 
 def _name(config: RunConfig, words: Words) -> RunConfig:
-    """The configuration with names; a supervised process takes those that its supervisor has chosen."""
+    """The configuration with names; a supervised process takes those that its supervisor has
+    chosen.
+    """
     from weft.cli.named_run import with_names
 
     if not speaks() and NAMED in os.environ:
@@ -170,7 +191,9 @@ def _name(config: RunConfig, words: Words) -> RunConfig:
 
 
 def speaks() -> bool:
-    """Whether this process is the one to say what is known before a run: its supervisor has said it already."""
+    """Whether this process is the one to say what is known before a run: its supervisor has said it
+    already.
+    """
     return not Wire.of(os.environ).supervised
 
 
@@ -181,7 +204,9 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
     if speaks():
         ray = f" and Ray, for {experiment.num_devices} devices" if several else ""
         name = f"{experiment.control.experiment_name}/{experiment.control.trial_name}"
-        make_view("", progress=False).note(f"starting {name}: loading torch{ray}, then reading rows")
+        make_view("", progress=False).note(
+            f"starting {name}: loading torch{ray}, then reading rows"
+        )
 
 
 def tell(notes: Sequence[str]) -> None:
@@ -191,7 +216,10 @@ def tell(notes: Sequence[str]) -> None:
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """(the configuration that `weft quickstart ARGV` runs, notes on other spellings). Raises `UserError`."""
+    """(the configuration that `weft quickstart ARGV` runs, notes on other spellings).
+
+    Raises `UserError`.
+    """
     words = sort(argv)
     registry.import_user_folder()
     registry.import_user_code(words.imports)
@@ -201,7 +229,8 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
     config, notes = configure(base, values, words.imports)
     if not isinstance(config, RunConfig):
         raise ConfigError(
-            f"{words.name}: its configuration is no weft.experiments.RunConfig, and has no placement to search"
+            f"{words.name}: its configuration is no weft.experiments.RunConfig, and has no "
+            f"placement to search"
         )
     return config, notes
 
@@ -211,7 +240,9 @@ def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
     from weft.cli import sections
 
     values = [
-        each for file in words.files for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
+        each
+        for file in words.files
+        for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
     ]
     values += overrides.parse(words.assignments)
     if words.dry_run is not None:  # a plan is of no run, so it needs no name
@@ -225,30 +256,49 @@ def configure(
     base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
     """(`base` with the assignments made, notes on other spellings). Raises `ConfigError`."""
-    assignments, notes = translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
+    assignments, notes = (
+        translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
+    )
     notes = [*overrides.repeated(values), *notes]
     nested: dict[str, Any] = {}
     for assignment in assignments:
         _check_group(base, assignment)
         overrides.merge(nested, assignment)
-    known = [leaf.name for leaf in leaves(base)] + (spellings(base) if isinstance(base, RunConfig) else [])
+    known = [leaf.name for leaf in leaves(base)] + (
+        spellings(base) if isinstance(base, RunConfig) else []
+    )
     config = read(base, overrides.resolve(nested, to_mapping(base)), known=known)
     if imports and isinstance(config, RunConfig):
-        config = replace(config, imports=[*config.imports, *(name for name in imports if name not in config.imports)])
+        config = replace(
+            config,
+            imports=[*config.imports, *(name for name in imports if name not in config.imports)],
+        )
     return config, notes
 
 
 def _check_group(base: Any, assignment: overrides.Override) -> None:
-    """Raises `ConfigError` for a text, number or list in place of a group of options, also where a later assignment sets one of
-    them and would hide it."""
-    group = getattr(base, assignment.name, None) if assignment.name.isidentifier() else None
-    if is_dataclass(group) and not assignment.removed and not isinstance(assignment.value, Mapping | type(None)):
+    """Raises `ConfigError` for a text, number or list in place of a group of options, also where a
+    later assignment sets one of them and would hide it.
+    """
+    if assignment.name.isidentifier():
+        group = getattr(base, assignment.name, None)
+    else:
+        group = None
+    if (
+        is_dataclass(group)
+        and not assignment.removed
+        and not isinstance(assignment.value, Mapping | type(None))
+    ):
         read(base, {assignment.name: assignment.value})
 
 
 def sort(argv: Sequence[str]) -> Words:
-    """Flags and assignments told apart. `--key=value` is `key=value`. Raises `ConfigError` for unknown flags."""
-    words, rest = Words(), list(argv)
+    """Flags and assignments told apart.
+
+    `--key=value` is `key=value`. Raises `ConfigError` for unknown flags.
+    """
+    words = Words()
+    rest = list(argv)
     while rest:
         word = rest.pop(0)
         flag, _, attached = word.partition("=")
@@ -265,9 +315,13 @@ def sort(argv: Sequence[str]) -> Words:
             words.print_script = True
         elif flag == "--resume_from_checkpoint":
             has_path = not attached and rest and "=" not in rest[0] and not rest[0].startswith("-")
-            words.assignments.append(f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}")
+            words.assignments.append(
+                f"resume_from_checkpoint={attached or (rest.pop(0) if has_path else 'true')}"
+            )
         elif flag in ("--deepspeed", "deepspeed") and (flag != word or word.startswith("--")):
-            words.deepspeed = attached or (rest.pop(0) if rest and rest[0].endswith(".json") else "")
+            words.deepspeed = attached or (
+                rest.pop(0) if rest and rest[0].endswith(".json") else ""
+            )
         elif flag == "--configs":
             words.configs += _names(attached, rest)
         elif flag in ("--import", "--config", "--cfg", "--config-dir"):
@@ -284,26 +338,37 @@ def sort(argv: Sequence[str]) -> Words:
 
 
 def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
-    """The error for a flag that does not exist; an option that is written like one is shown as weft takes it."""
+    """The error for a flag that does not exist; an option that is written like one is shown as weft
+    takes it.
+    """
     close = nearest(word, FLAGS)
     if close:
         return ConfigError(f"unknown flag {word!r}; did you mean {close[0]}?")
     name = word.lstrip("-").replace("-", "_")
-    value = rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("--") else "true"
+    if rest and "=" not in rest[0] and not rest[0].startswith("--"):
+        value = rest[0]
+    else:
+        value = "true"
     if name.replace(".", "_").isidentifier():
         return ConfigError(f"unknown flag {word!r}; options are written key=value: {name}={value}")
-    return ConfigError(f"unknown flag {word!r}; options are written key=value; flags: {', '.join(FLAGS)}")
+    return ConfigError(
+        f"unknown flag {word!r}; options are written key=value; flags: {', '.join(FLAGS)}"
+    )
 
 
 def _dry_run(word: str, value: str) -> str:
     if value not in ("", CONFIG):
-        raise ConfigError(f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json alone, no data")
+        raise ConfigError(
+            f"{word}: write --dry-run, or --dry-run={CONFIG} to read config.json alone, no data"
+        )
     return value
 
 
 def _take(words: Words, flag: str, value: str) -> None:
     if not value:
-        raise ConfigError(f"{flag}: needs a value; write {flag} {'job' if flag == '--cfg' else 'FILE'}")
+        raise ConfigError(
+            f"{flag}: needs a value; write {flag} {'job' if flag == '--cfg' else 'FILE'}"
+        )
     if flag == "--import":
         words.imports.append(value)
     elif flag == "--config":
@@ -313,25 +378,34 @@ def _take(words: Words, flag: str, value: str) -> None:
     elif value == "job":
         words.print_config = True
     else:
-        raise ConfigError(f"--cfg {value}: only --cfg job is there, which prints the resolved configuration")
+        raise ConfigError(
+            f"--cfg {value}: only --cfg job is there, which prints the resolved configuration"
+        )
 
 
 def _names(attached: str, rest: list[str]) -> list[str]:
-    """The sections after `--configs`: up to the next flag or assignment, or those after its =; commas part them, too."""
+    """The sections after `--configs`: up to the next flag or assignment, or those after its =;
+    commas part them, too.
+    """
     given = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
         given.append(rest.pop(0))
     names = [name for word in given for name in word.split(",") if name]
     if not names:
         raise ConfigError(
-            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft config ls lists them"
+            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft "
+            "config ls lists them"
         )
     return names
 
 
 def _imports(values: Sequence[overrides.Override]) -> list[str]:
-    """The modules that `imports=[...]` names: they may register the quickstart itself, so they are read first."""
-    named = [override.value for override in values if override.name == "imports" and not override.removed]
+    """The modules that `imports=[...]` names: they may register the quickstart itself, so they are
+    read first.
+    """
+    named = [
+        override.value for override in values if override.name == "imports" and not override.removed
+    ]
     last = named[-1] if named else []
     return list(coerce(last, list[str], "imports"))
 
@@ -339,7 +413,8 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
 def overview() -> str:
     """What quickstarts there are, with the first line of each one's description."""
     lines = [
-        "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows the options)",
+        "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
+        "the options)",
         "",
     ]
     for name in registry.quickstarts.load_all():

@@ -1,7 +1,9 @@
-"""ReaL's spellings of options, read as weft's own: `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*`, nodes by name.
+"""ReaL's spellings of options, read as weft's own: `exp_ctrl.*`, `{model}.type._class`,
+`{call}.parallel.*`, nodes by name.
 
-`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes a name that no option of the
-configuration has, and says so in a note. A name that weft has keeps its meaning.
+`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes a name
+that no option of the configuration has, and says so in a note. A name that weft has keeps its
+meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ SEQUENCE = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
 TYPE = re.compile(r"(?P<role>\w+)\.type\.(?P<what>_class|is_critic|size)")
 HALF = re.compile(r"(?P<role>\w+)\.enable_(?P<kind>bf16|fp16)")
 SPANS = r"\d{1,6}(?:-\d{1,6})?(?:,\d{1,6}(?:-\d{1,6})?)*"
-NODE = re.compile(rf"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>{SPANS})\])?(?::(?P<devices>{SPANS}))?")
+NODE = re.compile(
+    rf"(?P<name>[A-Za-z][\w.-]*?)(?:\[(?P<numbers>{SPANS})\])?(?::(?P<devices>{SPANS}))?"
+)
 
 RENAMED = {
     "partition": "slurm.partition",
@@ -35,11 +39,15 @@ RENAMED = {
 LEFT_OUT = {
     "use_cuda_graph": "weft decides by itself where a GPU replays captured graphs",
     "force_cudagraph_recapture": "weft decides by itself where a GPU replays captured graphs",
-    "force_no_logits_mask": "weft scores tokens under the distribution that they were drawn from, without a mask",
+    "force_no_logits_mask": (
+        "weft scores tokens under the distribution that they were drawn from, without a mask"
+    ),
     "pad_to_max_length": "weft never pads",
     "n_mbs": "weft counts micro-batches in tokens; set max_tokens_per_microbatch to change it",
     "debug": "weft always checks",
-    "ignore_worker_error": "weft replaces processes that die and goes on from the last recovery point",
+    "ignore_worker_error": (
+        "weft replaces processes that die and goes on from the last recovery point"
+    ),
     "recover_retries": "weft restarts as long as the run makes progress",
     "cache_clear_freq": "weft keeps no cache that has to be cleared",
     "allocation_use_cache": "weft searches anew, which takes seconds",
@@ -73,14 +81,24 @@ class _Renaming:
         return _node_names(str(self.given.get("nodelist") or ""))
 
 
-def rename(overrides: Iterable[Override], config: RunConfig, known: frozenset[str]) -> tuple[list[Override], list[str]]:
-    """Return the assignments with ReaL's names replaced, and a note for each that was. Raises `ConfigError`."""
+def rename(
+    overrides: Iterable[Override], config: RunConfig, known: frozenset[str]
+) -> tuple[list[Override], list[str]]:
+    """Return the assignments with ReaL's names replaced, and a note for each that was.
+
+    Raises `ConfigError`.
+    """
     overrides = list(overrides)
     done = _Renaming(config, known, {each.name: plain(each.value) for each in overrides})
     for override in overrides:
         _rename_one(done, override)
     for call, sizes in done.layouts.items():
-        layout = "".join(f"{degree}{sizes.get(degree, 1)}" for degree in "dtp" if sizes.get(degree, 1) > 1) or "d1"
+        layout = (
+            "".join(
+                f"{degree}{sizes.get(degree, 1)}" for degree in "dtp" if sizes.get(degree, 1) > 1
+            )
+            or "d1"
+        )
         done.notes.append(f"{call}.parallel.* is read as {call}.layout={layout}")
         done.made.append(Override(f"{call}.layout", layout))
     return done.made, done.notes
@@ -150,15 +168,21 @@ def _read_type(done: _Renaming, override: Override, role: str, what: str) -> Non
         return
     is_critic = role in ("critic", "rew") or done.config.algorithm == "rw"
     if plain(override.value) is not is_critic:
-        kind = "gives each sequence or token one value" if is_critic else "is a language model"
+        if is_critic:
+            kind = "gives each sequence or token one value"
+        else:
+            kind = "is a language model"
         raise ConfigError(
-            f"{override.name}={plain(override.value)!r}: {role!r} {kind} in this experiment; leave the option out"
+            f"{override.name}={plain(override.value)!r}: {role!r} {kind} in this experiment; "
+            f"leave the option out"
         )
     done.leave_out(override, "the role says it")
 
 
 def _collect_degree(done: _Renaming, override: Override, call: str, degree: str) -> None:
-    """Remember one of the degrees that make the layout of a call; a model's own `parallel.*` are options."""
+    """Remember one of the degrees that make the layout of a call; a model's own `parallel.*` are
+    options.
+    """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.made.append(override)
         return
@@ -191,13 +215,17 @@ def _read_nodes(done: _Renaming, override: Override) -> None:
     if done.given.get("mode") == "slurm":
         done.put(override, "slurm.nodelist", override.value)
     else:
-        done.leave_out(override, "outside mode=slurm its names only number the devices of device_mesh")
+        done.leave_out(
+            override, "outside mode=slurm its names only number the devices of device_mesh"
+        )
 
 
 def _device_numbers(done: _Renaming, name: str, text: str) -> str:
-    """Return `0,1` for `NODE01:0,1`: the numbers of the devices over all nodes, in the order of `nodelist`.
+    """Return `0,1` for `NODE01:0,1`: the numbers of the devices over all nodes, in the order of
+    `nodelist`.
 
-    A node without numbers is all of its devices. Raises `ConfigError` for a node that `nodelist` does not have.
+    A node without numbers is all of its devices. Raises `ConfigError` for a node that `nodelist`
+    does not have.
     """
     size = done.given.get("n_gpus_per_node")
     if not isinstance(size, int) or size < 1:  # absent, or refused by its own rule
@@ -205,14 +233,17 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
     devices: list[int] = []
     found = NODE.fullmatch(text)
     if found is None:
-        raise ConfigError(f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]")
+        raise ConfigError(
+            f"{name}={text!r}: must be devices such as 0-7, or ReaL's NODE01:0,1 or NODE[01-02]"
+        )
     for node in _node_names(text.partition(":")[0]):
         number = _node_number(done, name, node)
         inside = _numbers(found["devices"]) if found["devices"] else range(size)
         wrong = [device for device in inside if device >= size]
         if wrong:
             raise ConfigError(
-                f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no {wrong[0]}; set n_gpus_per_node"
+                f"{name}={text!r}: a node has {size} devices, numbered from 0, so there is no "
+                f"{wrong[0]}; set n_gpus_per_node"
             )
         devices += [number * size + device for device in inside]
     return ",".join(map(str, sorted(devices)))
@@ -224,8 +255,13 @@ def _node_number(done: _Renaming, name: str, node: str) -> int:
         return done.nodes.index(node)
     if not done.nodes and done.given.get("n_nodes", 1) == 1:
         return 0
-    listed = f"nodelist has {', '.join(done.nodes)}" if done.nodes else "nodelist is not set"
-    raise ConfigError(f"{name}: there is no node {node!r}; {listed}. Write the devices' numbers, such as 8-15")
+    if done.nodes:
+        listed = f"nodelist has {', '.join(done.nodes)}"
+    else:
+        listed = "nodelist is not set"
+    raise ConfigError(
+        f"{name}: there is no node {node!r}; {listed}. Write the devices' numbers, such as 8-15"
+    )
 
 
 def _node_names(text: str) -> list[str]:
@@ -234,7 +270,9 @@ def _node_names(text: str) -> list[str]:
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
         found = NODE.fullmatch(part.strip())
         if found is None:
-            raise ConfigError(f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]")
+            raise ConfigError(
+                f"nodelist={text!r}: must be names of nodes such as NODE01 or NODE[01-02]"
+            )
         if found["numbers"] is None:
             names.append(found["name"])
             continue

@@ -1,4 +1,6 @@
-"""docs/options.md, made from the config dataclasses: `python -m weft.cli.reference > docs/options.md`. A test compares them."""
+"""docs/options.md, made from the config dataclasses: `python -m weft.cli.reference >
+docs/options.md`. A test compares them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def page() -> str:
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
     run = [leaf for leaf in leaves(configs["sft"]) if _is_run(leaf.name)]
     parts = [HEAD, "## Run\n", *_table(run)]
-    parts += ["\n## Model\n", MODEL.format(different=_different(configs)) + "\n", *_table(leaves(ModelSpec()))]
+    parts += [
+        "\n## Model\n",
+        MODEL.format(different=_different(configs)) + "\n",
+        *_table(leaves(ModelSpec())),
+    ]
     usual = {leaf.name for leaf in leaves(ModelSpec())}
     parts += [
         "\n## Behind a URL\n",
@@ -50,7 +56,9 @@ def page() -> str:
         "Below `ppo.gen`, `grpo.gen`, `online_dpo.gen`, `distill.gen` and `gen`.\n",
         *_table(leaves(GenerationSpec())),
     ]
-    calls = "; ".join(f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items())
+    calls = "; ".join(
+        f"{name} {', '.join(f'`{c}`' for c in _calls(config))}" for name, config in configs.items()
+    )
     parts += ["\n## Calls\n", CALL.format(calls=calls) + "\n", *_table(leaves(MFCOptions()))]
     for name, config in configs.items():
         own = [leaf for leaf in leaves(config) if _is_own(leaf.name, config)]
@@ -68,7 +76,10 @@ def _is_own(name: str, config: RunConfig) -> bool:
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
         return False
-    shared = {leaf.name for leaf in leaves(MFCOptions())} if isinstance(value, MFCOptions) else set()
+    if isinstance(value, MFCOptions):
+        shared = {leaf.name for leaf in leaves(MFCOptions())}
+    else:
+        shared = set()
     if config.generation and name.startswith(f"{config.generation}."):
         shared |= {leaf.name for leaf in leaves(GenerationSpec())}
         return name.removeprefix(f"{config.generation}.") not in shared
@@ -76,7 +87,9 @@ def _is_own(name: str, config: RunConfig) -> bool:
 
 
 def _calls(config: Any) -> list[str]:
-    return [spec.name for spec in fields(config) if isinstance(getattr(config, spec.name), MFCOptions)]
+    return [
+        spec.name for spec in fields(config) if isinstance(getattr(config, spec.name), MFCOptions)
+    ]
 
 
 def _different(configs: dict[str, Any]) -> str:
@@ -88,7 +101,9 @@ def _different(configs: dict[str, Any]) -> str:
             value = getattr(config, spec.name)
             for leaf in leaves(value) if isinstance(value, ModelSpec) else ():
                 if leaf.name in usual and leaf.default != usual[leaf.name]:
-                    found.setdefault(f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []).append(name)
+                    found.setdefault(
+                        f"`{spec.name}.{leaf.name}` is {shown(leaf.default)}", []
+                    ).append(name)
     said = "; ".join(f"{what} for {' and '.join(names)}" for what, names in found.items())
     return f"Other defaults: {said}." if said else ""
 
@@ -96,7 +111,12 @@ def _different(configs: dict[str, Any]) -> str:
 def _table(options: Iterable[Leaf]) -> list[str]:
     lines = ["| option | type | default | meaning |", "|---|---|---|---|"]
     for leaf in options:
-        cells = (f"`{leaf.name}`", leaf.type, f"`{shown(leaf.default)}`" if leaf.default != "" else "", leaf.help)
+        cells = (
+            f"`{leaf.name}`",
+            leaf.type,
+            f"`{shown(leaf.default)}`" if leaf.default != "" else "",
+            leaf.help,
+        )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return lines
 
@@ -108,10 +128,15 @@ def _spellings(configs: dict[str, Any]) -> Sequence[str]:
         for mark, name in names.items():
             option = option.replace(mark, name)
         lines.append(f"| `{spelling}` | `{option}` |")
-    lines += [f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |" for name, rule in SPECIAL.items()]
+    lines += [
+        f"| `{name}` | {' '.join((rule.__doc__ or '').split())} |" for name, rule in SPECIAL.items()
+    ]
     lines.append("| `optimizer.*` | the optimizer of the one trained role |")
     for name, config in configs.items():
-        lines += [f"| `{spelling}` ({name}) | `{option}` |" for spelling, option in config.spellings.items()]
+        lines += [
+            f"| `{spelling}` ({name}) | `{option}` |"
+            for spelling, option in config.spellings.items()
+        ]
     return lines
 
 

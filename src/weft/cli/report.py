@@ -24,18 +24,30 @@ EPILOG = """examples:
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="weft report", description=__doc__, epilog=EPILOG)
-    made.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest")
-    made.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
     made.add_argument(
-        "-o", "--output", metavar="FILE", type=Path,
+        "runs", metavar="RUN", nargs="+", help="folder of a run, EXPERIMENT/TRIAL, or latest"
+    )
+    made.add_argument(
+        "--fileroot",
+        default="./runs",
+        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
+    )
+    made.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
         help=f"where the page goes (default: {NAME} in the run's folder, ./{compare.NAME} for several runs)",
-    )  # fmt: skip
+    )
     made.add_argument("--open", action="store_true", help="show the page in a browser")
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and say where. Raises `UserError` for a folder that holds no run, and a file that cannot be written."""
+    """Write the page and say where.
+
+    Raises `UserError` for a folder that holds no run, and a file that cannot be written.
+    """
     asked = parser()
     if helped(asked, argv):
         return 2
@@ -66,4 +78,6 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 def _find(word: str, root: Path) -> Path:
     """The folder of a run. One that holds a few of a run's files only is taken as it is."""
     given = Path(word).expanduser()
-    return given if any((given / name).is_file() for name in KNOWN) else find_run(word, root)
+    if any((given / name).is_file() for name in KNOWN):
+        return given
+    return find_run(word, root)

@@ -1,4 +1,7 @@
-"""Remove runs, or only their checkpoints or recovery points. Shows what goes, asks, and never follows a link."""
+"""Remove runs, or only their checkpoints or recovery points.
+
+Shows what goes, asks, and never follows a link.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from weft.observe.lenient import read_config, read_json
 from weft.observe.run_files import CONFIG, STATUS
 from weft.observe.run_list import find_runs, tree_bytes
 
-CHECKPOINTS, RECOVER = "checkpoints", "recover"
+CHECKPOINTS = "checkpoints"
+RECOVER = "recover"
 LISTED = 6  # of the things in a run, the largest first
 EPILOG = """examples:
   weft rm runs/first/ppo
@@ -39,22 +43,38 @@ class Removal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0; 1 where the user says no. Raises `ConfigError` for what is no run, and for a run that somebody works on."""
+    """Exit code 0; 1 where the user says no.
+
+    Raises `ConfigError` for what is no run, and for a run that somebody works on.
+    """
     parser = Parser(prog="weft rm", description=__doc__, epilog=EPILOG)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL")
-    parser.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder of a run, or EXPERIMENT/TRIAL"
+    )
+    parser.add_argument(
+        "--fileroot",
+        default="./runs",
+        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
+    )
     parser.add_argument("--checkpoints", action="store_true", help="remove the checkpoints alone")
     parser.add_argument("--recover", action="store_true", help="remove the recovery points alone")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     if helped(parser, argv):
         return 2
     given = parser.parse_args(list(argv))
-    parts = [name for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover)) if asked]
+    parts = [
+        name
+        for name, asked in ((CHECKPOINTS, given.checkpoints), (RECOVER, given.recover))
+        if asked
+    ]
     root = Path(given.fileroot).expanduser()
     runs = {run.resolve(): run for run in (checked(find_run(word, root)) for word in given.runs)}
     removals = [removal for run in runs.values() if (removal := planned(run, parts)).paths]
     if not removals:
-        print(f"nothing to remove: there are no {' or '.join(parts)} in {', '.join(map(str, runs.values()))}")
+        print(
+            f"nothing to remove: there are no {' or '.join(parts)} in "
+            f"{', '.join(map(str, runs.values()))}"
+        )
         return 0
     for removal in removals:
         print("\n".join(described(removal)))
@@ -67,19 +87,26 @@ def main(argv: Sequence[str]) -> int:
 
 
 def checked(run: Path) -> Path:
-    """The run. Raises `ConfigError` for a link, for a folder that is no run's, and for a run that somebody works on."""
+    """The run.
+
+    Raises `ConfigError` for a link, for a folder that is no run's, and for a run that somebody
+    works on.
+    """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
     if not _was_written_by_weft(run):
         raise ConfigError(
-            f"{run} is not the directory of a run: weft writes {CONFIG} and {STATUS} into one, and this has neither"
+            f"{run} is not the directory of a run: weft writes {CONFIG} and {STATUS} into one, "
+            f"and this has neither"
         )
     if run.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ConfigError(f"{run} holds the folder that you are in; go somewhere else first")
     from weft.launch.status import is_alive, status_line
 
     if is_alive(run):
-        raise ConfigError(f"{status_line(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}")
+        raise ConfigError(
+            f"{status_line(run)}; stop it first: weft stop -e {run.parent.name} -f {run.name}"
+        )
     inside = [path for folder in _folders(run) for path in find_runs(folder)]
     if inside:
         raise ConfigError(f"{run} holds another run, {inside[0]}; move or remove that one first")
@@ -104,7 +131,9 @@ def planned(run: Path, parts: Sequence[str]) -> Removal:
     """What goes: the whole run, or those of its parts that are there."""
     if not parts:
         return Removal(run, (run,), whole=True)
-    return Removal(run, tuple(run / name for name in parts if os.path.lexists(run / name)), whole=False)
+    return Removal(
+        run, tuple(run / name for name in parts if os.path.lexists(run / name)), whole=False
+    )
 
 
 def described(removal: Removal) -> Iterator[str]:
@@ -153,7 +182,9 @@ def _users(removal: Removal) -> Iterator[Path]:
 def agreed(num_bytes: int) -> bool:
     """The user's answer. Raises `ConfigError` where there is nobody to ask."""
     if not sys.stdin.isatty():
-        raise ConfigError("weft rm asks before it removes anything, and there is no terminal to ask at; add --yes")
+        raise ConfigError(
+            "weft rm asks before it removes anything, and there is no terminal to ask at; add --yes"
+        )
     try:
         answer = input(f"remove this, {size(num_bytes)}? [y/N] ")
     except EOFError:
@@ -175,7 +206,9 @@ def remove(removal: Removal) -> None:
             else:
                 shutil.rmtree(path)
     except OSError as error:
-        raise ConfigError(f"{error.filename or removal.run} could not be removed: {error.strerror or error}") from error
+        raise ConfigError(
+            f"{error.filename or removal.run} could not be removed: {error.strerror or error}"
+        ) from error
     finally:
         lock.release()
     folder = removal.run.parent

@@ -1,4 +1,5 @@
-"""`weft sample`: answers of models to a file of prompts, to read side by side, to score, or to train on.
+"""`weft sample`: answers of models to a file of prompts, to read side by side, to score, or to
+train on.
 
 report   answers under named sampling settings, as JSON and as one HTML page that compares models
 score    the mean reward that a reward model gives each model and setting of such reports
@@ -35,33 +36,55 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog="weft sample", description=__doc__, epilog=EPILOG, formatter_class=form)
     commands = made.add_subparsers(dest="command", metavar="{report,score,best}", required=True)
     parts: tuple[tuple[str, Callable[[argparse.Namespace], None], str], ...] = (
-        ("report", report, "answers under named settings, as JSON and as one HTML page that compares models"),
+        (
+            "report",
+            report,
+            "answers under named settings, as JSON and as one HTML page that compares models",
+        ),
         ("score", score, "the mean reward of each model and setting of reports"),
         ("best", best, "the best of n answers by a reward model, as SFT rows and preference pairs"),
     )
     for name, run, help in parts:
-        command = commands.add_parser(name, help=help, description=help, epilog=EPILOG, formatter_class=form)
+        command = commands.add_parser(
+            name, help=help, description=help, epilog=EPILOG, formatter_class=form
+        )
         command.set_defaults(run=run)
         _models.add_options(command)
     reporting, scoring, choosing = (commands.choices[name] for name, *_ in parts)
-    reporting.add_argument("models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs; reports made before")
+    reporting.add_argument(
+        "models", nargs="+", metavar="MODEL|REPORT.json", help="models or runs; reports made before"
+    )
     scoring.add_argument(
-        "reports", nargs="+", type=Path, metavar="REPORT.json", help="reports; scores are written into them"
+        "reports",
+        nargs="+",
+        type=Path,
+        metavar="REPORT.json",
+        help="reports; scores are written into them",
     )
-    scoring.add_argument("--reward", required=True, metavar="MODEL", help="reward model or run of one")
+    scoring.add_argument(
+        "--reward", required=True, metavar="MODEL", help="reward model or run of one"
+    )
     choosing.add_argument("model", metavar="MODEL", help="model or run that answers")
-    choosing.add_argument("--reward", required=True, metavar="MODEL", help="reward model or run of one")
     choosing.add_argument(
-        "--least", type=float, help="lowest score of an answer to train on (default: the best of each prompt)"
+        "--reward", required=True, metavar="MODEL", help="reward model or run of one"
     )
     choosing.add_argument(
-        "--keep-cut", action="store_true", help="let answers that were cut by their length compete with whole ones"
+        "--least",
+        type=float,
+        help="lowest score of an answer to train on (default: the best of each prompt)",
+    )
+    choosing.add_argument(
+        "--keep-cut",
+        action="store_true",
+        help="let answers that were cut by their length compete with whole ones",
     )
     for command, samples in ((reporting, 1), (choosing, 4)):
         _add_sampling(command, samples)
         _models.add_template(command)
     reporting.add_argument(
-        "--prompts", metavar="FILE", help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one a line"
+        "--prompts",
+        metavar="FILE",
+        help="prompts: JSONL rows or texts, JSON, Parquet, or .txt with one a line",
     )
     choosing.add_argument("--prompts", required=True, metavar="FILE", help="prompts, as for report")
     return made
@@ -72,21 +95,41 @@ def _add_sampling(command: argparse.ArgumentParser, samples: int) -> None:
 
     one = command.prog.endswith("best")
     command.add_argument(
-        "--settings", default="warm" if one else "greedy,k50", metavar="NAME|FILE,...",
+        "--settings",
+        default="warm" if one else "greedy,k50",
+        metavar="NAME|FILE,...",
         help=f"sampling settings: {', '.join(SHIPPED)}, or those of a YAML or JSON file (default %(default)s)",
-    )  # fmt: skip
+    )
     command.add_argument(
-        "--samples", type=_positive, default=samples, metavar="N", help="answers a prompt (default %(default)s)"
+        "--samples",
+        type=_positive,
+        default=samples,
+        metavar="N",
+        help="answers a prompt (default %(default)s)",
     )
     command.add_argument("-n", type=_positive, metavar="N", help="use the first N prompts only")
-    command.add_argument("--max-new-tokens", type=_positive, default=256, help="most tokens of an answer (default 256)")
-    command.add_argument("--system", metavar="TEXT", help="system prompt of conversations that have none")
     command.add_argument(
-        "--plain", action="store_true", help="continue the texts as they stand, without the chat template"
+        "--max-new-tokens",
+        type=_positive,
+        default=256,
+        help="most tokens of an answer (default 256)",
+    )
+    command.add_argument(
+        "--system", metavar="TEXT", help="system prompt of conversations that have none"
+    )
+    command.add_argument(
+        "--plain",
+        action="store_true",
+        help="continue the texts as they stand, without the chat template",
     )
     command.add_argument("--seed", type=int, default=1, help="seed of the draws (default 1)")
-    command.add_argument("--out", type=Path, default=Path("best" if one else "answers"), metavar="DIR",
-                         help="folder of what is written (default %(default)s)")  # fmt: skip
+    command.add_argument(
+        "--out",
+        type=Path,
+        default=Path("best" if one else "answers"),
+        metavar="DIR",
+        help="folder of what is written (default %(default)s)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -97,7 +140,10 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft sample ...`; returns the exit code. Raises `UserError` for input that cannot be used."""
+    """Run `weft sample ...`; returns the exit code.
+
+    Raises `UserError` for input that cannot be used.
+    """
     given = parser().parse_args(list(argv))
     out: Path | None = vars(given).get("out")
     if out is not None and out.exists() and not out.is_dir():  # before a model answers
@@ -131,7 +177,9 @@ def report(given: argparse.Namespace) -> None:
     asked = [name for name in given.models if name not in made]
     reports = {name: sampling_report.read(Path(name)) for name in made}
     if asked and given.prompts is None:
-        raise ConfigError("--prompts is missing: name a file of prompts (reports made before need none)")
+        raise ConfigError(
+            "--prompts is missing: name a file of prompts (reports made before need none)"
+        )
     settings = _settings(given)
     _models.check_policies(asked)
     prompts = read_prompts(given.prompts, given.n) if asked else []
@@ -139,7 +187,13 @@ def report(given: argparse.Namespace) -> None:
         opened = _models.policy(name, given)
         with _models.progress(sampling_report.short(opened.name)) as bar:
             answers = sample(
-                opened, prompts, settings, samples=given.samples, system=given.system, plain=given.plain, progress=bar
+                opened,
+                prompts,
+                settings,
+                samples=given.samples,
+                system=given.system,
+                plain=given.plain,
+                progress=bar,
             )
         built = sampling_report.build(opened.name, _arguments(given), prompts, settings, answers)
         file = _free(given.out, sampling_report.short(opened.name), reports)
@@ -148,7 +202,8 @@ def report(given: argparse.Namespace) -> None:
         print(file)
     page = given.out / "report.html"
     sampling_report.write(
-        page, sampling_report.page([reports[name] for name in sorted(reports, key=list(reports).index)])
+        page,
+        sampling_report.page([reports[name] for name in sorted(reports, key=list(reports).index)]),
     )
     print(page)
 
@@ -156,7 +211,9 @@ def report(given: argparse.Namespace) -> None:
 def _arguments(given: argparse.Namespace) -> dict[str, Any]:
     """What the report says of how it was made."""
     return {
-        name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items() if name != "run"
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(given).items()
+        if name != "run"
     }
 
 
@@ -179,11 +236,17 @@ def score(given: argparse.Namespace) -> None:
     rows = list[tuple[str, str, float, float, int]]()
     for path, read in reports:
         prompts = sampling_report.prompts_of(read)
-        outputs = [[text for result in row["results"] for text in result["outputs"]] for row in read["prompts"]]
+        outputs = [
+            [text for result in row["results"] for text in result["outputs"]]
+            for row in read["prompts"]
+        ]
         sampling_report.add_scores(read, rewards.score(opened, prompts, outputs))
         read["reward_model"] = opened.name
         sampling_report.write(path, json.dumps(read, ensure_ascii=False, indent=1) + "\n")
-        rows += [(str(read["model_name"]), name, *found) for name, found in sampling_report.means(read).items()]
+        rows += [
+            (str(read["model_name"]), name, *found)
+            for name, found in sampling_report.means(read).items()
+        ]
     rows.sort(key=lambda row: -row[2])
     shown = [
         (sampling_report.short(model), setting, f"{mean:.4f} \u00b1 {error:.4f}", str(count))
@@ -221,9 +284,17 @@ def best(given: argparse.Namespace) -> None:
     opened = _models.policy(given.model, given)
     with _models.progress("answers") as bar:
         sampled = sample(
-            opened, prompts, settings, samples=given.samples, system=given.system, plain=given.plain, progress=bar
+            opened,
+            prompts,
+            settings,
+            samples=given.samples,
+            system=given.system,
+            plain=given.plain,
+            progress=bar,
         )
-    answers: list[list[Answer]] = [[answer for said in of_prompt for answer in said] for of_prompt in sampled]
+    answers: list[list[Answer]] = [
+        [answer for said in of_prompt for answer in said] for of_prompt in sampled
+    ]
     scores = rewards.score(reward, prompts, [[answer.text for answer in said] for said in answers])
     choices = best_of.choose(prompts, answers, scores, finished_only=not given.keep_cut)
     for name, count in best_of.save(choices, given.out, least=given.least).items():

@@ -1,4 +1,6 @@
-"""Named sections of settings: where their YAML files lie, and what stands in them, each key with its file and line."""
+"""Named sections of settings: where their YAML files lie, and what stands in them, each key with
+its file and line.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,20 @@ class Contents:
 
 @dataclass(frozen=True)
 class Library:
-    """The sections that there are: those of `./configs`, then those of the folders named, then those weft ships."""
+    """The sections that there are: those of `./configs`, then those of the folders named, then
+    those weft ships.
+    """
 
-    contents: tuple[tuple[str, Contents], ...]  # (folder, a file's contents), in the order of search
+    # (folder, a file's contents), in the order of search
+    contents: tuple[tuple[str, Contents], ...]
 
     @classmethod
     def find(cls, folders: Sequence[str] = (), broken: list[str] | None = None) -> Library:
-        """Read every YAML file. Raises `ConfigError` for a folder that is not there, and for files that are not YAML unless
-        `broken` takes what is wrong with them."""
+        """Read every YAML file.
+
+        Raises `ConfigError` for a folder that is not there, and for files that are not YAML unless
+        `broken` takes what is wrong with them.
+        """
         found: list[tuple[str, Contents]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
             if not Path(folder).is_dir():
@@ -84,10 +92,17 @@ class Library:
 
     def names(self) -> list[str]:
         """What the sections are called, in the order of search."""
-        return list(dict.fromkeys(section.name for _, contents in self.contents for section in contents.sections))
+        return list(
+            dict.fromkeys(
+                section.name for _, contents in self.contents for section in contents.sections
+            )
+        )
 
     def get(self, name: str) -> Section:
-        """The first section of this name. Raises `ConfigError` for unknown names, and where one folder has it in two forms."""
+        """The first section of this name.
+
+        Raises `ConfigError` for unknown names, and where one folder has it in two forms.
+        """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
             raise self._unknown(name)
@@ -97,7 +112,8 @@ class Library:
         for other_folder, _, other in same[1:]:
             if other_folder == folder and dict(other.values) != dict(section.values):
                 raise ConfigError(
-                    f"section {name!r} is in {section.file}:{section.line} and, with other values, in "
+                    f"section {name!r} is in {section.file}:{section.line} and, with other "
+                    f"values, in "
                     f"{other.file}:{other.line}; rename one of them"
                 )
         return section
@@ -107,19 +123,28 @@ class Library:
         close = nearest(name, known)
         if Path(name).suffix in SUFFIXES and Path(name).is_file():
             return ConfigError(
-                f"--configs {name}: takes names of sections; a file of options is read with --config {name}"
+                f"--configs {name}: takes names of sections; a file of options is read with "
+                f"--config {name}"
             )
         hint = " or ".join(f"{each} ({known[each].file}:{known[each].line})" for each in close)
         looked = list(dict.fromkeys(folder for folder, _ in self.contents))
         return ConfigError(
-            f"unknown section {name!r}; " + (f"did you mean {hint}?" if close else "weft config ls lists them")
+            f"unknown section {name!r}; "
+            + (f"did you mean {hint}?" if close else "weft config ls lists them")
             + f" (looked in {', '.join(looked)})"
-        )  # fmt: skip
+        )
 
 
 def yaml_files(folder: Path, what: str) -> list[Path]:
-    """The YAML files in a folder and those below it. Raises `ConfigError` where there are very many files."""
-    return sorted(path for path in files_below(folder, what, ConfigError) if path.suffix in SUFFIXES and path.is_file())
+    """The YAML files in a folder and those below it.
+
+    Raises `ConfigError` where there are very many files.
+    """
+    return sorted(
+        path
+        for path in files_below(folder, what, ConfigError)
+        if path.suffix in SUFFIXES and path.is_file()
+    )
 
 
 def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
@@ -132,33 +157,52 @@ def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
 
 
 def read_file(path: Path, shown: str = "") -> Contents:
-    """The sections of a YAML file. One with options at its top is a single section, named after the file.
+    """The sections of a YAML file.
 
-    Raises `ConfigError` with file and line for what is not YAML."""
+    One with options at its top is a single section, named after the file.
+
+    Raises `ConfigError` with file and line for what is not YAML.
+    """
     shown = shown or str(path)
     values, node = parse_yaml(read_text(path, shown, ConfigError, MOST_YAML), shown, ConfigError)
     if values is None or node is None:
         return Contents(())
     if not isinstance(values, dict):
-        raise ConfigError(f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value below")
+        raise ConfigError(
+            f"{shown}:1: holds {type(values).__name__}; write sections as NAME: with key: value "
+            f"below"
+        )
     lines = dict(_lines(node, ()))
     return _contents({str(key): value for key, value in values.items()}, lines, path, shown)
 
 
-def _contents(values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str) -> Contents:
+def _contents(
+    values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str
+) -> Contents:
     from weft.cli.open_assistant.keys import KEYS  # whose keys a file may have at its top
 
     shipped = shown.startswith(f"{SHIPPED}:")
     groups = {name for name, value in values.items() if isinstance(value, Mapping)}
-    plain = [name for name, value in values.items() if not isinstance(value, Mapping) and value is not None]
+    plain = [
+        name
+        for name, value in values.items()
+        if not isinstance(value, Mapping) and value is not None
+    ]
     trlx = set(values) <= set(TRLX_GROUPS) and "method" in values
     if trlx or (plain and groups <= {*KEYS, *_option_groups()}):
         return Contents((Section(path.stem, shown, 1, values, lines, shipped, trlx),))
     sections = tuple(
-        Section(name, shown, lines.get((name,), 1), {str(key): each for key, each in (values[name] or {}).items()},
-                {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1}, shipped)
-        for name in values if name not in plain
-    )  # fmt: skip
+        Section(
+            name,
+            shown,
+            lines.get((name,), 1),
+            {str(key): each for key, each in (values[name] or {}).items()},
+            {key[1:]: line for key, line in lines.items() if key[0] == name and len(key) > 1},
+            shipped,
+        )
+        for name in values
+        if name not in plain
+    )
     return Contents(sections, tuple((name, lines.get((name,), 1)) for name in plain), shown)
 
 
@@ -170,7 +214,9 @@ def _option_groups() -> frozenset[str]:
     from weft.options import leaves
 
     configs = [registry.quickstarts.get(name)() for name in QUICKSTARTS]
-    return frozenset(leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name)
+    return frozenset(
+        leaf.name.split(".")[0] for config in configs for leaf in leaves(config) if "." in leaf.name
+    )
 
 
 def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
@@ -191,10 +237,14 @@ def shipped_file(shown: str = "") -> Path:
 
 
 def recipe_file(path: str) -> str:
-    """`path`; or where `recipes/NAME.yaml` is not in the working directory the recipe of that name that weft ships."""
+    """`path`; or where `recipes/NAME.yaml` is not in the working directory the recipe of that name
+    that weft ships.
+    """
     place = Path(path)
     shipped = shipped_file(f"{READY}/{place.name}")
-    return str(shipped) if str(place.parent) == "recipes" and not place.exists() and shipped.is_file() else path
+    if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():
+        return str(shipped)
+    return path
 
 
 def _shipped() -> Iterator[Contents]:

@@ -1,4 +1,6 @@
-"""`weft serve MODEL --reward MODEL`: a policy and a reward model behind HTTP and gRPC, until Ctrl-C."""
+"""`weft serve MODEL --reward MODEL`: a policy and a reward model behind HTTP and gRPC, until
+Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from weft.serve.served import Served
 
 TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
-# Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an answer needs several turns.
+# Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an
+# answer needs several turns.
 SWITCH = 5e-4
 MOST_TOKEN = 1 << 16  # bytes of a file that holds a token
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
@@ -36,40 +39,77 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def parser() -> argparse.ArgumentParser:
     made = Parser(prog="weft serve", description=__doc__)
-    made.add_argument("model", metavar="MODEL", nargs="?", help="policy: model, adapter or run directory, or hub name")
+    made.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="policy: model, adapter or run directory, or hub name",
+    )
     made.add_argument("--reward", metavar="MODEL", help="reward model: directory, run or hub name")
-    made.add_argument("--name", help="the policy's name for clients (default: that of its directory)")
+    made.add_argument(
+        "--name", help="the policy's name for clients (default: that of its directory)"
+    )
     made.add_argument("--reward-name", help="the reward model's name for clients")
     made.add_argument(
-        "--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1, this machine alone)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen at (default 127.0.0.1, this machine alone)",
     )
     made.add_argument(
-        "--port", "--http-port", dest="http_port", metavar="PORT", type=int, default=8000,
+        "--port",
+        "--http-port",
+        dest="http_port",
+        metavar="PORT",
+        type=int,
+        default=8000,
         help="port of HTTP (default 8000; 0: a free one)",
-    )  # fmt: skip
-    made.add_argument("--grpc-port", type=int, help="port of the inference protocol over gRPC (default: none)")
-    made.add_argument("--metrics-port", type=int, help="port of Prometheus metrics, /metrics (default: none)")
+    )
+    made.add_argument(
+        "--grpc-port", type=int, help="port of the inference protocol over gRPC (default: none)"
+    )
+    made.add_argument(
+        "--metrics-port", type=int, help="port of Prometheus metrics, /metrics (default: none)"
+    )
     made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: the best there is)")
     made.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)"
+        "--dtype",
+        help="float32, bfloat16 or float16 (default: on a GPU the checkpoint's own, else float32)",
     )
     made.add_argument(
-        "--quantize", choices=QUANTIZE, help="hold the weights in 8 or 4 bits: less memory, slower on a CPU"
+        "--quantize",
+        choices=QUANTIZE,
+        help="hold the weights in 8 or 4 bits: less memory, slower on a CPU",
     )
     made.add_argument(
-        "--backend", default=AUTO, help="torch or hf (default: hf where weft has no family for the model)"
+        "--backend",
+        default=AUTO,
+        help="torch or hf (default: hf where weft has no family for the model)",
     )
-    made.add_argument("--token-file", type=Path, help="file that holds the token that requests must carry")
+    made.add_argument(
+        "--token-file", type=Path, help="file that holds the token that requests must carry"
+    )
     made.add_argument(
         "--token-env",
         metavar="NAME",
         help=f"environment variable that holds it (default {TOKEN_VARIABLE}, where it is set)",
     )
     made.add_argument(
-        "--no-token", action="store_true", help="let any process on this machine send requests (loopback alone)"
+        "--no-token",
+        action="store_true",
+        help="let any process on this machine send requests (loopback alone)",
     )
-    made.add_argument("--max-new-tokens", type=int, default=1024, help="most tokens of a completion (default 1024)")
-    made.add_argument("--max-prompt-tokens", type=int, default=16384, help="most tokens of a prompt (default 16384)")
+    made.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=1024,
+        help="most tokens of a completion (default 1024)",
+    )
+    made.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=16384,
+        help="most tokens of a prompt (default 16384)",
+    )
     made.add_argument(
         "--max-prompt-kb",
         type=float,
@@ -77,23 +117,42 @@ def parser() -> argparse.ArgumentParser:
         help="most KiB of a request's text, before it is tokenized (default 512)",
     )
     made.add_argument(
-        "--max-tokens-per-pass", type=int, default=16384, help="most tokens scored in a pass (default 16384)"
+        "--max-tokens-per-pass",
+        type=int,
+        default=16384,
+        help="most tokens scored in a pass (default 16384)",
     )
     made.add_argument(
-        "--max-load", type=int, default=1024, help="most completions or rows waiting and under way (default 1024)"
+        "--max-load",
+        type=int,
+        default=1024,
+        help="most completions or rows waiting and under way (default 1024)",
     )
-    made.add_argument("--max-body-mb", type=float, default=16.0, help="most MiB of a request (default 16)")
-    made.add_argument("--timeout", type=float, default=600.0, help="most seconds of a request (default 600)")
-    made.add_argument("--kv-cache-gb", type=float, help="GiB for keys and values (default: a quarter of the memory)")
+    made.add_argument(
+        "--max-body-mb", type=float, default=16.0, help="most MiB of a request (default 16)"
+    )
+    made.add_argument(
+        "--timeout", type=float, default=600.0, help="most seconds of a request (default 600)"
+    )
+    made.add_argument(
+        "--kv-cache-gb",
+        type=float,
+        help="GiB for keys and values (default: a quarter of the memory)",
+    )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load, listen, wait for Ctrl-C or SIGTERM. Raises `UserError` (exit code 2) for what cannot be served."""
+    """Load, listen, wait for Ctrl-C or SIGTERM.
+
+    Raises `UserError` (exit code 2) for what cannot be served.
+    """
     given = parser().parse_args(list(argv))
     _check(given)
     token, source = _token(given)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         import uvicorn  # noqa: F401
 
@@ -102,7 +161,9 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         from weft.extras import install
 
-        raise ConfigError(f"weft serve needs the package {error.name}; run: {install('serve')}") from None
+        raise ConfigError(
+            f"weft serve needs the package {error.name}; run: {install('serve')}"
+        ) from None
     sys.setswitchinterval(SWITCH)
     ended = threading.Event()
     for kind in (signal.SIGINT, signal.SIGTERM):
@@ -126,7 +187,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(urls: dict[str, str], models: Sequence[Served], source: str) -> list[str]:
-    told = [f"{model.name}: {'policy' if model.spec is not None else 'reward model'}" for model in models]
+    told = [
+        f"{model.name}: {'policy' if model.spec is not None else 'reward model'}"
+        for model in models
+    ]
     pages = {"http": "/v1 and /v2", "grpc": "", "metrics": "/metrics"}
     told += [f"{name} at {url} {pages[name]}".rstrip() for name, url in urls.items()]
     return [*told, source, "Ctrl-C ends it"]
@@ -135,50 +199,70 @@ def _lines(urls: dict[str, str], models: Sequence[Served], source: str) -> list[
 def _check(given: argparse.Namespace) -> None:
     if given.model is None and given.reward is None:
         raise ConfigError(
-            "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), or both"
+            "nothing to serve: name a policy (weft serve MODEL), a reward model (--reward MODEL), "
+            "or both"
         )
     for name in ("http_port", "grpc_port", "metrics_port"):
-        value, option = getattr(given, name), "port" if name == "http_port" else name.replace("_", "-")
+        value = getattr(given, name)
+        option = "port" if name == "http_port" else name.replace("_", "-")
         if value is not None and not 0 <= value <= 65535:
             raise ConfigError(f"--{option}={value}: must be from 0 to 65535")
     for name in ("name", "reward_name"):
         value = getattr(given, name)
         if value is not None and not NAME.fullmatch(value):
             raise ConfigError(
-                f"--{name.replace('_', '-')}={value!r}: clients put the name into URLs; write letters, digits, '.', '_', ':', "
+                f"--{name.replace('_', '-')}={value!r}: clients put the name into URLs; write "
+                f"letters, digits, '.', '_', ':', "
                 "'@', '+' or '-', at most 128 of them, the first a letter or digit"
             )
     tokens = ("max_new_tokens", "max_prompt_tokens", "max_tokens_per_pass")
     for name in (*tokens, "max_prompt_kb", "max_load", "max_body_mb", "timeout"):
         if not 0 < getattr(given, name) < 2**53:
-            raise ConfigError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number above 0")
-    problem = None if given.kv_cache_gb is None else cache_problem(given.kv_cache_gb)
+            raise ConfigError(
+                f"--{name.replace('_', '-')}={getattr(given, name)}: must be a finite number "
+                f"above 0"
+            )
+    if given.kv_cache_gb is None:
+        problem = None
+    else:
+        problem = cache_problem(given.kv_cache_gb)
     if problem is not None:
         raise ConfigError(f"--kv-cache-gb={given.kv_cache_gb:g}: {problem}")
 
 
 def _token(given: argparse.Namespace) -> tuple[str | None, str]:
-    """(the token, a line that says where it is from): of a file, of the environment, or new. Raises `ConfigError`; no message
-    holds a token that was given."""
+    """(the token, a line that says where it is from): of a file, of the environment, or new.
+
+    Raises `ConfigError`; no message holds a token that was given.
+    """
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
-            raise ConfigError("--no-token is for --host=127.0.0.1 alone, and without --token-file and --token-env")
+            raise ConfigError(
+                "--no-token is for --host=127.0.0.1 alone, and without --token-file and --token-env"
+            )
         return None, "no token: any process on this machine may send requests"
     if given.token_file and given.token_env:
         raise ConfigError("--token-file and --token-env exclude each other; set one of them")
     if given.token_file:
-        token = read_text(given.token_file, f"--token-file={given.token_file}", ConfigError, MOST_TOKEN).strip()
+        token = read_text(
+            given.token_file, f"--token-file={given.token_file}", ConfigError, MOST_TOKEN
+        ).strip()
         source = f"token: that of {given.token_file}"
     else:
         variable = given.token_env or TOKEN_VARIABLE
-        token, source = os.environ.get(variable, "").strip(), f"token: that of {variable}"
+        token = os.environ.get(variable, "").strip()
+        source = f"token: that of {variable}"
         if not token and given.token_env:
-            raise ConfigError("--token-env names an environment variable that is not set; export it")
+            raise ConfigError(
+                "--token-env names an environment variable that is not set; export it"
+            )
         if not token:
             token = secrets.token_urlsafe(24)
             return token, f"token, made for this run: {token}"
     if not re.fullmatch(r"[\x21-\x7e]+", token):
-        raise ConfigError("the token must be ASCII characters without spaces; its value is not shown")
+        raise ConfigError(
+            "the token must be ASCII characters without spaces; its value is not shown"
+        )
     return token, source
 
 
@@ -189,13 +273,17 @@ def models(given: argparse.Namespace) -> list[Served]:
         path = _found(given.model, Wanted("MODEL"))
         scores = is_scorer(path)
         if scores and given.reward is not None:
-            raise CheckpointError(f"{path} is a reward model, too; name a policy, or leave out --reward")
+            raise CheckpointError(
+                f"{path} is a reward model, too; name a policy, or leave out --reward"
+            )
         name = (given.name or given.reward_name) if scores else given.name
         asked.append((path, name or served_name(path), "score" if scores else "lm"))
     if given.reward is not None:
         path = _found(given.reward, Wanted("--reward", SCORERS))
         if not is_scorer(path):
-            raise CheckpointError(f"--reward={given.reward} has no score head; train one with weft quickstart rw")
+            raise CheckpointError(
+                f"--reward={given.reward} has no score head; train one with weft quickstart rw"
+            )
         name = given.reward_name or served_name(path)
         if [name] == [policy for _, policy, _ in asked]:
             if given.reward_name is not None:
@@ -217,14 +305,25 @@ def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served
     from weft.serve.served import LOGPROBS, REWARDS, Served
     from weft.serve.worker import Worker
 
-    model = ModelSpec(path=path, backend=given.backend, device=given.device, dtype=given.dtype, quantize=given.quantize)
+    model = ModelSpec(
+        path=path,
+        backend=given.backend,
+        device=given.device,
+        dtype=given.dtype,
+        quantize=given.quantize,
+    )
     opened = (open_policy if head == "lm" else open_scorer)(model)
-    engine, tokenizer, spec = opened.engine, opened.tokenizer, None
+    engine = opened.engine
+    tokenizer = opened.tokenizer
+    spec = None
     if head == "lm":
         spec = GenerationSpec(
-            max_new_tokens=given.max_new_tokens, seed=int.from_bytes(os.urandom(4), "little"), tokenizer=tokenizer,
-            stop_ids=tokenizer.stop_ids(), kv_cache_gb=given.kv_cache_gb,
-        )  # fmt: skip
+            max_new_tokens=given.max_new_tokens,
+            seed=int.from_bytes(os.urandom(4), "little"),
+            tokenizer=tokenizer,
+            stop_ids=tokenizer.stop_ids(),
+            kv_cache_gb=given.kv_cache_gb,
+        )
     return Served(
         name=name,
         worker=Worker(engine, spec, given.max_tokens_per_pass),

@@ -1,5 +1,6 @@
-"""Show a run: how it stands, what is out of range in it, its command and versions, options that are not the defaults,
-checkpoints, last metrics."""
+"""Show a run: how it stands, what is out of range in it, its command and versions, options that are
+not the defaults, checkpoints, last metrics.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +40,14 @@ def main(argv: Sequence[str]) -> int:
     """Exit code 0. Raises `ConfigError` where there is no such run."""
     parser = Parser(prog="weft show", description=__doc__, epilog=EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
-    parser.add_argument("--fileroot", default="./runs", help="folder of the runs that EXPERIMENT/TRIAL names (./runs)")
-    parser.add_argument("--config", action="store_true", help="print the whole configuration as YAML")
+    parser.add_argument(
+        "--fileroot",
+        default="./runs",
+        help="folder of the runs that EXPERIMENT/TRIAL names (./runs)",
+    )
+    parser.add_argument(
+        "--config", action="store_true", help="print the whole configuration as YAML"
+    )
     parser.add_argument("--json", action="store_true", help="print what is known as JSON")
     if helped(parser, argv):
         return 2
@@ -52,18 +59,33 @@ def main(argv: Sequence[str]) -> int:
         return 0
     from weft.launch.status import is_alive
 
-    summary, record = summarize(run, is_alive), RunRecord.read(run)
+    summary = summarize(run, is_alive)
+    record = RunRecord.read(run)
     if given.json:
-        known = {"path": str(run), "status": summary.status, "step": summary.step, **masked(record.plain())}
-        print(json.dumps(known | {"changed_options": _changed(config, summary.algorithm)[0]}, indent=1))
+        known = {
+            "path": str(run),
+            "status": summary.status,
+            "step": summary.step,
+            **masked(record.plain()),
+        }
+        print(
+            json.dumps(
+                known | {"changed_options": _changed(config, summary.algorithm)[0]}, indent=1
+            )
+        )
         return 0
     print("\n".join(page(run, summary, record, config)))
     return 0
 
 
-def page(run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]) -> Iterator[str]:
+def page(
+    run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]
+) -> Iterator[str]:
     """The lines."""
-    state = summary.status if summary.step is None else f"{summary.status}, {steps(summary)} steps"
+    if summary.step is None:
+        state = summary.status
+    else:
+        state = f"{summary.status}, {steps(summary)} steps"
     yield f"{run}: {summary.algorithm or 'a run'}, {state}, {size(summary.num_bytes)}, written {age(summary.changed)} ago"
     if summary.diagnosis is not None:
         yield f"check: {summary.diagnosis}"
@@ -72,9 +94,15 @@ def page(run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str,
     changed, said = _changed(config, summary.algorithm)
     yield said
     by_weft = [name for name in changed if name in record.chosen]
-    told = {name: f"default {_text(default)}" for name, (_, default) in changed.items() if name not in by_weft}
+    told = {
+        name: f"default {_text(default)}"
+        for name, (_, default) in changed.items()
+        if name not in by_weft
+    }
     told |= dict.fromkeys(by_weft, CHOSEN)
-    yield from _aligned([(f"{name}={_text(changed[name][0])}", note) for name, note in told.items()])
+    yield from _aligned(
+        [(f"{name}={_text(changed[name][0])}", note) for name, note in told.items()]
+    )
     yield ""
     yield from _checkpoints(run)
     yield from _last_metrics(run)
@@ -91,14 +119,23 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
     yield "command"
     yield from command_lines(masked_words(last.command), terminal_width())
     versions = ", ".join(f"{name} {number}" for name, number in last.versions.items())
-    rows = [("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")]
+    rows = [
+        ("started", f"{_when(last.time)} on {last.host or UNKNOWN}, in {last.folder or UNKNOWN}")
+    ]
     if len(record.starts) > 1:
-        earlier = ", ".join(f"{_when(start.time)} after step {start.step}" for start in record.starts[:-1])
+        earlier = ", ".join(
+            f"{_when(start.time)} after step {start.step}" for start in record.starts[:-1]
+        )
         rows.append(("earlier", f"{earlier}; the last one went on after step {last.step}"))
     hardware = last.hardware or _read(run / HARDWARE).strip()
     rows += [("versions", versions)] if versions else []
     rows += (
-        [("commit", f"{last.commit.rstrip('+')}{' with changes' if last.commit.endswith('+') else ''}")]
+        [
+            (
+                "commit",
+                f"{last.commit.rstrip('+')}{' with changes' if last.commit.endswith('+') else ''}",
+            )
+        ]
         if last.commit
         else []
     )
@@ -108,7 +145,9 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
     yield ""
 
 
-def _changed(config: Mapping[str, Any], algorithm: str | None) -> tuple[dict[str, tuple[Any, Any]], str]:
+def _changed(
+    config: Mapping[str, Any], algorithm: str | None
+) -> tuple[dict[str, tuple[Any, Any]], str]:
     """(options with another value than the default, as (value, default); the line above them)."""
     values = dict(flat(config))
     defaults = _defaults(config, algorithm)
@@ -125,7 +164,10 @@ def _changed(config: Mapping[str, Any], algorithm: str | None) -> tuple[dict[str
 
 
 def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
-    """The defaults of a quickstart. One of the user's is looked up by the modules that the run imported."""
+    """The defaults of a quickstart.
+
+    One of the user's is looked up by the modules that the run imported.
+    """
     if algorithm is None:
         return None
     try:
@@ -148,7 +190,10 @@ def _checkpoints(run: Path) -> Iterator[str]:
     for role in folders:
         found = directory.saved_steps(role)
         if found:
-            more = f"{len(found) - CHECKPOINTS_SHOWN} older, " if len(found) > CHECKPOINTS_SHOWN else ""
+            if len(found) > CHECKPOINTS_SHOWN:
+                more = f"{len(found) - CHECKPOINTS_SHOWN} older, "
+            else:
+                more = ""
             newest = directory.checkpoints / role / f"step{found[-1]}"
             listed = ", ".join(f"step{step}" for step in found[-CHECKPOINTS_SHOWN:])
             rows.append((role, f"{more}{listed} ({size(tree_bytes(newest))} each)  {newest}"))
@@ -163,10 +208,14 @@ def _last_metrics(run: Path) -> Iterator[str]:
     if not lines:
         return
     last = lines[-1]
-    names = [name for name in last if "/" in name and not name.startswith(TIME) and finite(last[name])]
+    names = [
+        name for name in last if "/" in name and not name.startswith(TIME) and finite(last[name])
+    ]
     names.sort(key=rank)
     evaluated = [name for name in names if name.startswith(EVAL)]
-    rows = [(name, number(last[name])) for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])]
+    rows = [
+        (name, number(last[name])) for name in dict.fromkeys([*names[:METRICS_SHOWN], *evaluated])
+    ]
     if finite(last.get("step_seconds")):
         rows.append(("step_seconds", duration(last["step_seconds"])))
     if finite(last.get("peak_memory_gb")):
@@ -184,7 +233,10 @@ def _aligned(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Iterator[st
 
 def _text(value: Any) -> str:
     """A value as the command line spells it, cut where it is long."""
-    text = shown(value) if not isinstance(value, list | dict) else json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, list | dict):
+        text = shown(value)
+    else:
+        text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -193,7 +245,9 @@ def _when(seconds: float) -> str:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _config(run: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""`weft chat A B`: two models answer the same lines, each in its own conversation; side by side where there is room."""
+"""`weft chat A B`: two models answer the same lines, each in its own conversation; side by side
+where there is room.
+"""
 
 from __future__ import annotations
 
@@ -32,31 +34,44 @@ class Cell:
     def write(self, text: str, style: str = "") -> str:
         from weft.cli.chat_view import harmless
 
-        kept = "".join(each for each in text.replace("\t", "    ") if each == "\n" or harmless(each))
+        kept = "".join(
+            each for each in text.replace("\t", "    ") if each == "\n" or harmless(each)
+        )
         self._side.said.append(kept, style=style or None)
         self._side.both.refresh()
         return text
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._side.said.rstrip()
 
 
 class Side:
-    """Where one of the two conversations is held. Notes wait until both have done what a line asks for."""
+    """Where one of the two conversations is held.
+
+    Notes wait until both have done what a line asks for.
+    """
 
     def __init__(self, both: SideBySide, label: str) -> None:
-        self.both, self.label = both, label
+        self.both = both
+        self.label = label
         self.interactive = both.view.interactive
-        self.said, self.notes, self.answered = Text(), list[tuple[str, str]](), False
+        self.said = Text()
+        self.notes = list[tuple[str, str]]()
+        self.answered = False
 
     def ask(self) -> str | None:
         return self.both.view.ask()
 
     def answer(self) -> Shown:
         self.answered = True
-        return Cell(self) if self.both.columns else self.both.view.answer(self.label)
+        if self.both.columns:
+            return Cell(self)
+        return self.both.view.answer(self.label)
 
     def note(self, text: str) -> None:
         self.notes.append((text, "dim"))
@@ -65,7 +80,9 @@ class Side:
         self.notes.append((text, "red"))
 
     def begin(self) -> None:
-        self.said, self.notes, self.answered = Text(), [], False
+        self.said = Text()
+        self.notes = []
+        self.answered = False
 
     def cell(self) -> Text:
         """The answer, and under it what is to be said of it."""
@@ -86,7 +103,10 @@ class SideBySide:
         self._live = None if not self.columns else view.live(Text())
 
     def converse(self) -> None:
-        """Read lines until the input ends. In a pipe an error ends it, as in a conversation with one model."""
+        """Read lines until the input ends.
+
+        In a pipe an error ends it, as in a conversation with one model.
+        """
         while (line := self.view.ask()) is not None:
             if not self.take(line):
                 return
@@ -129,7 +149,8 @@ class SideBySide:
     def _both(self, asked: Sequence[int], line: str) -> bool:
         stays = True
         for index in asked:
-            chat, side = self._chats[index], self._sides[index]
+            chat = self._chats[index]
+            side = self._sides[index]
             try:
                 stays = chat.take(line) and stays
             except (UserError, RunError, OSError) as error:
@@ -146,17 +167,22 @@ class SideBySide:
         if one.notes == other.notes:
             for text, style in one.notes:
                 (self.view.error if style == "red" else self.view.note)(text)
-            one.notes, other.notes = [], []
+            one.notes = []
+            other.notes = []
         for side in self._sides:
             self._tell(side)
 
     def _tell(self, side: Side) -> None:
         for text, style in side.notes:
-            (self.view.error if style == "red" else self.view.note)(f"{side.label}      {text.strip()}")
+            (self.view.error if style == "red" else self.view.note)(
+                f"{side.label}      {text.strip()}"
+            )
         side.notes = []
 
     def _table(self) -> Table:
-        grid = Table(box=None, expand=True, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold green")
+        grid = Table(
+            box=None, expand=True, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold green"
+        )
         for label in LABELS:
             grid.add_column(label, ratio=1, overflow="fold")
         grid.add_row(*(side.cell() for side in self._sides))

@@ -1,4 +1,6 @@
-"""`--configs A B ...`: named sections applied left to right over the defaults, then the command line, as options of weft."""
+"""`--configs A B ...`: named sections applied left to right over the defaults, then the command
+line, as options of weft.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,14 @@ class Set:
 
 @dataclass
 class Stack:
-    """What a stack comes to: options in weft's own names, where each was set, and notes for the user."""
+    """What a stack comes to: options in weft's own names, where each was set, and notes for the
+    user.
+    """
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
-    origins: dict[str, tuple[str, Set]] = field(default_factory=dict)  # option -> (the key that says so, where)
+    # option -> (the key that says so, where)
+    origins: dict[str, tuple[str, Set]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     deepspeed: str | None = None  # the file that --deepspeed reads where it names none
 
@@ -61,19 +66,31 @@ class Stack:
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
-            said = "" if key in (override.name, IMPLIED) else f", {key.removeprefix(TRL)}"
+            if key in (override.name, IMPLIED):
+                said = ""
+            else:
+                said = f", {key.removeprefix(TRL)}"
             rows.append((f"  {override.name} = {shown(plain(override.value))}", f"{where}{said}"))
         width = min(max((len(left) for left, _ in rows), default=0), 72)
-        return [f"settings: {' '.join(self.names)}", *(f"{left:{width}}  # {right}" for left, right in rows)]
+        return [
+            f"settings: {' '.join(self.names)}",
+            *(f"{left:{width}}  # {right}" for left, right in rows),
+        ]
 
     def explain(self, error: ConfigError) -> ConfigError:
         """The error with the place of the option that it begins with."""
         text = str(error)
-        named = [name for name in self.origins if re.match(rf"(unknown option ')?{re.escape(name)}\b", text)]
+        named = [
+            name
+            for name in self.origins
+            if re.match(rf"(unknown option ')?{re.escape(name)}\b", text)
+        ]
         if not named:
             return error
         key, where = self.origins[max(named, key=len)]
-        return ConfigError(f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRL)}'})")
+        return ConfigError(
+            f"{text} ({where}{'' if key in named else f', {key.removeprefix(TRL)}'})"
+        )
 
 
 def read_stack(
@@ -83,9 +100,11 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> Stack:
-    """The sections `names` in order, then the command line `given`, in weft's names; `below` lies under them all.
+    """The sections `names` in order, then the command line `given`, in weft's names; `below` lies
+    under them all.
 
-    Raises `ConfigError` for unknown sections and keys with the nearest name, file and line, and for what weft cannot follow.
+    Raises `ConfigError` for unknown sections and keys with the nearest name, file and line, and for
+    what weft cannot follow.
     """
     reader = _Reader(base)
     sections = [library.get(name) for name in names]
@@ -111,13 +130,16 @@ def _is_rl(section: Section) -> bool:
 
 
 class _Reader:
-    """The keys of a stack as they are set one after the other: Open-Assistant's whole, weft's own by dotted names."""
+    """The keys of a stack as they are set one after the other: Open-Assistant's whole, weft's own
+    by dotted names.
+    """
 
     def __init__(self, base: RunConfig) -> None:
         self.base = base
         self.mode = Mapped(base, {}, {}).mode
         self.theirs: dict[str, Set] = {}
-        self.inner: dict[str, Set] = {}  # keys within a group of theirs that the command line sets by themselves
+        # keys within a group of theirs that the command line sets by themselves
+        self.inner: dict[str, Set] = {}
         self.own: dict[str, Set] = {}
         self.problems: list[str] = []
 
@@ -125,45 +147,70 @@ class _Reader:
         for key, value in section.values.items():
             if section.trlx:
                 for each in flatten({key: value}):
-                    where = Set(each.value, section.place(*each.name.split(".")), section.name, rank, source=section)
+                    where = Set(
+                        each.value,
+                        section.place(*each.name.split(".")),
+                        section.name,
+                        rank,
+                        source=section,
+                    )
                     self._put_theirs(f"{TRL}{each.name}", where)
             elif key in KEYS:
-                self._put_theirs(key, Set(value, section.place(key), section.name, rank, source=section))
+                self._put_theirs(
+                    key, Set(value, section.place(key), section.name, rank, source=section)
+                )
             else:
                 for each in flatten({key: value}):
                     path = _path(each.name, section)
-                    where = Set(each.value, section.place(*path), section.name, rank, source=section)
+                    where = Set(
+                        each.value, section.place(*path), section.name, rank, source=section
+                    )
                     if is_spelling(each.name, self.base):
                         self.own[each.name] = where
                     else:
-                        self.problems.append(f"{where.place}: section {section.name!r}: {self._unknown(each.name)}")
+                        self.problems.append(
+                            f"{where.place}: section {section.name!r}: {self._unknown(each.name)}"
+                        )
 
     def word(self, override: Override, rank: int) -> None:
         """One assignment of the command line."""
-        if isinstance(override.value, Mapping) and any(key.startswith(f"{TRL}{override.name}.") for key in TRLX):
+        if isinstance(override.value, Mapping) and any(
+            key.startswith(f"{TRL}{override.name}.") for key in TRLX
+        ):
             for each in flatten(override.value, f"{override.name}."):
                 self.word(each, rank)
             return
-        name, where = self._of_trlx(override.name), Set(override.value, COMMAND_LINE, "", rank, override.removed)
+        name = self._of_trlx(override.name)
+        where = Set(override.value, COMMAND_LINE, "", rank, override.removed)
         group, _, inner = name.partition(".")
         if override.removed:
-            gone = [key for key in (*self.theirs, *self.own) if key == name or key.startswith(f"{name}.")]
+            gone = [
+                key
+                for key in (*self.theirs, *self.own)
+                if key == name or key.startswith(f"{name}.")
+            ]
             for key in gone:
                 self.theirs.pop(key, None)
                 self.own.pop(key, None)
             if name not in KEYS and name not in TRLX:
                 self.own[name] = where
         elif self._is_theirs(name):
-            self._put_theirs(name, Set(plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank))
+            self._put_theirs(
+                name, Set(plain(coerce(override.value, Any, name)), COMMAND_LINE, "", rank)
+            )
         elif inner and group in ("datasets", "datasets_extra"):
             self._entry(group, inner, override)
         elif inner and self._is_theirs(group):
             before = self.theirs.get(group, Set({}, COMMAND_LINE, "", rank))
-            whole = {**(before.value if isinstance(before.value, Mapping) else {}), inner: plain(override.value)}
+            whole = {
+                **(before.value if isinstance(before.value, Mapping) else {}),
+                inner: plain(override.value),
+            }
             self.theirs[group], self.inner[name] = replace(before, value=whole), where
         elif name in KEYS and not is_spelling(name, self.base):
             raise ConfigError(
-                f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; {KEYS[name].says}"
+                f"{name}: weft quickstart {self.base.algorithm or 'here'} does not read it; "
+                f"{KEYS[name].says}"
             )
         elif not is_spelling(name, self.base):
             raise ConfigError(self._unknown(name))
@@ -171,17 +218,30 @@ class _Reader:
             self.own[name] = where
 
     def _entry(self, key: str, inner: str, override: Override) -> None:
-        """`datasets.NAME.PARAMETER=value` on the command line: a parameter of the entries of that name."""
+        """`datasets.NAME.PARAMETER=value` on the command line: a parameter of the entries of that
+        name.
+        """
         name, _, parameter = inner.partition(".")
         before = self.theirs.get(key)
         entries = list(before.value or ()) if before is not None else []
         named = [entry if isinstance(entry, str) else next(iter(entry), "") for entry in entries]
         if before is None or name not in named or not parameter:
             close = nearest(name, named)
-            hint = f"did you mean {key}.{close[0]}?" if close else f"{key} has {', '.join(named) or 'no entries'}"
-            raise ConfigError(f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value")
+            if close:
+                hint = f"did you mean {key}.{close[0]}?"
+            else:
+                hint = f"{key} has {', '.join(named) or 'no entries'}"
+            raise ConfigError(
+                f"{override.name}: no entry {name!r}; {hint}; write {key}.NAME.PARAMETER=value"
+            )
         changed = [
-            {name: _with(entry.get(name) or {} if isinstance(entry, Mapping) else {}, parameter, plain(override.value))}
+            {
+                name: _with(
+                    entry.get(name) or {} if isinstance(entry, Mapping) else {},
+                    parameter,
+                    plain(override.value),
+                )
+            }
             if each == name
             else entry
             for each, entry in zip(named, entries, strict=True)
@@ -189,7 +249,9 @@ class _Reader:
         self.theirs[key] = replace(before, value=changed)
 
     def where(self, key: str) -> Set:
-        """Where a key of theirs was set; one within a group where that was, unless it was set by itself."""
+        """Where a key of theirs was set; one within a group where that was, unless it was set by
+        itself.
+        """
         found = self.theirs.get(key) or self.inner.get(key)
         group = self.theirs.get(key.split(".")[0])
         if found is None and group is not None and group.source is not None:
@@ -197,9 +259,16 @@ class _Reader:
         return found or group or Set(None, IMPLIED, "", -2)
 
     def _of_trlx(self, name: str) -> str:
-        """The key of trlX's configuration that a word means: by its whole name, or, over sections that have such keys, by its
-        end; the name itself where it means none. Raises `ConfigError` where two end so."""
-        if self.mode != RL or name in KEYS or name in TRLX or any(leaf.name == name for leaf in leaves(self.base)):
+        """The key of trlX's configuration that a word means: by its whole name, or, over sections
+        that have such keys, by its end; the name itself where it means none. Raises `ConfigError`
+        where two end so.
+        """
+        if (
+            self.mode != RL
+            or name in KEYS
+            or name in TRLX
+            or any(leaf.name == name for leaf in leaves(self.base))
+        ):
             return name
         if f"{TRL}{name}" in TRLX:
             return f"{TRL}{name}"
@@ -207,7 +276,9 @@ class _Reader:
             return name
         found = [key for key in TRLX if key.endswith(f".{name}")]
         if len(found) > 1 and not is_spelling(name, self.base):
-            raise ConfigError(f"{name}: write {' or '.join(key.removeprefix(TRL) for key in found)}")
+            raise ConfigError(
+                f"{name}: write {' or '.join(key.removeprefix(TRL) for key in found)}"
+            )
         return found[0] if len(found) == 1 else name
 
     def _is_theirs(self, name: str) -> bool:
@@ -217,9 +288,14 @@ class _Reader:
     def _put_theirs(self, name: str, where: Set) -> None:
         if name not in KEYS and name not in TRLX:
             close = nearest(name, TRLX)
-            hint = f"; did you mean {' or '.join(each.removeprefix(TRL) for each in close)}?" if close else ""
+            if close:
+                hint = f"; did you mean {' or '.join(each.removeprefix(TRL) for each in close)}?"
+            else:
+                hint = ""
             key = name.removeprefix(TRL)
-            self.problems.append(f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}")
+            self.problems.append(
+                f"{where.place}: section {where.section!r}: unknown key {key!r}{hint}"
+            )
             return
         self.theirs[name] = where
 
@@ -228,13 +304,22 @@ class _Reader:
         last = name.rsplit(".", 1)[-1]
         same_end = [option for option in options if option.rsplit(".", 1)[-1] == last]
         of_trlx = [key.removeprefix(TRL) for key in TRLX if self.mode == RL and key.startswith(TRL)]
-        close = list(dict.fromkeys([*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]))[:3]
-        hint = f"did you mean {' or '.join(close)}?" if close else "weft quickstart NAME --help lists every option"
+        close = list(
+            dict.fromkeys(
+                [*same_end, *nearest(name, [*KEYS, *RENAMED, *SPECIAL, *options, *of_trlx])]
+            )
+        )[:3]
+        if close:
+            hint = f"did you mean {' or '.join(close)}?"
+        else:
+            hint = "weft quickstart NAME --help lists every option"
         return f"unknown key {name!r}; {hint}"
 
 
 def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The parameters of an entry with one more; of those that say how much of it is read the last stays."""
+    """The parameters of an entry with one more; of those that say how much of it is read the last
+    stays.
+    """
     gone = SHARES if name in SHARES else ()
     return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
 
@@ -251,7 +336,9 @@ def _path(name: str, section: Section) -> tuple[str, ...]:
 
 
 def _resolve(reader: _Reader, stack: Stack) -> None:
-    """Map Open-Assistant's keys, let later ones go over earlier ones, and translate other spellings."""
+    """Map Open-Assistant's keys, let later ones go over earlier ones, and translate other
+    spellings.
+    """
     sets = dict(reader.own)
     keys = {name: name for name in sets}
     mapped = _mapped(reader)
@@ -263,33 +350,44 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
             sets[name], keys[name] = found, option.key
         elif older.rank == found.rank:
             raise ConfigError(
-                f"{older.place}: {name} and {option.key} ({found.place}) are the same option; set one of them"
+                f"{older.place}: {name} and {option.key} ({found.place}) are the same option; set "
+                f"one of them"
             )
     batch = max((sets[name].rank for name in BATCH if name in sets), default=0)
     ranks = {name: batch if name in BATCH else each.rank for name, each in sets.items()}
     assigned = [Override(name, each.value, each.removed) for name, each in sets.items()]
     done = translation(assigned, reader.base, ranks)
     for target, spelling in done.spelled.items():
-        spelling = spelling if spelling in sets else next(name for name in sets if spelling.startswith(f"{name}."))
+        if spelling in sets:
+            spelling = spelling
+        else:
+            spelling = next(name for name in sets if spelling.startswith(f"{name}."))
         stack.origins[target] = (keys[spelling], sets[spelling])
     excluded = _excluded(stack)
     stack.overrides = [each for each in done.overrides if each.name not in excluded]
     stack.origins = {name: each for name, each in stack.origins.items() if name not in excluded}
-    words = {name for name, each in sets.items() if each.place == COMMAND_LINE and name in reader.own}
+    words = {
+        name for name, each in sets.items() if each.place == COMMAND_LINE and name in reader.own
+    }
     stack.notes += [note for note in done.notes if note.split(" ")[0] in words]
     stack.notes += [f"{', '.join(names)}: {why}" for why, names in _named(mapped.notes).items()]
     _name_run(stack, reader.base)
 
 
 def _mapped(reader: _Reader) -> Mapped:
-    """Open-Assistant's keys as options. Raises `ConfigError` naming every value that is refused, with its place."""
+    """Open-Assistant's keys as options.
+
+    Raises `ConfigError` naming every value that is refused, with its place.
+    """
     set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
     given = {name: plain(each.value) for name, each in reader.own.items() if not each.removed}
     values = {name: each.value for name, each in set_.items()}
     ranks = {name: each.rank for name, each in (*set_.items(), *reader.inner.items())}
     mapped = map_keys(Mapped(reader.base, values, ranks, given))
     if mapped.refused:
-        raise ConfigError("\n".join(_refusal(reader, key, why) for key, why in dict.fromkeys(mapped.refused)))
+        raise ConfigError(
+            "\n".join(_refusal(reader, key, why) for key, why in dict.fromkeys(mapped.refused))
+        )
     return mapped
 
 
@@ -327,17 +425,29 @@ def _excluded(stack: Stack) -> set[str]:
 def _name_run(stack: Stack, base: RunConfig) -> None:
     """A run without a name is called after its quickstart and its sections."""
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
-    for name, value in (("experiment_name", base.algorithm or "run"), ("trial_name", trial or "run")):
+    for name, value in (
+        ("experiment_name", base.algorithm or "run"),
+        ("trial_name", trial or "run"),
+    ):
         if name not in stack.origins and not getattr(base, name):
             stack.overrides.append(Override(name, value.replace("_", "-")))
             stack.origins[name] = (name, Set(value, "the names of the sections", "", -2))
 
 
 def meant_for(sections: Sequence[Section]) -> str:
-    """The quickstart that sections are most likely meant for: a recipe's name begins with it, others have options of its
-    algorithm, or keys that one of Open-Assistant's trainers reads alone."""
-    recipes = [section.name.partition("-")[0] for section in sections if section.file.startswith(f"{SHIPPED}:{READY}/")]
-    own = [name for name in ("ppo", "grpo", "dpo") if any(name in section.values for section in sections)]
+    """The quickstart that sections are most likely meant for: a recipe's name begins with it,
+    others have options of its algorithm, or keys that one of Open-Assistant's trainers reads alone.
+    """
+    recipes = [
+        section.name.partition("-")[0]
+        for section in sections
+        if section.file.startswith(f"{SHIPPED}:{READY}/")
+    ]
+    own = [
+        name
+        for name in ("ppo", "grpo", "dpo")
+        if any(name in section.values for section in sections)
+    ]
     if recipes or own:
         return (recipes or own)[0]
     modes = [KEYS[key].modes for section in sections for key in section.values if key in KEYS]

@@ -1,4 +1,6 @@
-"""What sections of settings say of data: the sources that a run with them reads, and a command line's words for these."""
+"""What sections of settings say of data: the sources that a run with them reads, and a command
+line's words for these.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from weft.options import plain, read
 
 QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # that a mode stands for
 GROUP = "datasets."  # before a data set's name, on the command line
-KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")  # that decide what is read
+# that decide what is read
+KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where sections lie, and what a command line says of data sets by name: `data_path` is a copy, `parameters` are
-    `datasets.NAME.PARAMETER=value`, `options` those of `dataset.*`."""
+    """Where sections lie, and what a command line says of data sets by name: `data_path` is a copy,
+    `parameters` are `datasets.NAME.PARAMETER=value`, `options` those of `dataset.*`.
+    """
 
     folders: Sequence[str] = ()
     data_path: str | None = None
@@ -44,8 +48,15 @@ class Settings:
         return self.library.get(name) if name in self.library.names() else None
 
     def listed(self, section: Section, mode: str) -> list[SourceSpec]:
-        """The entries that a section lists, with the share that a run with it would evaluate on. Raises `ConfigError`."""
-        kept = {key: value for key, value in section.values.items() if key in KEYS or key.split(".")[0] == "dataset"}
+        """The entries that a section lists, with the share that a run with it would evaluate on.
+
+        Raises `ConfigError`.
+        """
+        kept = {
+            key: value
+            for key, value in section.values.items()
+            if key in KEYS or key.split(".")[0] == "dataset"
+        }
         alone = Library((("", Contents((replace(section, values=kept),))),))
         base = registry.quickstarts.get(QUICKSTARTS[mode])()
         values = _values(read_stack([section.name], alone, base, self.options))
@@ -55,39 +66,66 @@ class Settings:
             raise ConfigError(f"{section.place()}: section {section.name!r} lists no data sets")
         share = spec.valid_split or None
         return [
-            source if source.valid_split is not None or source.valid_path else replace(source, valid_split=share)
+            source
+            if source.valid_split is not None or source.valid_path
+            else replace(source, valid_split=share)
             for source in found
         ]
 
     def applied(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
-        """The sources with what the command line says of them. Raises `ConfigError` for names that are not among them."""
+        """The sources with what the command line says of them.
+
+        Raises `ConfigError` for names that are not among them.
+        """
         names = [source.named for source in sources if source.named]
         said = {_known(name, files): each for name, each in self.parameters.items()}
         for name in said.keys() - set(names):
             close = nearest(name, names)
             raise ConfigError(
                 f"datasets.{name}: is none of the data sets that are asked for; "
-                + (f"did you mean datasets.{close[0]}?" if close else f"they are {', '.join(names)}")
+                + (
+                    f"did you mean datasets.{close[0]}?"
+                    if close
+                    else f"they are {', '.join(names)}"
+                )
             )
-        made = [_changed(source, said[source.named]) if source.named in said else source for source in sources]
-        return made if self.data_path is None else _with_copies(made, self.data_path, _placed(said))
+        made = [
+            _changed(source, said[source.named]) if source.named in said else source
+            for source in sources
+        ]
+        if self.data_path is None:
+            return made
+        return _with_copies(made, self.data_path, _placed(said))
 
 
 NO_SETTINGS = Settings()
 
 
 def stacked(
-    names: Sequence[str], folders: Sequence[str], mode: str | None, given: Sequence[overrides.Override]
+    names: Sequence[str],
+    folders: Sequence[str],
+    mode: str | None,
+    given: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
-    """(options, mode) of the run that `--configs NAMES` stands for; the mode by the sections' keys where none is asked for."""
+    """(options, mode) of the run that `--configs NAMES` stands for; the mode by the sections' keys
+    where none is asked for.
+    """
     library = Library.find(folders)
-    quickstart = QUICKSTARTS[mode] if mode else meant_for([library.get(name) for name in names])
+    if mode:
+        quickstart = QUICKSTARTS[mode]
+    else:
+        quickstart = meant_for([library.get(name) for name in names])
     base = registry.quickstarts.get(quickstart)()
     return _values(read_stack(names, library, base, given)), Mapped(base, {}, {}).mode
 
 
-def by_name(given: Sequence[overrides.Override]) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
-    """`datasets.NAME.PARAMETER=value` by name, and the other assignments. Raises `ConfigError` for other words of datasets."""
+def by_name(
+    given: Sequence[overrides.Override],
+) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
+    """`datasets.NAME.PARAMETER=value` by name, and the other assignments.
+
+    Raises `ConfigError` for other words of datasets.
+    """
     found: dict[str, dict[str, Any]] = {}
     others = []
     for each in given:
@@ -96,7 +134,10 @@ def by_name(given: Sequence[overrides.Override]) -> tuple[dict[str, dict[str, An
             continue
         name, _, parameter = each.name.removeprefix(GROUP).rpartition(".")
         if not name or not parameter:
-            raise ConfigError(f"{each.name}: write datasets.NAME.PARAMETER=value, such as datasets.webgpt.fraction=0.5")
+            raise ConfigError(
+                f"{each.name}: write datasets.NAME.PARAMETER=value, such as "
+                f"datasets.webgpt.fraction=0.5"
+            )
         found.setdefault(name, {})[parameter] = plain(each.value)
     return found, others
 
@@ -117,7 +158,10 @@ def _known(name: str, files: Sequence[str]) -> str:
 
 
 def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
-    """The source with parameters, in Open-Assistant's names or weft's, over its own. Raises `ConfigError`."""
+    """The source with parameters, in Open-Assistant's names or weft's, over its own.
+
+    Raises `ConfigError`.
+    """
     where = f"datasets.{source.named}"
     try:
         (said,) = datasets.sources([{source.named: parameters}])
@@ -127,32 +171,48 @@ def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
     if any(name in said for name in datasets.SHARES):
         own |= dict.fromkeys(datasets.SHARES)
     made = {**own, **said, "args": {**source.args, **said.get("args", {})}}
-    return SourceSpec.parse({name: value for name, value in made.items() if value not in (None, "", {})}, where)
+    return SourceSpec.parse(
+        {name: value for name, value in made.items() if value not in (None, "", {})}, where
+    )
 
 
 def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The data sets whose own files the command line names."""
     return {
-        name for name, parameters in said.items() if any(datasets.PARAMETERS.get(key) == "path" for key in parameters)
+        name
+        for name, parameters in said.items()
+        if any(datasets.PARAMETERS.get(key) == "path" for key in parameters)
     }
 
 
-def _with_copies(sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()) -> list[SourceSpec]:
-    """The sources with the copies in `data_path`: that of the only one, or a folder that has one for each name; those of
-    `placed` stay where they are."""
+def _with_copies(
+    sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()
+) -> list[SourceSpec]:
+    """The sources with the copies in `data_path`: that of the only one, or a folder that has one
+    for each name; those of `placed` stay where they are.
+    """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
     if len(named) == 1:
-        return [replace(each, path=_file_in(folder, each) or data_path) if each.named else each for each in sources]
-    copies = [_file_in(folder, each) or _folder_in(folder, each) if each.named else None for each in sources]
+        return [
+            replace(each, path=_file_in(folder, each) or data_path) if each.named else each
+            for each in sources
+        ]
+    copies = [
+        _file_in(folder, each) or _folder_in(folder, each) if each.named else None
+        for each in sources
+    ]
     if not any(copies):
         asked = ", ".join(str(source.named) for source in named)
-        why = f"has no folder of {asked}; write datasets.NAME.data_path=FILE for a copy of one" if named else (
-            "is a copy of a data set by name; add --datasets NAME"
-        )  # fmt: skip
+        if named:
+            why = f"has no folder of {asked}; write datasets.NAME.data_path=FILE for a copy of one"
+        else:
+            why = "is a copy of a data set by name; add --datasets NAME"
         raise ConfigError(f"data_path={data_path}: {why}")
     return [
-        replace(source, path=copy) if copy and source.named not in placed and not _is_elsewhere(source) else source
+        replace(source, path=copy)
+        if copy and source.named not in placed and not _is_elsewhere(source)
+        else source
         for source, copy in zip(sources, copies, strict=True)
     ]
 

@@ -1,6 +1,9 @@
-"""`weft start`: run an experiment that user code registered by name. `weft stop`: end a run so that it can go on.
+"""`weft start`: run an experiment that user code registered by name.
 
-`find_config` lists registered experiments by a pattern, as ReaL's `python -m realhf.apps.main find_config` does.
+`weft stop`: end a run so that it can go on.
+
+`find_config` lists registered experiments by a pattern, as ReaL's `python -m realhf.apps.main
+find_config` does.
 """
 
 from __future__ import annotations
@@ -21,24 +24,54 @@ from weft.experiments import _checks as checks
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
-    """The exit code. Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process makes."""
-    parser = named_parser("weft start", "Run an experiment registered with register_experiment(name), or list them.")
-    parser.add_argument("--list", action="store_true", help="list the registered experiments and stop")
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
-                        help="user code that registers experiments (may be given again)")  # fmt: skip
-    parser.add_argument(
-        "--recover_mode", choices=("auto", "resume", "disabled"), help="in place of the experiment's own"
+    """The exit code.
+
+    Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process
+    makes.
+    """
+    parser = named_parser(
+        "weft start", "Run an experiment registered with register_experiment(name), or list them."
     )
-    parser.add_argument("--allocation_mode",
-                        help="for roles without a layout, in place of the experiment's own")  # fmt: skip
-    parser.add_argument("--partition", help="with --mode slurm: partition, in place of the experiment's own")
-    parser.add_argument("--wandb_mode", choices=("online", "offline", "disabled"),
-                        help="of Weights & Biases, in place of the experiment's own")  # fmt: skip
-    parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
-    parser.add_argument("--dry-run", nargs="?", const="", choices=("", "config"), metavar="config",
-                        help="print the plan and the memory it needs, and stop; config: without reading the data")  # fmt: skip
     parser.add_argument(
-        "--print-script", action="store_true", help="with --mode slurm: print the job's script and stop"
+        "--list", action="store_true", help="list the registered experiments and stop"
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE_OR_FILE.py",
+        help="user code that registers experiments (may be given again)",
+    )
+    parser.add_argument(
+        "--recover_mode",
+        choices=("auto", "resume", "disabled"),
+        help="in place of the experiment's own",
+    )
+    parser.add_argument(
+        "--allocation_mode", help="for roles without a layout, in place of the experiment's own"
+    )
+    parser.add_argument(
+        "--partition", help="with --mode slurm: partition, in place of the experiment's own"
+    )
+    parser.add_argument(
+        "--wandb_mode",
+        choices=("online", "offline", "disabled"),
+        help="of Weights & Biases, in place of the experiment's own",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the whole plan")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        const="",
+        choices=("", "config"),
+        metavar="config",
+        help="print the plan and the memory it needs, and stop; config: without reading the data",
+    )
+    parser.add_argument(
+        "--print-script",
+        action="store_true",
+        help="with --mode slurm: print the job's script and stop",
     )
     given = parser.parse_args(argv)
     registry.import_user_folder()
@@ -55,11 +88,15 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
     from weft.observe.progress import Show, terminal_width
 
     experiment = _as_told(
-        registered(given.experiment, given.trial, allocation_mode=_allocation_mode(given.allocation_mode)), given
+        registered(
+            given.experiment, given.trial, allocation_mode=_allocation_mode(given.allocation_mode)
+        ),
+        given,
     )
     if given.print_script and given.mode != "slurm":
         raise ConfigError("--print-script shows the script of a Slurm job; add --mode slurm")
-    reads, asked = given.dry_run != "config", scheduling(given.experiment)
+    reads = given.dry_run != "config"
+    asked = scheduling(given.experiment)
     if given.mode == "slurm" and given.dry_run is not None:
         print("\n".join(slurm.plan(experiment, asked, data=reads, width=terminal_width())))
         return 0
@@ -81,15 +118,24 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
     """The experiment with what the command line says in place of its own."""
-    told = {name: getattr(given, name) for name in ("fileroot", "recover_mode") if getattr(given, name) is not None}
+    told = {
+        name: getattr(given, name)
+        for name in ("fileroot", "recover_mode")
+        if getattr(given, name) is not None
+    }
     named = [name for name in given.imports if name not in experiment.control.imports]
     loggers = dict(experiment.control.loggers)
     if given.wandb_mode == "disabled":
         loggers.pop("wandb", None)
     elif given.wandb_mode is not None:
         loggers["wandb"] = {**loggers.get("wandb", {}), "mode": given.wandb_mode}
-    control = replace(experiment.control, **told, imports=[*experiment.control.imports, *named], loggers=loggers)
-    config = {**experiment.config, **{name: value for name, value in told.items() if name in experiment.config}}
+    control = replace(
+        experiment.control, **told, imports=[*experiment.control.imports, *named], loggers=loggers
+    )
+    config = {
+        **experiment.config,
+        **{name: value for name, value in told.items() if name in experiment.config},
+    }
     if given.partition is not None:
         config["slurm"] = {**config.get("slurm", {}), "partition": given.partition}
     return replace(experiment, control=control, config=config)
@@ -108,10 +154,20 @@ def _allocation_mode(text: str | None) -> str | None:
 
 def find_config(argv: Sequence[str]) -> int:
     """Print the registered experiments whose names begin with a pattern."""
-    parser = Parser(prog="weft.apps.main find_config", description="List registered experiments by a pattern.")
-    parser.add_argument("-r", "--regex", required=True, help="regular expression that a name begins with")
-    parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE_OR_FILE.py",
-                        help="user code that registers experiments (may be given again)")  # fmt: skip
+    parser = Parser(
+        prog="weft.apps.main find_config", description="List registered experiments by a pattern."
+    )
+    parser.add_argument(
+        "-r", "--regex", required=True, help="regular expression that a name begins with"
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE_OR_FILE.py",
+        help="user code that registers experiments (may be given again)",
+    )
     given = parser.parse_args(argv)
     try:
         pattern = re.compile(given.regex)
@@ -126,10 +182,14 @@ def find_config(argv: Sequence[str]) -> int:
 
 def stop(argv: Sequence[str]) -> int:
     """Ask a run to end after its step, wait until it has, and say so."""
-    parser = Parser(prog="weft stop", description="End a run after its step; the same command resumes it.")
+    parser = Parser(
+        prog="weft stop", description="End a run after its step; the same command resumes it."
+    )
     add_run(parser)
     parser.add_argument(
-        "--mode", default="local", help="how the run was started; not needed, weft finds its process or job"
+        "--mode",
+        default="local",
+        help="how the run was started; not needed, weft finds its process or job",
     )
     given = parser.parse_args(argv)
     _check_mode(given.mode)
@@ -143,7 +203,9 @@ def stop(argv: Sequence[str]) -> int:
 def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of the options that say which run is meant."""
     parser = Parser(prog=prog, description=description)
-    parser.add_argument("-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name")
+    parser.add_argument(
+        "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"
+    )
     parser.add_argument("-f", "--trial", "--trial_name", metavar="TRIAL", help="trial_name")
     parser.add_argument(
         "--mode",
@@ -164,7 +226,8 @@ def _check(given: argparse.Namespace, command: str) -> None:
     for flag, value in (("-e EXPERIMENT", given.experiment), ("-f TRIAL", given.trial)):
         if value is None:
             raise ConfigError(
-                f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL (weft start --list shows experiments)"
+                f"{flag} is missing; write weft {command} -e EXPERIMENT -f TRIAL (weft start "
+                f"--list shows experiments)"
             )
     _check_mode(given.mode)
     checks.check_names(experiment_name=given.experiment, trial_name=given.trial)

@@ -1,5 +1,6 @@
-"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to messages and built
-again."""
+"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to
+messages and built again.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +42,25 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command in ("stats", *COUNT):
         print("\n".join(stats(trees)))
     elif arguments.command == "filter":
-        kept = (made for tree in trees if (made := message_trees.pruned(tree, _wanted(arguments))) is not None)
+        kept = (
+            made
+            for tree in trees
+            if (made := message_trees.pruned(tree, _wanted(arguments))) is not None
+        )
         count = write(arguments.output, kept)
         print(f"{count:,} trees in {arguments.output}")
         if not count:
             print(
-                f"warning: no tree of {arguments.input} is wanted; weft data trees stats tells what it has",
+                f"warning: no tree of {arguments.input} is wanted; weft data trees stats tells "
+                f"what it has",
                 file=sys.stderr,
             )
     elif arguments.command == "split":
         _split(list(trees), arguments)
     elif arguments.command == "flatten":
-        count = write(arguments.output, (message for tree in trees for message in message_trees.flatten(tree)))
+        count = write(
+            arguments.output, (message for tree in trees for message in message_trees.flatten(tree))
+        )
         print(f"{count:,} messages in {arguments.output}")
     else:
         print(f"{write(arguments.output, trees):,} trees in {arguments.output}")
@@ -61,11 +69,16 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="weft data trees", description=__doc__, epilog=EPILOG, formatter_class=form)
+    parser = argparse.ArgumentParser(
+        prog="weft data trees", description=__doc__, epilog=EPILOG, formatter_class=form
+    )
     commands = parser.add_subparsers(dest="command", metavar="{stats,filter,split,flatten,build}")
     helps = {
         "stats": "count trees, messages, threads, ranked replies, languages, states",
-        "filter": "write the trees that are wanted, without the messages that are not nor what follows them",
+        "filter": (
+            "write the trees that are wanted, without the messages that are not nor what "
+            "follows them"
+        ),
         "split": "write two files; the messages of a tree are never split",
         "flatten": "write single messages, a parent before its replies",
         "build": "write trees, from messages in any order or threads",
@@ -77,19 +90,35 @@ def _parser() -> argparse.ArgumentParser:
         if name != "stats":
             command.add_argument("output", help=".jsonl or .jsonl.gz")
     _, filtering, splitting, *_ = (commands.choices[name] for name in helps)
-    filtering.add_argument("--lang", default="", metavar="en,de", help="languages of the first message; absent: all")
-    filtering.add_argument("--states", default="ready_for_export", metavar="S,S", help="states of trees, or all")
+    filtering.add_argument(
+        "--lang", default="", metavar="en,de", help="languages of the first message; absent: all"
+    )
+    filtering.add_argument(
+        "--states", default="ready_for_export", metavar="S,S", help="states of trees, or all"
+    )
     filtering.add_argument("--top-k", type=int, metavar="K", help="replies of the first K ranks")
     for name, word in (("least", "at least"), ("most", "at most")):
         filtering.add_argument(
-            f"--{name}", action="append", default=[], metavar="LABEL=X", help=f"messages whose label is {word} X"
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar="LABEL=X",
+            help=f"messages whose label is {word} X",
         )
-    filtering.add_argument("--unreviewed", action="store_true", help="also trees whose first message failed its review")
+    filtering.add_argument(
+        "--unreviewed", action="store_true", help="also trees whose first message failed its review"
+    )
     filtering.add_argument("--deleted", action="store_true", help="also deleted messages")
-    filtering.add_argument("--synthetic", action="store_true", help="also messages that a model wrote")
+    filtering.add_argument(
+        "--synthetic", action="store_true", help="also messages that a model wrote"
+    )
     splitting.add_argument("valid_output", metavar="valid", help="the trees that are set aside")
-    splitting.add_argument("--valid", type=float, default=0.1, metavar="X", help="share of the trees (default 0.1)")
-    splitting.add_argument("--seed", type=int, default=1, help="another seed sets other trees aside (default 1)")
+    splitting.add_argument(
+        "--valid", type=float, default=0.1, metavar="X", help="share of the trees (default 0.1)"
+    )
+    splitting.add_argument(
+        "--seed", type=int, default=1, help="another seed sets other trees aside (default 1)"
+    )
     return parser
 
 
@@ -130,7 +159,10 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 def stats(trees: Iterable[Tree]) -> list[str]:
     """Counts, one a line."""
     every = Wanted(states=(), reviewed=False)
-    counts, langs, states, roles = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    counts = Counter[str]()
+    langs = Counter[str]()
+    states = Counter[str]()
+    roles = Counter[str]()
     for tree in trees:
         counts["trees"] += 1
         states[str(tree.get("tree_state"))] += 1
@@ -148,14 +180,17 @@ def stats(trees: Iterable[Tree]) -> list[str]:
     tables = {"roles": roles, "languages": langs, "states": states}
     said = [f"{count:>9,}  {name}" for name, count in counts.items()]
     return said + [
-        f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}" for name, table in tables.items()
+        f"{name}: {', '.join(f'{k} {n:,}' for k, n in table.most_common())}"
+        for name, table in tables.items()
     ]
 
 
 def _split(trees: list[Tree], arguments: argparse.Namespace) -> None:
     if not 0 < arguments.valid < 1:
         raise ConfigError(f"--valid {arguments.valid}: must lie between 0 and 1")
-    held = hold_out([f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid).tolist()
+    held = hold_out(
+        [f"{arguments.seed}|{tree['message_tree_id']}" for tree in trees], arguments.valid
+    ).tolist()
     for path, wanted in ((arguments.output, False), (arguments.valid_output, True)):
         count = write(path, (tree for tree, out in zip(trees, held, strict=True) if out == wanted))
         print(f"{count:,} trees in {path}")
@@ -183,5 +218,7 @@ def _bounds(flag: str, words: Sequence[str]) -> dict[str, float]:
         try:
             found[name] = float(value)
         except ValueError as error:
-            raise ConfigError(f"{flag} {word}: must be LABEL=NUMBER, such as quality=0.5") from error
+            raise ConfigError(
+                f"{flag} {word}: must be LABEL=NUMBER, such as quality=0.5"
+            ) from error
     return found

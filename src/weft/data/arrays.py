@@ -1,4 +1,6 @@
-"""Arrays of any kind (numpy, torch, later jax) joined, picked and cut along their first dimension; the kind stays."""
+"""Arrays of any kind (numpy, torch, later jax) joined, picked and cut along their first dimension;
+the kind stays.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArr
 
 
 def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> Array:
-    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another: a view where that can be."""
+    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another: a
+    view where that can be.
+    """
     if len(index) == 0:
         return array[:0]
     if np.array_equal(index, np.arange(index[0], index[0] + len(index))):
@@ -46,7 +50,10 @@ def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)
-    return [array[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+    return [
+        array[end - length : end]
+        for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 def as_kind(like: Array, values: Any) -> Array:
@@ -54,5 +61,8 @@ def as_kind(like: Array, values: Any) -> Array:
     xp = array_api_compat.array_namespace(like)
     if array_api_compat.is_array_api_obj(values) and array_api_compat.array_namespace(values) is xp:
         return values
-    held = values if array_api_compat.is_array_api_obj(values) else np.asarray(values)
+    if array_api_compat.is_array_api_obj(values):
+        held = values
+    else:
+        held = np.asarray(values)
     return xp.asarray(held, device=array_api_compat.device(like))

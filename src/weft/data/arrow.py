@@ -1,9 +1,10 @@
 """Rows of Parquet and Arrow files without the keys that these formats fill structs up with.
 
-Arrow gives every struct the keys of all rows: `{"city": "Paris"}` beside `{"zone": "CET"}` is stored as `{"city": "Paris",
-"zone": null}`. Such a null cannot be told from one that was there before: both make the same file, and a null is no evidence
-either where all other rows hold a value, or none does. So every key of a struct that holds null is left out. Columns of a row,
-entries of lists and values of maps keep their nulls: nothing fills those up.
+Arrow gives every struct the keys of all rows: `{"city": "Paris"}` beside `{"zone": "CET"}` is
+stored as `{"city": "Paris", "zone": null}`. Such a null cannot be told from one that was there
+before: both make the same file, and a null is no evidence either where all other rows hold a value,
+or none does. So every key of a struct that holds null is left out. Columns of a row, entries of
+lists and values of maps keep their nulls: nothing fills those up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from weft.reading import reading
 if TYPE_CHECKING:
     import pyarrow
 
-PARQUET, ARROW = ".parquet", ".arrow"
+PARQUET = ".parquet"
+ARROW = ".arrow"
 BATCH = 1024  # rows of a Parquet file that are in memory at once
 MAGIC = b"ARROW1"  # begins an Arrow file of the format with random access; others are streams
 
@@ -31,7 +33,11 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     with reading(f"{file}: not {form}, or damaged", DataError):
         for batch in batches(file):
-            restored = {field.name: restore for field in batch.schema if (restore := _restorer(field.type)) is not None}
+            restored = {
+                field.name: restore
+                for field in batch.schema
+                if (restore := _restorer(field.type)) is not None
+            }
             for row in batch.to_pylist():
                 for name, restore in restored.items():
                     row[name] = restore(row[name])
@@ -59,19 +65,32 @@ def _arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Make the function that restores values of an Arrow type; None where they hold neither structs nor maps."""
+    """Make the function that restores values of an Arrow type; None where they hold neither structs
+    nor maps.
+    """
     import pyarrow
     from pyarrow import types
 
     if isinstance(kind, pyarrow.BaseExtensionType):
         return _restorer(kind.storage_type)
     if types.is_struct(kind):
-        inner = {kind.field(index).name: _restorer(kind.field(index).type) for index in range(kind.num_fields)}
+        inner = {
+            kind.field(index).name: _restorer(kind.field(index).type)
+            for index in range(kind.num_fields)
+        }
         return lambda value: None if value is None else _struct(value, inner)
     if types.is_map(kind):
         of_items = _restorer(kind.item_type)
-        return lambda value: None if value is None else {key: _each(item, of_items) for key, item in value}
-    is_list = types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view
+        return lambda value: (
+            None if value is None else {key: _each(item, of_items) for key, item in value}
+        )
+    is_list = (
+        types.is_list,
+        types.is_large_list,
+        types.is_fixed_size_list,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
     if any(check(kind) for check in is_list):
         of_entries = _restorer(kind.value_type)
         if of_entries is None:

@@ -1,4 +1,6 @@
-"""What a row asks: its prompt as text or as a conversation to go on with, read alike for every form of rows."""
+"""What a row asks: its prompt as text or as a conversation to go on with, read alike for every form
+of rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from weft.data.messages import Message, normalise
 from weft.data.rows import MESSAGE_KEYS, PROMPT_KEYS, BadRow, Row, first_of, kind_of, need, text
 from weft.errors import DataError
 
-SYSTEM, INPUT, HISTORY = "system", "input", "history"
+SYSTEM = "system"
+INPUT = "input"
+HISTORY = "history"
 
 
 def prompt_keys(key: str | None) -> tuple[str, ...]:
@@ -19,27 +23,38 @@ def prompt_keys(key: str | None) -> tuple[str, ...]:
 
 
 def need_prompt(row: Row, key: str | None, form: str) -> str:
-    """The column that holds the prompt, as text or as messages. Raises `BadRow` where the row has none."""
-    return first_of(row, prompt_keys(key)) or first_of(row, MESSAGE_KEYS) or need(row, prompt_keys(key), form)
+    """The column that holds the prompt, as text or as messages.
+
+    Raises `BadRow` where the row has none.
+    """
+    return (
+        first_of(row, prompt_keys(key))
+        or first_of(row, MESSAGE_KEYS)
+        or need(row, prompt_keys(key), form)
+    )
 
 
 def prompt_text(row: Row, key: str) -> str:
     """The prompt of a row as plain text.
 
-    An `instruction` (with its `input` below it) or a `question` gets a line end of its own; a `system` column stands above.
+    An `instruction` (with its `input` below it) or a `question` gets a line end of its own; a
+    `system` column stands above.
     """
     prompt = _question(row, key)
     system = _system(row)
     above = f"{system}\n" if system else ""
-    return f"{above}{prompt}\n" if key in ("instruction", "question") else above + prompt
+    if key in ("instruction", "question"):
+        return f"{above}{prompt}\n"
+    return above + prompt
 
 
 def conversation(row: Row, key: str) -> list[Message]:
     """The prompt of a row as messages, without replies that it may end with.
 
-    Text is the user's message, after the turns of a `history` column (pairs of a message and its reply); a text in the
-    `\\n\\nHuman:` form is taken apart into its turns. A `system` column begins the conversation where no system message does.
-    Raises `BadRow` where nobody is left to reply to.
+    Text is the user's message, after the turns of a `history` column (pairs of a message and its
+    reply); a text in the `\\n\\nHuman:` form is taken apart into its turns. A `system` column
+    begins the conversation where no system message does. Raises `BadRow` where nobody is left to
+    reply to.
     """
     value = row[key]
     if isinstance(value, str):
@@ -60,24 +75,33 @@ def conversation(row: Row, key: str) -> list[Message]:
 
 
 def as_messages(row: Row, key: str, role: str) -> list[Message]:
-    """The messages in a column: a text (said by `role`), one message, or a list of them. Raises `BadRow` naming the column."""
+    """The messages in a column: a text (said by `role`), one message, or a list of them.
+
+    Raises `BadRow` naming the column.
+    """
     value = row[key]
     if isinstance(value, str):
         return normalise([{"role": role, "content": value}])
     if not isinstance(value, Mapping | list | tuple):
-        raise BadRow(f"{key!r} must be text or a list of messages {{role, content}}, not {kind_of(value)}")
+        raise BadRow(
+            f"{key!r} must be text or a list of messages {{role, content}}, not {kind_of(value)}"
+        )
     return _normalised([value] if isinstance(value, Mapping) else value, key)
 
 
 def listed_messages(row: Row, key: str) -> list[Message]:
     """The list of messages in a column. Raises `BadRow` naming the column."""
     if not isinstance(row[key], list | tuple):
-        raise BadRow(f"{key!r} must be a list of messages {{role, content}}, not {kind_of(row[key])}")
+        raise BadRow(
+            f"{key!r} must be a list of messages {{role, content}}, not {kind_of(row[key])}"
+        )
     return _normalised(row[key], key)
 
 
 def _normalised(messages: Sequence[Any], key: str) -> list[Message]:
-    """The messages of a column, which is named in errors that would not tell where the message stands."""
+    """The messages of a column, which is named in errors that would not tell where the message
+    stands.
+    """
     try:
         return normalise(messages)
     except DataError as error:
@@ -85,11 +109,15 @@ def _normalised(messages: Sequence[Any], key: str) -> list[Message]:
 
 
 def with_system(row: Row, messages: Sequence[Message]) -> list[Message]:
-    """The messages, begun by the row's `system` column where they have no system message of their own."""
+    """The messages, begun by the row's `system` column where they have no system message of their
+    own.
+    """
     if messages and messages[0]["role"] in ("system", "developer"):
         return list(messages)
     system = _system(row)
-    return [{"role": "system", "content": system}, *messages] if system else list(messages)
+    if system:
+        return [{"role": "system", "content": system}, *messages]
+    return list(messages)
 
 
 def _question(row: Row, key: str) -> str:
@@ -102,7 +130,9 @@ def _question(row: Row, key: str) -> str:
 
 
 def _system(row: Row) -> str:
-    return "" if row.get(SYSTEM) is None else text(row, SYSTEM, may_be_empty=True)
+    if row.get(SYSTEM) is None:
+        return ""
+    return text(row, SYSTEM, may_be_empty=True)
 
 
 def _history(row: Row) -> list[Message]:
@@ -112,7 +142,13 @@ def _history(row: Row) -> list[Message]:
         raise BadRow(f"{HISTORY!r} must be a list of [message, reply] pairs, not {kind_of(pairs)}")
     made: list[Message] = []
     for number, pair in enumerate(pairs, 1):
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not all(isinstance(said, str) for said in pair):
-            raise BadRow(f"{HISTORY!r}, entry {number}, must be a pair of texts: a message and its reply")
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or not all(isinstance(said, str) for said in pair)
+        ):
+            raise BadRow(
+                f"{HISTORY!r}, entry {number}, must be a pair of texts: a message and its reply"
+            )
         made += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return made

@@ -1,7 +1,7 @@
 """Rows with replies, read from every form that has some, and cheap ways to make a reply worse.
 
-A reward model that has seen nothing but people's replies can be fooled by text that no person would write; bad replies that
-rank last teach it better (Open-Assistant's augmented rankings).
+A reward model that has seen nothing but people's replies can be fooled by text that no person would
+write; bad replies that rank last teach it better (Open-Assistant's augmented rankings).
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import numpy as np
 
 from weft import randomness
 from weft.data import dialogue, trees
-from weft.data.asked import as_messages, conversation, listed_messages, need_prompt, prompt_text, with_system
+from weft.data.asked import (
+    as_messages,
+    conversation,
+    listed_messages,
+    need_prompt,
+    prompt_text,
+    with_system,
+)
 from weft.data.messages import Message, normalise
 from weft.data.rows import (
     ANSWER_KEYS,
@@ -33,12 +40,16 @@ from weft.data.rows import (
 )
 
 Random = np.random.Generator
-CHOSEN, REJECTED = ("chosen", "chosen_messages"), ("rejected", "rejected_messages")
+CHOSEN = ("chosen", "chosen_messages")
+REJECTED = ("rejected", "rejected_messages")
 
 
 @dataclass(frozen=True)
 class Replied:
-    """One prompt, as `text` or else as messages, with its replies, best first. Without either the replies are whole texts."""
+    """One prompt, as `text` or else as messages, with its replies, best first.
+
+    Without either the replies are whole texts.
+    """
 
     id: str
     text: str | None
@@ -48,7 +59,9 @@ class Replied:
     @property
     def asked(self) -> dict[str, Any]:
         """The prompt as columns of a row."""
-        return {"messages": list(self.messages)} if self.text is None and self.messages else {"prompt": self.text}
+        if self.text is None and self.messages:
+            return {"messages": list(self.messages)}
+        return {"prompt": self.text}
 
     def alike(self, reply: str) -> str:
         """A reply with the blanks in front that the row's own have, so that they do not tell it."""
@@ -61,20 +74,21 @@ class Replied:
 
 
 def replied_rows(row: Row, number: int) -> Iterator[Replied]:
-    """What a row of any form with replies holds: rankings, pairs, answers, conversations; Open-Assistant's trees hold several.
-    Raises `BadRow` for a row without a reply."""
+    """What a row of any form with replies holds: rankings, pairs, answers, conversations;
+    Open-Assistant's trees hold several. Raises `BadRow` for a row without a reply.
+    """
     if is_tree(row):
         yield from _of_tree(row)
         return
-    name, form = row_id(row) or str(number), looks_like(row)
+    name = row_id(row) or str(number)
+    form = looks_like(row)
     if form == "preference":
         yield _pair(name, row)
     elif form in ("ranking", "paired_comparison"):
-        replies = (
-            texts(row, "replies")
-            if form == "ranking"
-            else [texts(row, key)[0] for key in ("pos_answers", "neg_answers")]
-        )
+        if form == "ranking":
+            replies = texts(row, "replies")
+        else:
+            replies = [texts(row, key)[0] for key in ("pos_answers", "neg_answers")]
         yield _asked(name, row, form, replies)
     elif form == "chat":
         key = need(row, MESSAGE_KEYS, "chat")
@@ -82,11 +96,17 @@ def replied_rows(row: Row, number: int) -> Iterator[Replied]:
     elif form == "prompt_answer":
         yield _asked(name, row, form, [text(row, need(row, ANSWER_KEYS, form))])
     else:
-        raise BadRow("it has no reply: give a ranking, a pair, an answer, a conversation, or a message tree")
+        raise BadRow(
+            "it has no reply: give a ranking, a pair, an answer, a conversation, or a message tree"
+        )
 
 
 def _asked(name: str, row: Row, form: str, replies: Sequence[str]) -> Replied:
-    if form == "ranking" and first_of(row, (*PROMPT_KEYS, *MESSAGE_KEYS)) is None and "prompt" in row:
+    if (
+        form == "ranking"
+        and first_of(row, (*PROMPT_KEYS, *MESSAGE_KEYS)) is None
+        and "prompt" in row
+    ):
         return Replied(name, None, (), tuple(replies))
     key = need_prompt(row, None, form)
     if isinstance(row[key], str) and dialogue.HUMAN not in row[key] and not row.get("history"):
@@ -99,18 +119,30 @@ def _pair(name: str, row: Row) -> Replied:
     found = [row[key] for key in keys]
     if len(found) < 2:
         raise BadRow("it has no two replies to compare")
-    if all(isinstance(each, str) for each in found) and not all(dialogue.HUMAN in each for each in found):
+    if all(isinstance(each, str) for each in found) and not all(
+        dialogue.HUMAN in each for each in found
+    ):
         return _asked(
-            name, row, "preference", [text({"chosen": found[0]}, "chosen"), text({"rejected": found[1]}, "rejected")]
+            name,
+            row,
+            "preference",
+            [text({"chosen": found[0]}, "chosen"), text({"rejected": found[1]}, "rejected")],
         )
     talks = [
-        normalise(dialogue.messages(row[key])) if isinstance(row[key], str) else as_messages(row, key, "assistant")
+        normalise(dialogue.messages(row[key]))
+        if isinstance(row[key], str)
+        else as_messages(row, key, "assistant")
         for key in keys
     ]
     if talks[0][0]["role"] == "assistant":
         return _asked(name, row, "preference", [_said(talk, []) for talk in talks])
     shared = _talk(name, with_system(row, talks[0]))
-    return Replied(name, None, shared.messages, (shared.replies[0], _said(with_system(row, talks[1]), shared.messages)))
+    return Replied(
+        name,
+        None,
+        shared.messages,
+        (shared.replies[0], _said(with_system(row, talks[1]), shared.messages)),
+    )
 
 
 def _talk(name: str, messages: Sequence[Message]) -> Replied:
@@ -124,7 +156,11 @@ def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
     added = talk[len(before) :]
     if list(talk[: len(before)]) != list(before) or len(added) != 1:
         raise BadRow("its two conversations differ in more than their last reply")
-    if added[0]["role"] != "assistant" or added[0].get("tool_calls") or not added[0]["content"].strip():
+    if (
+        added[0]["role"] != "assistant"
+        or added[0].get("tool_calls")
+        or not added[0]["content"].strip()
+    ):
         raise BadRow("its last message is no reply in words")
     return str(added[0]["content"])
 
@@ -162,19 +198,29 @@ def _repeated(reply: str, random: Random) -> str:
     return " ".join([first] * int(random.integers(3, 7)))
 
 
-WORSE: Mapping[str, Callable[[str, Random], str]] = {"shuffled": _shuffled, "cut": _cut, "repeated": _repeated}
+WORSE: Mapping[str, Callable[[str, Random], str]] = {
+    "shuffled": _shuffled,
+    "cut": _cut,
+    "repeated": _repeated,
+}
 OTHER = "other"  # the best reply to another prompt
 KINDS = (*WORSE, OTHER)
 LEAST_WORDS = 4
 
 
 def worse(kind: str, row: Replied, others: Sequence[Replied], seed: int) -> str | None:
-    """A worse reply than all of the row's, of one of `KINDS`; None where it cannot be made. Seed, kind and row decide it."""
+    """A worse reply than all of the row's, of one of `KINDS`; None where it cannot be made.
+
+    Seed, kind and row decide it.
+    """
     low, high = randomness.key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])
     if kind == OTHER:
         taken = [each for each in others if each.id != row.id]
         made = taken[int(random.integers(len(taken)))].replies[0] if taken else ""
     else:
-        made = WORSE[kind](row.replies[0], random) if len(row.replies[0].split()) >= LEAST_WORDS else ""
+        if len(row.replies[0].split()) >= LEAST_WORDS:
+            made = WORSE[kind](row.replies[0], random)
+        else:
+            made = ""
     return None if not made.strip() or row.has(made) else row.alike(made)

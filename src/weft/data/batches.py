@@ -1,4 +1,6 @@
-"""Batches for the graph: which ids come when is a function of seed and epoch, and the position is two numbers."""
+"""Batches for the graph: which ids come when is a function of seed and epoch, and the position is
+two numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ from weft.data.tokenized_ahead import TableAhead
 from weft.errors import DataError, UserError
 
 SIZES = ("num_ids", "num_tokens", "option")
-FEW_SAMPLES = 512  # samples in the batches that the forecast of memory looks at while rows are not tokenized yet
+# samples in the batches that the forecast of memory looks at while rows are not tokenized yet
+FEW_SAMPLES = 512
 LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How large a batch is: a number of ids, or tokens it holds at most. Exactly one is set. `by_length`: the shortest samples
-    come first. Of samples shorter than `mixing_below` pairs are made with probability `mixing`, each counted as one id."""
+    """How large a batch is: a number of ids, or tokens it holds at most.
+
+    Exactly one is set. `by_length`: the shortest samples come first. Of samples shorter than
+    `mixing_below` pairs are made with probability `mixing`, each counted as one id.
+    """
 
     num_ids: int | None = None
     num_tokens: int | None = None
@@ -42,7 +48,10 @@ class Batching:
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
-        """Where to cut a list of ids with these token costs. Raises `ConfigError` where a batch cannot hold the longest."""
+        """Where to cut a list of ids with these token costs.
+
+        Raises `ConfigError` where a batch cannot hold the longest.
+        """
         if self.num_tokens is not None:
             return packing.cut_by_budget(costs, self.num_tokens, self.option)
         assert self.num_ids is not None
@@ -51,7 +60,10 @@ class Batching:
 
 @dataclass(frozen=True)
 class Part:
-    """Samples `indices` of a dataset under one name. `prefix` puts the name before ids, so that sources do not collide."""
+    """Samples `indices` of a dataset under one name.
+
+    `prefix` puts the name before ids, so that sources do not collide.
+    """
 
     name: str
     dataset: MapDataset
@@ -62,14 +74,21 @@ class Part:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """One sample, its id prefixed where asked, `source` among its metadata. Raises `DataError` for other values."""
+        """One sample, its id prefixed where asked, `source` among its metadata.
+
+        Raises `DataError` for other values.
+        """
         if not 0 <= index < len(self.indices):
             raise IndexError(index)
         sample = self.dataset[int(self.indices[index])]
         if not isinstance(sample, SequenceSample) or sample.num_ids != 1:
-            found = f"{sample.num_ids} ids" if isinstance(sample, SequenceSample) else type(sample).__name__
+            if isinstance(sample, SequenceSample):
+                found = f"{sample.num_ids} ids"
+            else:
+                found = type(sample).__name__
             raise DataError(
-                f"{self.name}[{index}]: a map-style dataset returns a SequenceSample of one id, not {found}"
+                f"{self.name}[{index}]: a map-style dataset returns a SequenceSample of one id, "
+                f"not {found}"
             )
         ids = (f"{self.name}/{sample.ids[0]}",) if self.prefix else sample.ids
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
@@ -83,28 +102,42 @@ class Part:
             chosen = self.dataset.redrawn.at(rows, epoch, self.name)
         else:
             chosen = self.dataset.table.at(rows)
-        ids = tuple(f"{self.name}/{id}" for id in chosen.ids) if self.prefix else chosen.ids
-        return replace(chosen, ids=ids, metadata={"source": (self.name,) * len(ids), **chosen.metadata})
+        if self.prefix:
+            ids = tuple(f"{self.name}/{id}" for id in chosen.ids)
+        else:
+            ids = chosen.ids
+        return replace(
+            chosen, ids=ids, metadata={"source": (self.name,) * len(ids), **chosen.metadata}
+        )
 
     @property
     def ahead(self) -> TableAhead | None:
-        """Return the table of the dataset if its rows are tokenized while training goes on, else None."""
+        """Return the table of the dataset if its rows are tokenized while training goes on, else
+        None.
+        """
         table = self.dataset.table if isinstance(self.dataset, Tokenized) else None
         return table if isinstance(table, TableAhead) else None
 
     def expected_costs(self) -> npt.NDArray[Any]:
         """Return the tokens of each sample, estimated where its row is not tokenized yet."""
-        return self.costs() if self.ahead is None else self.ahead.expected_costs()[self.indices]
+        if self.ahead is None:
+            return self.costs()
+        return self.ahead.expected_costs()[self.indices]
 
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample."""
         if isinstance(self.dataset, Tokenized):
             return self.dataset.table.costs()[self.indices]
-        return np.asarray([int(self[i].token_costs().sum()) for i in range(len(self))], dtype=np.int64)
+        return np.asarray(
+            [int(self[i].token_costs().sum()) for i in range(len(self))], dtype=np.int64
+        )
 
 
 class Loader(Protocol):
-    """Endless batches, epoch after epoch; a batch never spans two. `state_dict` is the exact position, as JSON values."""
+    """Endless batches, epoch after epoch; a batch never spans two.
+
+    `state_dict` is the exact position, as JSON values.
+    """
 
     @property
     def epoch(self) -> int:
@@ -137,8 +170,10 @@ class Loader(Protocol):
         ...
 
     def large_batches(self) -> list[SequenceSample]:
-        """Batches of the first epoch, the one with the most tokens first, as far as that is known, and others that may need
-        as much memory though they have fewer. Asked before the first batch; the position stays."""
+        """Batches of the first epoch, the one with the most tokens first, as far as that is known,
+        and others that may need as much memory though they have fewer. Asked before the first
+        batch; the position stays.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -146,17 +181,29 @@ class Loader(Protocol):
 
 
 class MapLoader:
-    """Batches of samples that can be had by index. Every epoch draws its part of each source and shuffles anew."""
+    """Batches of samples that can be had by index.
+
+    Every epoch draws its part of each source and shuffles anew.
+    """
 
     def __init__(
-        self, parts: Sequence[Part], shares: Sequence[Share], batching: Batching, *, seed: int, shuffle: bool = True
+        self,
+        parts: Sequence[Part],
+        shares: Sequence[Share],
+        batching: Batching,
+        *,
+        seed: int,
+        shuffle: bool = True,
     ) -> None:
         self._parts = list(parts)
         self._shares = list(shares)
         self._batching = batching
         self._seed = seed
         self._shuffle = shuffle
-        self._costs = [part.costs() for part in parts] if batching.needs_costs else None
+        if batching.needs_costs:
+            self._costs: list[npt.NDArray[np.int64]] | None = [part.costs() for part in parts]
+        else:
+            self._costs = None
         self._position = (0, 0)  # epoch, batch
         self._planned: tuple[int, tuple[Index, Index], list[int]] | None = None
         self.epoch_done = False
@@ -184,9 +231,10 @@ class MapLoader:
         return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
 
     def large_batches(self) -> list[SequenceSample]:
-        """Those with the most tokens, and as many from all over the epoch, where rows may begin less alike. The first one alone
-        where the lengths of some source are not known without reading it. Fewer, and by their bytes, while rows are yet to be
-        tokenized."""
+        """Those with the most tokens, and as many from all over the epoch, where rows may begin
+        less alike. The first one alone where the lengths of some source are not known without
+        reading it. Fewer, and by their bytes, while rows are yet to be tokenized.
+        """
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
             return [self._batch(0, 0)]
@@ -197,14 +245,21 @@ class MapLoader:
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
         largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
         spread = np.linspace(0, len(bounds) - 2, number).astype(int)
-        return [self._batch(0, batch) for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])]
+        return [
+            self._batch(0, batch) for batch in dict.fromkeys([*largest.tolist(), *spread.tolist()])
+        ]
 
     def _batch(self, epoch: int, batch: int) -> SequenceSample:
         (source, index), bounds = self._plan(epoch)
         rows = slice(bounds[batch], bounds[batch + 1])
-        sources, indices = source[rows], index[rows]
+        sources = source[rows]
+        indices = index[rows]
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
-        picked = [part.at(indices[at].tolist(), epoch) for part, at in zip(self._parts, places, strict=True) if len(at)]
+        picked = [
+            part.at(indices[at].tolist(), epoch)
+            for part, at in zip(self._parts, places, strict=True)
+            if len(at)
+        ]
         if len(picked) == 1:
             return picked[0]
         return SequenceSample.gather(picked).at(np.argsort(np.concatenate(places)).tolist())
@@ -221,25 +276,37 @@ class MapLoader:
 
     def _announce_order(self) -> None:
         """Tell the sources whose rows are yet to be tokenized which of them come next."""
-        unfinished = [(number, part) for number, part in enumerate(self._parts) if part.ahead is not None]
+        unfinished = [
+            (number, part) for number, part in enumerate(self._parts) if part.ahead is not None
+        ]
         if not unfinished:
             return
         epoch, batch = self._position
         (source, index), bounds = self._plan(epoch)
-        source, index = source[bounds[batch] :], index[bounds[batch] :]
+        source = source[bounds[batch] :]
+        index = index[bounds[batch] :]
         for number, part in unfinished:
             assert part.ahead is not None, "chosen by it"
             part.ahead.prioritize(part.indices[index[source == number]])
 
     def state_dict(self) -> dict[str, Any]:
         epoch, batch = self._position
-        return {"epoch": epoch, "batch": batch, "epoch_done": self.epoch_done, "data": self._fingerprint()}
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "epoch_done": self.epoch_done,
+            "data": self._fingerprint(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises `UserError` where the data or the batch size are not those of the saved run."""
+        """Go to a saved position.
+
+        Raises `UserError` where the data or the batch size are not those of the saved run.
+        """
         if state["data"] != self._fingerprint():
             raise UserError(
-                "the saved position belongs to other data: the rows, the mixture, the batch size or the seed have changed; "
+                "the saved position belongs to other data: the rows, the mixture, the batch size "
+                "or the seed have changed; "
                 "start a new trial, or restore the data"
             )
         self._position = (int(state["epoch"]), int(state["batch"]))
@@ -247,30 +314,38 @@ class MapLoader:
         self._announce_order()
 
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
-        """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is kept."""
+        """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is
+        kept.
+        """
         if self._planned is None or self._planned[0] != epoch:
             source, sample = epoch_order(self._shares, self._seed, epoch, self._shuffle)
             costs = np.ones(len(source), dtype=np.int64)
             if self._costs is not None:
-                costs = np.asarray([self._costs[s][i] for s, i in zip(source, sample, strict=True)], dtype=np.int64)
+                costs = np.asarray(
+                    [self._costs[s][i] for s, i in zip(source, sample, strict=True)], dtype=np.int64
+                )
             order, bounds = self._laid_out(costs, epoch)
             self._planned = (epoch, (source[order], sample[order]), bounds)
         return self._planned[1], self._planned[2]
 
     def _laid_out(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
         """(the samples' new order, bounds of the batches) of samples with these token costs."""
-        how, order = self._batching, np.arange(len(costs), dtype=np.int64)
+        how = self._batching
+        order = np.arange(len(costs), dtype=np.int64)
         if how.by_length:  # of one length they stay in the order that was drawn
             order = np.argsort(costs, kind="stable")
         if not how.mixing:
             return order, how.bounds(costs[order])
-        mixed, starts = pair_short(costs[order], how.mixing_below, how.mixing, generator(self._seed, "mixing", epoch))
+        mixed, starts = pair_short(
+            costs[order], how.mixing_below, how.mixing, generator(self._seed, "mixing", epoch)
+        )
         units = np.ones(len(starts) - 1, dtype=np.int64)
         return order[mixed], [int(starts[at]) for at in how.bounds(units)]
 
     def _fingerprint(self) -> str:
         """What the order of ids depends on."""
-        shares, usual = [asdict(share) for share in self._shares], asdict(Batching())
+        shares = [asdict(share) for share in self._shares]
+        usual = asdict(Batching())
         sizes = {k: v for k, v in asdict(self._batching).items() if k in SIZES or v != usual[k]}
         text = json.dumps([shares, sizes, self._seed, self._shuffle], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -284,9 +359,12 @@ class Epochs(Protocol):
 
 
 class StreamLoader:
-    """Batches that a dataset lays out itself. Its position is found again by going through the epoch's earlier batches.
+    """Batches that a dataset lays out itself.
 
-    An epoch ends with the iterator, or after `len(dataset)` batches where the dataset states a length (endless ones must).
+    Its position is found again by going through the epoch's earlier batches.
+
+    An epoch ends with the iterator, or after `len(dataset)` batches where the dataset states a
+    length (endless ones must).
     """
 
     def __init__(self, dataset: StreamDataset, name: str) -> None:
@@ -323,7 +401,10 @@ class StreamLoader:
         """The largest. Raises `DataError` where the first epoch has no batch."""
         self._count()
         if self._largest is None:
-            raise DataError(f"{self._name}: an iterable dataset yields SequenceSamples, the first epoch gave nothing")
+            raise DataError(
+                f"{self._name}: an iterable dataset yields SequenceSamples, the first epoch gave "
+                f"nothing"
+            )
         return [self._largest]
 
     def next_batch(self) -> SequenceSample:
@@ -336,17 +417,26 @@ class StreamLoader:
         sample = self._ahead
         if not isinstance(sample, SequenceSample):
             found = "nothing" if sample is None else type(sample).__name__
-            raise DataError(f"{self._name}: an iterable dataset yields SequenceSamples, epoch {epoch} gave {found}")
+            raise DataError(
+                f"{self._name}: an iterable dataset yields SequenceSamples, epoch {epoch} gave "
+                f"{found}"
+            )
         at_limit = self._limit is not None and batch + 1 >= self._limit
         self._ahead = None if at_limit else next(self._iterator, None)
         self.epoch_done = self._ahead is None
         if self.epoch_done:
             self._iterator = None
         self._position = (epoch + 1, 0) if self.epoch_done else (epoch, batch + 1)
-        return replace(sample, metadata={"source": (self._name,) * sample.num_ids, **sample.metadata})
+        return replace(
+            sample, metadata={"source": (self._name,) * sample.num_ids, **sample.metadata}
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._position[0], "batch": self._position[1], "epoch_done": self.epoch_done}
+        return {
+            "epoch": self._position[0],
+            "batch": self._position[1],
+            "epoch_done": self.epoch_done,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position."""
@@ -364,11 +454,14 @@ class StreamLoader:
         if self._counted is None:
             ids = batches = most = 0
             for batch in self._open(0):
-                ids, batches = ids + batch.num_ids, batches + 1
+                ids = ids + batch.num_ids
+                batches = batches + 1
                 if (tokens := int(batch.token_costs().sum())) > most:
-                    self._largest, most = batch, tokens
+                    self._largest = batch
+                    most = tokens
                 if batches == self._limit:
                     break
             self._counted = (ids, batches)
-            self._iterator = self._ahead = None  # the pass may have moved a dataset that is its own iterator
+            # the pass may have moved a dataset that is its own iterator
+            self._iterator = self._ahead = None
         return self._counted

@@ -1,4 +1,7 @@
-"""A tokenizer of single bytes, for looking at rows where there is no model yet. It reads no file."""
+"""A tokenizer of single bytes, for looking at rows where there is no model yet.
+
+It reads no file.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,39 @@ from weft.data.spec import TokenizerSpec
 from weft.data.tokenizer import Tokenizer
 
 NAME = "the byte tokenizer"
-FORM, WITH_ITS_TOKENS = "chatml", "template"  # how it writes messages where no form is asked for
+FORM = "chatml"
+WITH_ITS_TOKENS = "template"  # how it writes messages where no form is asked for
 
 
 def byte_level() -> PreTrainedTokenizerFast:
     """One token a byte, `<s>`, `</s>` and `<pad>`, without a chat template."""
-    alphabet = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     core = tokenizers.Tokenizer(models.BPE(alphabet, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
 
 
 def byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer with the options of `spec`, and the chat form `FORM` where they name none. Raises `UserError`."""
+    """The tokenizer with the options of `spec`, and the chat form `FORM` where they name none.
+
+    Raises `UserError`.
+    """
     template = spec.chat_template or FORM
-    added = [*spec.add_tokens, WITH_ITS_TOKENS] if template in TEMPLATES else spec.add_tokens
+    if template in TEMPLATES:
+        added = [*spec.add_tokens, WITH_ITS_TOKENS]
+    else:
+        added = spec.add_tokens
     hf = byte_level()
     hf.name_or_path = NAME
     tokenizer_files.prepare(
-        hf, replace(spec, chat_template=template, add_tokens=list(dict.fromkeys(added))), NAME, "tokenizer"
+        hf,
+        replace(spec, chat_template=template, add_tokens=list(dict.fromkeys(added))),
+        NAME,
+        "tokenizer",
     )
     return Tokenizer(hf)

@@ -1,7 +1,7 @@
 """Conversations as tokens: which of them the assistant wrote, and what of the messages is in none.
 
-Masks come from spans of the rendered text, never from token ids. A template with `{% generation %}` markers says itself what
-the assistant writes; for others see `turns.py`.
+Masks come from spans of the rendered text, never from token ids. A template with `{% generation %}`
+markers says itself what the assistant writes; for others see `turns.py`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,27 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def generation_spans(
     template: str, messages: Sequence[Message], tools: Any, tokens: Mapping[str, Any]
 ) -> list[Span] | None:
-    """Character spans of the `{% generation %}` blocks of a rendered conversation; None for a template without them."""
+    """Character spans of the `{% generation %}` blocks of a rendered conversation; None for a
+    template without them.
+    """
     if not MARKER.search(template):
         return None
     with reading(REFUSES, DataError), within(template_check.CONVERSATION_SECONDS):
         rendered: Any = render_jinja_template(
-            [list(messages)], tools, chat_template=template, return_assistant_tokens_mask=True, **tokens
+            [list(messages)],
+            tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokens,
         )
     return [(int(a), int(b)) for a, b in rendered[1][0]]
 
 
 @dataclass(frozen=True)
 class Masked:
-    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what of the row is in no token, `cut`
-    the parts of trained turns that are in none."""
+    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what of
+    the row is in no token, `cut` the parts of trained turns that are in none.
+    """
 
     ids: list[int]
     mask: list[bool]
@@ -54,8 +61,9 @@ class Masked:
 def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
     """A conversation's tokens, marked on the assistant's trained turns and their end tokens.
 
-    A token that holds characters of both the template and the assistant is the assistant's: the generation prompt alone
-    does not contain it. Raises `DataError` where a turn cannot be found, and where the template leaves out what was said.
+    A token that holds characters of both the template and the assistant is the assistant's: the
+    generation prompt alone does not contain it. Raises `DataError` where a turn cannot be found,
+    and where the template leaves out what was said.
     """
     text = template.render(messages, tools, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -69,7 +77,8 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
         spans = assistant_spans(template, messages, tools, text, trained)
     elif len(marked) != len(turns):
         raise DataError(
-            f"the chat template of {template.name} marks {len(marked)} parts with {{% generation %}}, and the assistant has "
+            f"the chat template of {template.name} marks {len(marked)} parts with {{% generation "
+            f"%}}, and the assistant has "
             f"{len(turns)} turns; it must mark each of them once"
         )
     else:
@@ -77,13 +86,16 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
         spans = [span for turn, span in zip(turns, ends, strict=True) if turn in trained]
     cut: list[Cut] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
-        written, content = text[a:b], messages[turn]["content"]
+        written = text[a:b]
+        content = messages[turn]["content"]
         if (turn, "content") not in lost and not rendered.writes(written, content):
             part = cuts.missing(written, content.rpartition(rendered.END_OF_THOUGHT)[2])
             raise rendered.not_rendered(messages[turn], turn, ["content"], template.name, part)
         fields = {field for index, field in lost if index == turn}
         cut += cuts.Turn(template, messages, tools, turn, written).cuts(fields)
-    return Masked(*mask_spans(template.encode, template.offsets, text, spans), unused, cuts.joined(cut))
+    return Masked(
+        *mask_spans(template.encode, template.offsets, text, spans), unused, cuts.joined(cut)
+    )
 
 
 def mask_spans(
@@ -92,8 +104,11 @@ def mask_spans(
     text: str,
     spans: Sequence[Span],
 ) -> tuple[list[int], list[bool]]:
-    """(ids, mask) of a text: True on tokens that hold any character of a span. `offsets` gives None where it cannot tell;
-    then the boundary is the longest common token prefix with the text before the span."""
+    """(ids, mask) of a text: True on tokens that hold any character of a span.
+
+    `offsets` gives None where it cannot tell; then the boundary is the longest common token prefix
+    with the text before the span.
+    """
     found = offsets(text)
     if found is None:
         ids = encode(text)
@@ -120,4 +135,6 @@ def ended(
 def _with_end(text: str, stop: int, end: str | None) -> int:
     """`stop`, moved past the end token where that comes next."""
     rest = text[stop:].lstrip()
-    return len(text) - len(rest) + len(end) if end and rest.startswith(end) else stop
+    if end and rest.startswith(end):
+        return len(text) - len(rest) + len(end)
+    return stop

@@ -1,4 +1,6 @@
-"""Chat templates by name (`tokenizer.chat_template=oasst`): the files beside this one, and the special tokens they write."""
+"""Chat templates by name (`tokenizer.chat_template=oasst`): the files beside this one, and the
+special tokens they write.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).with_name("templates")
-OPEN_ASSISTANT = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>")
+OPEN_ASSISTANT = (
+    "<|prompter|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|prefix_begin|>",
+    "<|prefix_end|>",
+)
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`tokens` are special tokens without which the form means nothing; a template in words has none. `needs` are the special
-    tokens of the tokenizer that it writes."""
+    """`tokens` are special tokens without which the form means nothing; a template in words has
+    none. `needs` are the special tokens of the tokenizer that it writes.
+    """
 
     tokens: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -1,4 +1,6 @@
-"""Tensors, arrays and plain values as bytes, without pickle: an 8-byte length, a JSON header, then the raw buffers."""
+"""Tensors, arrays and plain values as bytes, without pickle: an 8-byte length, a JSON header, then
+the raw buffers.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,38 @@ COMPRESSIONS = (None, "zlib")
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
+}
 
 
 def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None = None) -> bytes:
-    """Pack named tensors and JSON-able `values`. Raises `DataError` for values JSON cannot hold or another compression."""
+    """Pack named tensors and JSON-able `values`.
+
+    Raises `DataError` for values JSON cannot hold or another compression.
+    """
     if compression not in COMPRESSIONS:
-        raise DataError(f"compression={compression!r}: must be one of {', '.join(map(str, COMPRESSIONS))}")
-    layout, buffers = [], []
+        raise DataError(
+            f"compression={compression!r}: must be one of {', '.join(map(str, COMPRESSIONS))}"
+        )
+    layout = []
+    buffers = []
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
-            raise DataError(f"key {name!r} has dtype {dtype}, which has no byte form; known: {', '.join(DTYPES)}")
+            raise DataError(
+                f"key {name!r} has dtype {dtype}, which has no byte form; known: "
+                f"{', '.join(DTYPES)}"
+            )
         layout.append([name, dtype, list(tensor.shape)])
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         buffers.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
@@ -39,14 +58,21 @@ def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None =
     if compression == "zlib":
         body = zlib.compress(body, 1)
     try:
-        header = json.dumps({"tensors": layout, "values": values, "compression": compression}).encode()
+        header = json.dumps(
+            {"tensors": layout, "values": values, "compression": compression}
+        ).encode()
     except TypeError as error:
-        raise DataError(f"metadata must be JSON values (text, numbers, lists, mappings): {error}") from error
+        raise DataError(
+            f"metadata must be JSON values (text, numbers, lists, mappings): {error}"
+        ) from error
     return MAGIC + len(header).to_bytes(8, "little") + header + body
 
 
 def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
-    """(tensors, values) of `encode`. Raises `DataError` where the bytes are not its output or are cut short."""
+    """(tensors, values) of `encode`.
+
+    Raises `DataError` where the bytes are not its output or are cut short.
+    """
     if not raw.startswith(MAGIC):
         raise DataError("these bytes are no SequenceSample: they do not begin with weft's mark")
     start = len(MAGIC) + 8
@@ -55,14 +81,20 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
     body = raw[start + length :]
     if header["compression"] == "zlib":
         body = zlib.decompress(body)
-    tensors, at = {}, 0
+    tensors = {}
+    at = 0
     for name, dtype, shape in header["tensors"]:
         empty = torch.empty(shape, dtype=DTYPES[dtype])
         size = empty.numel() * empty.element_size()
         if at + size > len(body):
-            raise DataError(f"the bytes end within key {name!r}: {len(body)} of at least {at + size} bytes are there")
+            raise DataError(
+                f"the bytes end within key {name!r}: {len(body)} of at least {at + size} bytes "
+                f"are there"
+            )
         if size:
-            empty = torch.frombuffer(bytearray(body[at : at + size]), dtype=DTYPES[dtype]).reshape(shape)
+            empty = torch.frombuffer(bytearray(body[at : at + size]), dtype=DTYPES[dtype]).reshape(
+                shape
+            )
         tensors[name] = empty
         at += size
     return tensors, header["values"]

@@ -1,4 +1,6 @@
-"""`dataset.columns={prompt: question, answer: solution}`: columns of the user's rows under the names that a form needs."""
+"""`dataset.columns={prompt: question, answer: solution}`: columns of the user's rows under the
+names that a form needs.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,29 @@ from weft.errors import ConfigError, nearest
 
 ANYWHERE = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
 ASKED = (*PROMPT_KEYS, *MESSAGE_KEYS)
-# What each form reads. Rows of `prompt` may have any column, for a verifier; those of the user's own datasets, too.
+# What each form reads. Rows of `prompt` may have any column, for a verifier; those of the user's
+# own datasets, too.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_answer": (*ASKED, *ANSWER_KEYS),
     "chat": (*ASKED, *ANSWER_KEYS),
     "paired_comparison": (*ASKED, "pos_answers", "neg_answers", "margin"),
     "preference": (
-        *ASKED, "chosen", "rejected", "chosen_messages", "rejected_messages", "margin", *ANSWER_KEYS, *LABEL_KEYS,
+        *ASKED,
+        "chosen",
+        "rejected",
+        "chosen_messages",
+        "rejected_messages",
+        "margin",
+        *ANSWER_KEYS,
+        *LABEL_KEYS,
     ),
     "ranking": (*ASKED, "prefix", "replies", "augmented"),
     "text": ("text",),
-}  # fmt: skip
+}
 SHOWN = 20  # columns that a message lists
 
-Columns = Mapping[str, str]  # name that the form reads -> column of the file, or a.b for b of the mapping in column a
+# name that the form reads -> column of the file, or a.b for b of the mapping in column a
+Columns = Mapping[str, str]
 Read = tuple[Place, Row | Unreadable]
 
 
@@ -41,28 +52,45 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
         known = (*NAMES[type], *ANYWHERE, *own)
         if name not in known:
             close = nearest(name, known)
-            swapped = f"; names come first: {{{column}: {name}}}" if column in known else ""
-            hint = f"did you mean {' or '.join(close)}?" if close else f"names: {', '.join(NAMES[type])}"
+            if column in known:
+                swapped = f"; names come first: {{{column}: {name}}}"
+            else:
+                swapped = ""
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            else:
+                hint = f"names: {', '.join(NAMES[type])}"
             raise ConfigError(
-                f"dataset.columns: rows of dataset.type={type} have no {name!r} (it was to be column {column!r}); "
+                f"dataset.columns: rows of dataset.type={type} have no {name!r} (it was to be "
+                f"column {column!r}); "
                 f"{hint}{swapped}"
             )
 
 
 def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
-    """The rows of a source with its columns renamed. Raises `ConfigError` for a column that no row has, once all are read."""
-    return renamed((row for file in find_files(path, split) for row in read_rows(file)), columns, path)
+    """The rows of a source with its columns renamed.
+
+    Raises `ConfigError` for a column that no row has, once all are read.
+    """
+    return renamed(
+        (row for file in find_files(path, split) for row in read_rows(file)), columns, path
+    )
 
 
 def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
     """See `rows_of`."""
-    missing, there = dict(columns), dict[str, None]()
+    missing = dict(columns)
+    there = dict[str, None]()
     for place, row in rows:
         if isinstance(row, Unreadable) or not columns:
             yield place, row
             continue
         there.update(dict.fromkeys(_paths(row)))
-        found = {name: value for name, column in columns.items() if (value := _value(row, column)) is not ABSENT}
+        found = {
+            name: value
+            for name, column in columns.items()
+            if (value := _value(row, column)) is not ABSENT
+        }
         for name in found:
             missing.pop(name, None)
         used = set(columns.values())

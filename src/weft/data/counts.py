@@ -1,4 +1,6 @@
-"""The table of what a source gave: rows, samples to train and evaluate on, what was cut or left out."""
+"""The table of what a source gave: rows, samples to train and evaluate on, what was cut or left
+out.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Samples of one source: to train on, of these in an epoch, to evaluate on. `report` is None for datasets not weft's, and
-    where rows are tokenized while training goes on, to the table `ahead`."""
+    """Samples of one source: to train on, of these in an epoch, to evaluate on.
+
+    `report` is None for datasets not weft's, and where rows are tokenized while training goes on,
+    to the table `ahead`.
+    """
 
     name: str
     type: str
@@ -28,19 +33,38 @@ class SourceCount:
     @property
     def label(self) -> str:
         """The name, and whether its rows are there for evaluation alone."""
-        return self.name if self.train or not self.evaluation else f"{self.name} (valid)"
+        if self.train or not self.evaluation:
+            return self.name
+        return f"{self.name} (valid)"
 
     def cells(self) -> tuple[str, ...]:
         done = self.report
         unknown = ("", "", "") if self.ahead is None else ("later",) * 3
-        cut = unknown if done is None else (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
-        return self.label, self.type, f"{self.train:,}", f"{self.evaluation:,}", f"{self.per_epoch:,}", *cut
+        if done is None:
+            cut = unknown
+        else:
+            cut = (f"{done.prompts_cut:,}", f"{done.answers_cut:,}", f"{done.dropped:,}")
+        return (
+            self.label,
+            self.type,
+            f"{self.train:,}",
+            f"{self.evaluation:,}",
+            f"{self.per_epoch:,}",
+            *cut,
+        )
 
     def notes(self, limits: str) -> list[str]:
-        """Return lines on rows that were cut or left out, on parts that the template cuts, and on unused columns."""
+        """Return lines on rows that were cut or left out, on parts that the template cuts, and on
+        unused columns.
+        """
         if self.ahead is not None:
-            return [f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"]
-        by_template = [] if self.report is None else [f"{self.label}: {cut}" for cut in self.report.cut]
+            return [
+                f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"
+            ]
+        if self.report is None:
+            by_template = []
+        else:
+            by_template = [f"{self.label}: {cut}" for cut in self.report.cut]
         return [*self._left_out(limits), *by_template, *self.unused_notes()]
 
     def unused_notes(self) -> list[str]:
@@ -48,9 +72,13 @@ class SourceCount:
         if self.report is None:
             return []
         columns = [name for name in self.report.unused if name != UNTRAINED]
-        notes = (
-            [f"{self.label}: columns that rows of type {self.type} do not use: {', '.join(columns)}"] if columns else []
-        )
+        if columns:
+            notes = [
+                f"{self.label}: columns that rows of type {self.type} do not use: "
+                f"{', '.join(columns)}"
+            ]
+        else:
+            notes = []
         if UNTRAINED in self.report.unused:
             notes.append(f"{self.label}: messages after the last reply of a row are not used")
         return notes
@@ -68,7 +96,9 @@ class SourceCount:
             )
             if count
         ]
-        return [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"] if parts else []
+        if parts:
+            return [f"{self.label}: of {done.rows:,} rows, {', '.join(parts)} ({limits})"]
+        return []
 
 
 def render(counts: Sequence[SourceCount]) -> str:
@@ -76,14 +106,20 @@ def render(counts: Sequence[SourceCount]) -> str:
     counts = _by_source(counts)
     rows = [COLUMNS, *(count.cells() for count in counts)]
     if len(counts) > 1:
-        sums = [sum(getattr(count, name) for count in counts) for name in ("train", "evaluation", "per_epoch")]
+        sums = [
+            sum(getattr(count, name) for count in counts)
+            for name in ("train", "evaluation", "per_epoch")
+        ]
         done = sum((count.report for count in counts if count.report is not None), Report())
         numbers = [*sums, done.prompts_cut, done.answers_cut, done.dropped]
         rows.append(("total", "", *(f"{number:,}" for number in numbers)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
     for row in rows:
-        cells = [cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(w) if i < 2 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""Parts of the assistant's trained turns that a chat template cuts: what is missing, and what would keep it."""
+"""Parts of the assistant's trained turns that a chat template cuts: what is missing, and what would
+keep it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ KEPT_WHOLE = "chatml"  # a form of weft's own that writes a content as it is
 class Cut:
     """A part that a chat template leaves out of trained turns.
 
-    `turns` counts these turns. The first one is message `message` (counted from 1) of row `row` (from 0), which stands at
-    `place` in its file; there the part is `example`. `template` is the name of the tokenizer, `keep` what a user can do."""
+    `turns` counts these turns. The first one is message `message` (counted from 1) of row `row`
+    (from 0), which stands at `place` in its file; there the part is `example`. `template` is the
+    name of the tokenizer, `keep` what a user can do.
+    """
 
     part: str
     keep: str
@@ -38,13 +42,16 @@ class Cut:
     def __str__(self) -> str:
         turns = f"{self.turns:,} trained turn{'' if self.turns == 1 else 's'}"
         return (
-            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is not learned; first in "
+            f"the chat template of {self.template} leaves {self.part} out of {turns}, so it is "
+            f"not learned; first in "
             f"{self.place}, message {self.message}: {self.example!r}; to keep it, {self.keep}"
         )
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """Merge cuts of one kind: one cut for each part, remedy and template, with the place of the first turn."""
+    """Merge cuts of one kind: one cut for each part, remedy and template, with the place of the
+    first turn.
+    """
     found: dict[tuple[str, str, str], Cut] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
@@ -55,7 +62,9 @@ def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A trained turn: message `index` of a conversation, and the text `written` that it is trained as."""
+    """A trained turn: message `index` of a conversation, and the text `written` that it is trained
+    as.
+    """
 
     template: Template
     messages: Sequence[Message]
@@ -68,18 +77,29 @@ class Turn:
         return self.messages[self.index]
 
     def cuts(self, lost: Set[str]) -> Iterator[Cut]:
-        """Yield each part of the turn that is not in `written`. `lost` are fields that the template never writes."""
+        """Yield each part of the turn that is not in `written`.
+
+        `lost` are fields that the template never writes.
+        """
         message = self.message
-        if message.get(REASONING) and (REASONING in lost or not holds(self.written, message[REASONING])):
-            yield self._cut(REASONING, self._thoughts_stay(), missing(self.written, message[REASONING]))
+        if message.get(REASONING) and (
+            REASONING in lost or not holds(self.written, message[REASONING])
+        ):
+            yield self._cut(
+                REASONING, self._thoughts_stay(), missing(self.written, message[REASONING])
+            )
         if "content" in lost:
-            yield self._cut("content", self._another_template(), missing(self.written, message["content"]))
+            yield self._cut(
+                "content", self._another_template(), missing(self.written, message["content"])
+            )
         else:
             thoughts = TAGS.split(message["content"].rpartition(END_OF_THOUGHT)[0])
             cut = [thought for thought in thoughts if not holds(self.written, thought)]
             if cut:
                 yield self._cut(
-                    f"what precedes {END_OF_THOUGHT} in content", self._content_stays(), missing(self.written, cut[0])
+                    f"what precedes {END_OF_THOUGHT} in content",
+                    self._content_stays(),
+                    missing(self.written, cut[0]),
                 )
         for number, call in enumerate(message.get("tool_calls") or ()):
             for path, value in arguments(call, number):
@@ -91,7 +111,9 @@ class Turn:
         return Cut(part, keep, self.template.name, self.index + 1, example)
 
     def _thoughts_stay(self) -> str:
-        """Return what a user can do to keep the thoughts of the turn, which stand in a field of their own."""
+        """Return what a user can do to keep the thoughts of the turn, which stand in a field of
+        their own.
+        """
         own = {key: value for key, value in self.message.items() if key != REASONING}
         inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
         if self._alone_writes({**self.message, REASONING: MARK}):
@@ -115,11 +137,17 @@ class Turn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _alone_writes(self, message: Message) -> bool:
-        """Return whether the template writes the mark in a message if no others follow, where some do."""
-        return self.index < len(self.messages) - 1 and self._shows_mark([*self.messages[: self.index], message])
+        """Return whether the template writes the mark in a message if no others follow, where some
+        do.
+        """
+        return self.index < len(self.messages) - 1 and self._shows_mark(
+            [*self.messages[: self.index], message]
+        )
 
     def _writes(self, message: Message) -> bool:
-        return self._shows_mark([*self.messages[: self.index], message, *self.messages[self.index + 1 :]])
+        return self._shows_mark(
+            [*self.messages[: self.index], message, *self.messages[self.index + 1 :]]
+        )
 
     def _shows_mark(self, messages: Sequence[Message]) -> bool:
         try:
@@ -129,7 +157,9 @@ class Turn:
 
 
 def missing(text: str, content: str) -> str:
-    """The words of a content between the longest beginning and the longest end of it that a text holds, shortened."""
+    """The words of a content between the longest beginning and the longest end of it that a text
+    holds, shortened.
+    """
     words = content.split()
     packed = bare(text)
     before = _most(len(words), lambda count: "".join(words[:count]) in packed)
@@ -139,7 +169,8 @@ def missing(text: str, content: str) -> str:
 
 def _most(count: int, holds: Callable[[int], bool]) -> int:
     """The largest number up to `count` that holds, where all smaller ones do too."""
-    low, high = 0, count
+    low = 0
+    high = count
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle) else (low, middle - 1)

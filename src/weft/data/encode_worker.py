@@ -1,7 +1,9 @@
-"""A process that encodes rows: `python -m weft.data.encode_worker`, started by `weft.data.tokenizing`.
+"""A process that encodes rows: `python -m weft.data.encode_worker`, started by
+`weft.data.tokenizing`.
 
-Messages are an 8-byte length and a pickle, first the job, then chunks of rows; each chunk is answered with its outcome (packed
-where the job says so), or with the error that no row is to blame for. Both ends are weft's own processes on one machine.
+Messages are an 8-byte length and a pickle, first the job, then chunks of rows; each chunk is
+answered with its outcome (packed where the job says so), or with the error that no row is to blame
+for. Both ends are weft's own processes on one machine.
 """
 
 from __future__ import annotations

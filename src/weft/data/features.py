@@ -1,4 +1,6 @@
-"""Options of `dataset.*` that change how rows are trained on: which of them go together, and with which rows."""
+"""Options of `dataset.*` that change how rows are trained on: which of them go together, and with
+which rows.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,46 @@ MARK = "weft-looks-for-this-system-text"
 
 
 def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer as rows are read with it. Raises `ConfigError` where the chat template does not write what is asked for."""
+    """The tokenizer as rows are read with it.
+
+    Raises `ConfigError` where the chat template does not write what is asked for.
+    """
     if spec.sample_mixing and spec.train_tokens_per_batch is not None:
         raise ConfigError(
-            "dataset.sample_mixing pairs short samples within dataset.train_bs_n_seqs; dataset.train_tokens_per_batch fills "
+            "dataset.sample_mixing pairs short samples within dataset.train_bs_n_seqs; "
+            "dataset.train_tokens_per_batch fills "
             "batches with short samples anyway, so leave sample_mixing out"
         )
     if spec.system_tag_length and not spec.system_tags:
-        raise ConfigError("dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both")
+        raise ConfigError(
+            "dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both"
+        )
     dress = Dress(
-        spec.system_prefix, spec.system_tags, spec.system_tag_length, spec.system_tag_dropout, spec.label_masking
+        spec.system_prefix,
+        spec.system_tags,
+        spec.system_tag_length,
+        spec.system_tag_dropout,
+        spec.label_masking,
     )
     asked = {"role": "user", "content": "Hi"}
     said = [{"role": "system", "content": MARK}]
     if dress.prefix is not None and not _writes(tokenizer, [*said, asked]):
         raise ConfigError(
-            f"dataset.system_prefix: the chat template of {tokenizer.name} does not write a system message; name one that does "
+            f"dataset.system_prefix: the chat template of {tokenizer.name} does not write a "
+            f"system message; name one that does "
             f"with {tokenizer.option}.chat_template=chatml"
         )
-    if dress.tags and not _writes(tokenizer, [asked, *said, {"role": "assistant", "content": "Hello"}]):
+    if dress.tags and not _writes(
+        tokenizer, [asked, *said, {"role": "assistant", "content": "Hello"}]
+    ):
         raise ConfigError(
-            f"dataset.system_tags=true: the chat template of {tokenizer.name} does not write a system message before a reply; "
+            f"dataset.system_tags=true: the chat template of {tokenizer.name} does not write a "
+            f"system message before a reply; "
             f"name one that does with {tokenizer.option}.chat_template=oasst_v25"
         )
-    return tokenizer if dress == replace(tokenizer.dress, dropout=dress.dropout) else replace(tokenizer, dress=dress)
+    if dress == replace(tokenizer.dress, dropout=dress.dropout):
+        return tokenizer
+    return replace(tokenizer, dress=dress)
 
 
 def check(spec: DatasetSpec, type: str) -> None:
@@ -46,26 +64,35 @@ def check(spec: DatasetSpec, type: str) -> None:
     for name in ("label_masking", "random_window", "sample_mixing"):
         if getattr(spec, name) != getattr(usual, name) and type not in ONE_ANSWER:
             raise ConfigError(
-                f"dataset.{name}={getattr(spec, name)!r}: for rows of one answer ({', '.join(ONE_ANSWER)}), not for {type}; "
+                f"dataset.{name}={getattr(spec, name)!r}: for rows of one answer "
+                f"({', '.join(ONE_ANSWER)}), not for {type}; "
                 "leave it out"
             )
     if spec.system_tags and type == "prompt":
-        raise ConfigError("dataset.system_tags describes replies, and prompts to complete have none; leave it out")
+        raise ConfigError(
+            "dataset.system_tags describes replies, and prompts to complete have none; leave it out"
+        )
     if spec.valid_max_seqlen is not None and type == "prompt":
         raise ConfigError(
-            f"dataset.valid_max_seqlen={spec.valid_max_seqlen}: for rows with answers; prompts are cut to "
+            f"dataset.valid_max_seqlen={spec.valid_max_seqlen}: for rows with answers; prompts "
+            f"are cut to "
             "dataset.max_prompt_len, so leave it out"
         )
     if spec.random_window and spec.max_seqlen is None:
-        raise ConfigError("dataset.random_window cuts rows to dataset.max_seqlen, which is not known; set it")
+        raise ConfigError(
+            "dataset.random_window cuts rows to dataset.max_seqlen, which is not known; set it"
+        )
 
 
 def check_own(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
-    """Raises `ConfigError` for an option that a user's dataset class has to follow itself; one whose samples are had `by_index`
-    can be sorted."""
+    """Raises `ConfigError` for an option that a user's dataset class has to follow itself; one
+    whose samples are had `by_index` can be sorted.
+    """
     for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
         if getattr(spec, name) != getattr(DatasetSpec(), name):
-            raise ConfigError(f"dataset.{name}: dataset type {type!r} makes its samples itself; leave it out")
+            raise ConfigError(
+                f"dataset.{name}: dataset type {type!r} makes its samples itself; leave it out"
+            )
 
 
 def _writes(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> bool:

@@ -1,4 +1,6 @@
-"""A file of a few prompts that a model is asked again and again: its rows, and their tokens in the form of a run's own rows."""
+"""A file of a few prompts that a model is asked again and again: its rows, and their tokens in the
+form of a run's own rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ TEXT = (".txt", ".text")
 
 
 def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt file with a prompt a line."""
+    """(place, row) of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt
+    file with a prompt a line.
+    """
     if path.endswith(TEXT):
         yield from _texts(path)
         return
@@ -43,17 +47,28 @@ def _texts(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def read_fixed_prompts(
-    path: str, tokenizer: Tokenizer, *, as_chat: bool, most: int | None, option: str = "eval_prompts"
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    as_chat: bool,
+    most: int | None,
+    option: str = "eval_prompts",
 ) -> SequenceSample:
-    """The prompts as the key `prompt`, with the ids 0, 1, ... `as_chat`: a text is the user's message; rows with messages are
-    rendered anyway. `most` tokens of one. Raises `DataError` naming each row that is no prompt or too long."""
+    """The prompts as the key `prompt`, with the ids 0, 1, ...
+
+    `as_chat`: a text is the user's message; rows with messages are rendered anyway. `most` tokens
+    of one. Raises `DataError` naming each row that is no prompt or too long.
+    """
     tokens: list[list[int]] = []
     wrong: list[str] = []
     for place, row in prompt_rows(path):
         try:
             ids = _tokens(row, tokenizer, as_chat=as_chat)
             if most is not None and len(ids) > most:
-                raise BadRow(f"the prompt has {len(ids):,} tokens, and the model's context leaves {most:,} for it")
+                raise BadRow(
+                    f"the prompt has {len(ids):,} tokens, and the model's context leaves {most:,} "
+                    f"for it"
+                )
             tokens.append(ids)
         except (BadRow, DataError) as error:
             wrong.append(f"{place}: {error}")

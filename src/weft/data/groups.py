@@ -1,4 +1,7 @@
-"""Cutting a group into parts and joining them again: which sequences go where. Pure index arithmetic, no tensors."""
+"""Cutting a group into parts and joining them again: which sequences go where.
+
+Pure index arithmetic, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,16 @@ PART = "part"  # metadata of a part: what it was cut from, {id, first, stop, cou
 
 @dataclass(frozen=True)
 class Rearranged:
-    """New ids made of old sequences: `index[key]` lists old sequences in their new order, `counts[key]` how many an id
-    gets, and `rows` the old id whose metadata each new id takes."""
+    """New ids made of old sequences: `index[key]` lists old sequences in their new order,
+    `counts[key]` how many an id gets, and `rows` the old id whose metadata each new id takes.
+    """
 
     ids: tuple[str, ...]
     rows: list[int]
     index: Mapping[str, Index]
     counts: Mapping[str, Index]
-    metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # what the new ids have besides
+    # what the new ids have besides
+    metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def part_name(part: Mapping[str, Any]) -> str:
@@ -42,12 +47,16 @@ def cut_groups(
     max_tokens: int,
     option: str,
 ) -> Rearranged:
-    """Runs of completions that cost at most `max_tokens` with the prompt before each; metadata say what each was cut from.
+    """Runs of completions that cost at most `max_tokens` with the prompt before each; metadata say
+    what each was cut from.
 
-    Raises `DataError` for a key that has neither one sequence an id nor one a completion; `ConfigError` naming `option`
-    where one completion with its prompt costs more than `max_tokens`.
+    Raises `DataError` for a key that has neither one sequence an id nor one a completion;
+    `ConfigError` naming `option` where one completion with its prompt costs more than `max_tokens`.
     """
-    main = "completion" if "completion" in lengths else max(lengths, key=lambda key: len(lengths[key]))
+    if "completion" in lengths:
+        main = "completion"
+    else:
+        main = max(lengths, key=lambda key: len(lengths[key]))
     parts: list[dict[str, Any]] = []
     rows: list[int] = []
     chosen: dict[str, list[Index]] = {key: [] for key in lengths}
@@ -57,11 +66,19 @@ def cut_groups(
         count = sizes[main]
         for key, size in sizes.items():
             if size not in (1, count):
-                raise DataError(f"id {id!r}: key {key!r} has {size} sequences; a group has 1 or {count}")
+                raise DataError(
+                    f"id {id!r}: key {key!r} has {size} sequences; a group has 1 or {count}"
+                )
         shared = sorted(key for key, size in sizes.items() if size != count)
-        prompt = int(lengths["prompt"][first["prompt"]]) if "prompt" in lengths and main != "prompt" else 0
+        if "prompt" in lengths and main != "prompt":
+            prompt = int(lengths["prompt"][first["prompt"]])
+        else:
+            prompt = 0
         costs = lengths[main][first[main] : first[main] + count].astype(np.int64) + prompt
-        bounds = [0, count] if costs.sum() <= max_tokens else packing.cut_by_budget(costs, max_tokens, option)
+        if costs.sum() <= max_tokens:
+            bounds = [0, count]
+        else:
+            bounds = packing.cut_by_budget(costs, max_tokens, option)
         for low, high in pairwise(bounds):
             parts.append({"id": id, "first": low, "stop": high, "count": count, "shared": shared})
             rows.append(row)
@@ -74,8 +91,8 @@ def cut_groups(
 def join_groups(parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]) -> Rearranged:
     """The groups that `parts` were cut from, ids in the order of their first part.
 
-    A key that was shared is taken from the first part; keys made since have one sequence a completion.
-    Raises `DataError` where a part is missing or there twice.
+    A key that was shared is taken from the first part; keys made since have one sequence a
+    completion. Raises `DataError` where a part is missing or there twice.
     """
     found: dict[str, list[int]] = {}
     for row, part in enumerate(parts):
@@ -87,7 +104,9 @@ def join_groups(parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints])
         shared = parts[group[0]]["shared"]
         for key, offset in offsets.items():
             taken = group[:1] if key in shared else group
-            chosen[key].append(np.concatenate([np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in taken]))
+            chosen[key].append(
+                np.concatenate([np.arange(offset[r], offset[r + 1], dtype=np.int64) for r in taken])
+            )
     return _rearranged(tuple(found), [group[0] for group in rows], chosen, {})
 
 
@@ -99,13 +118,21 @@ def _check_whole(parts: Sequence[Mapping[str, Any]]) -> None:
         at = part["stop"]
     if at != parts[0]["count"] or parts[-1]["stop"] != at:
         spans = ", ".join(f"{part['first']}:{part['stop']}" for part in parts)
-        raise DataError(f"id {parts[0]['id']!r} has {parts[0]['count']} completions, but its parts are {spans}")
+        raise DataError(
+            f"id {parts[0]['id']!r} has {parts[0]['count']} completions, but its parts are {spans}"
+        )
 
 
 def _rearranged(
-    ids: tuple[str, ...], rows: list[int], chosen: Mapping[str, list[Index]], metadata: Mapping[str, tuple[Any, ...]]
+    ids: tuple[str, ...],
+    rows: list[int],
+    chosen: Mapping[str, list[Index]],
+    metadata: Mapping[str, tuple[Any, ...]],
 ) -> Rearranged:
     none = np.zeros(0, dtype=np.int64)
     index = {key: np.concatenate([none, *spans]) for key, spans in chosen.items()}
-    counts = {key: np.asarray([len(span) for span in spans], dtype=np.int64) for key, spans in chosen.items()}
+    counts = {
+        key: np.asarray([len(span) for span in spans], dtype=np.int64)
+        for key, spans in chosen.items()
+    }
     return Rearranged(ids, rows, index, counts, metadata)

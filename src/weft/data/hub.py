@@ -1,4 +1,6 @@
-"""Models and datasets of the Hugging Face hub: whether it has what a name stands for, asked once; its small files."""
+"""Models and datasets of the Hugging Face hub: whether it has what a name stands for, asked once;
+its small files.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ Found = TypeVar("Found")
 def cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
     """Whether one of the files of a hub model is in the cache of this machine."""
     try:
-        return any(isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files)
+        return any(
+            isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files
+        )
     except HFValidationError:
         return False
 
@@ -56,9 +60,12 @@ def check_dataset(option: str, path: str, hint: str = "") -> None:
 
 @functools.cache
 def folder(name: str) -> Path:
-    """The directory that holds a hub model's configuration and tokenizer: one look at the hub, and the cache where that does
-    not answer. Raises what `huggingface_hub` raises (`FAILURES`)."""
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"]))
+    """The directory that holds a hub model's configuration and tokenizer: one look at the hub, and
+    the cache where that does not answer. Raises what `huggingface_hub` raises (`FAILURES`).
+    """
+    return Path(
+        huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"])
+    )
 
 
 def _dataset_folder(name: str) -> bool:
@@ -70,9 +77,13 @@ def _dataset_folder(name: str) -> bool:
 
 
 def within(seconds: float, ask: Callable[[], Found]) -> Found:
-    """What `ask` returns. Raises what it raises, and `TimeoutError` where it has not answered in time: a name that cannot be
-    looked up would hold a program for minutes."""
-    answers, errors = list[Found](), list[Exception]()
+    """What `ask` returns.
+
+    Raises what it raises, and `TimeoutError` where it has not answered in time: a name that cannot
+    be looked up would hold a program for minutes.
+    """
+    answers = list[Found]()
+    errors = list[Exception]()
 
     def run() -> None:
         try:
@@ -91,23 +102,33 @@ def within(seconds: float, ask: Callable[[], Found]) -> Found:
 
 
 def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
-    """One question about `name`, with one deadline over all of it: name service, connection, answer. The user wrote `typed`."""
+    """One question about `name`, with one deadline over all of it: name service, connection,
+    answer. The user wrote `typed`.
+    """
     api = huggingface_hub.HfApi()
-    info: Callable[..., Any] = api.model_info if kind == "model" else api.dataset_info
+    if kind == "model":
+        info: Callable[..., Any] = api.model_info
+    else:
+        info = api.dataset_info
     try:
         within(SECONDS, lambda: info(name, timeout=SECONDS))
-    except Exception as failed:  # whatever its HTTP library raises: the hub has not said that it has it
+    except (
+        Exception
+    ) as failed:  # whatever its HTTP library raises: the hub has not said that it has it
         what = f"{option}={typed!r}" if option else typed
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
-            f"{what}: there is no such {lacks}, and {_reason(failed, kind)}{'; ' if hint else ''}{hint}"
+            f"{what}: there is no such {lacks}, and "
+            f"{_reason(failed, kind)}{'; ' if hint else ''}{hint}"
         ) from failed
 
 
 def _reason(failed: Exception, kind: Kind) -> str:
     """Why the hub gave nothing, in words."""
     if isinstance(failed, OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} keeps weft from asking the hub"
+        return (
+            f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} keeps weft from asking the hub"
+        )
     if isinstance(failed, GatedRepoError):
         return f"the hub gives this {kind} only to those who have asked for it: ask on its page, then run hf auth login"
     if isinstance(failed, RepositoryNotFoundError):

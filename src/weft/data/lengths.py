@@ -1,4 +1,6 @@
-"""What happens to rows that are too long, and the token ids of one row between encoding and the table."""
+"""What happens to rows that are too long, and the token ids of one row between encoding and the
+table.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of one id: a prompt, K completions with their masks, values of each completion, metadata.
+    """The token ids of one id: a prompt, K completions with their masks, values of each completion,
+    metadata.
 
-    `part` tells the samples of one row apart where it makes several. A prompt alone has no completions. `unused` names what of
-    the row's messages is in no token, `cut` the parts of trained turns that are in none.
+    `part` tells the samples of one row apart where it makes several. A prompt alone has no
+    completions. `unused` names what of the row's messages is in no token, `cut` the parts of
+    trained turns that are in none.
     """
 
     prompt: list[int]
@@ -41,21 +45,30 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if self.overlong not in OVERLONG:
-            raise ConfigError(f"dataset.overlong={self.overlong!r}: must be one of {', '.join(OVERLONG)}")
+            raise ConfigError(
+                f"dataset.overlong={self.overlong!r}: must be one of {', '.join(OVERLONG)}"
+            )
         if self.truncate_side not in ("left", "right"):
-            raise ConfigError(f"dataset.truncate_side={self.truncate_side!r}: must be left or right")
+            raise ConfigError(
+                f"dataset.truncate_side={self.truncate_side!r}: must be left or right"
+            )
         if self.max_seqlen is not None and self.max_seqlen < 2:
             raise ConfigError(
-                f"dataset.max_seqlen={self.max_seqlen}: must be at least 2, a prompt's token and an answer's"
+                f"dataset.max_seqlen={self.max_seqlen}: must be at least 2, a prompt's token and "
+                f"an answer's"
             )
 
 
-def fit(encoded: Encoded, lengths: Lengths, bos_id: int | None) -> tuple[Encoded | None, frozenset[str]]:
-    """(the row within its limits or None where it is dropped, what was done: some of "prompt" and "answer", or "dropped").
+def fit(
+    encoded: Encoded, lengths: Lengths, bos_id: int | None
+) -> tuple[Encoded | None, frozenset[str]]:
+    """(the row within its limits or None where it is dropped, what was done: some of "prompt" and
+    "answer", or "dropped").
 
-    A prompt is cut to `max_prompt_len`. Where prompt and longest completion exceed `max_seqlen`, completions lose their ends;
-    a prompt that leaves no room for any is cut too, to at least half of `max_seqlen`. A prompt cut from the left keeps its
-    BOS. A row without a trained token left in each completion is dropped. Raises `TooLong` where `overlong` is error.
+    A prompt is cut to `max_prompt_len`. Where prompt and longest completion exceed `max_seqlen`,
+    completions lose their ends; a prompt that leaves no room for any is cut too, to at least half
+    of `max_seqlen`. A prompt cut from the left keeps its BOS. A row without a trained token left in
+    each completion is dropped. Raises `TooLong` where `overlong` is error.
     """
     num_prompt = len(encoded.prompt)
     longest = max(map(len, encoded.completions), default=0)

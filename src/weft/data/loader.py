@@ -14,7 +14,13 @@ from weft.data import features
 from weft.data.batches import Batching, Loader, MapLoader, Part, StreamLoader
 from weft.data.columns import check_names
 from weft.data.counts import SourceCount, render
-from weft.data.datasets.base import DatasetUtility, MapDataset, StreamDataset, Tokenized, is_by_index
+from weft.data.datasets.base import (
+    DatasetUtility,
+    MapDataset,
+    StreamDataset,
+    Tokenized,
+    is_by_index,
+)
 from weft.data.mixture import Share, generator, hold_out, per_epoch
 from weft.data.named.prepare import Split, cache_root, mode_of, prepare
 from weft.data.progress import Reporter, show, silent
@@ -32,11 +38,12 @@ UNSET = ("path", "overlong")  # options that a dataset class is not given where 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """What a run reads: training batches, a validation set a source, the counts, and lines to print before the start.
+    """What a run reads: training batches, a validation set a source, the counts, and lines to print
+    before the start.
 
-    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it is read. `parts`: the
-    samples to train on, by source. `ahead`: tables that are made while training goes on, until `close`;
-    `new_notes` tells of them.
+    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it
+    is read. `parts`: the samples to train on, by source. `ahead`: tables that are made while
+    training goes on, until `close`; `new_notes` tells of them.
     """
 
     train: Loader
@@ -46,7 +53,8 @@ class LoadedData:
     longest: int = 0
     parts: tuple[Part, ...] = ()
     ahead: tuple[TableAhead, ...] = ()
-    # The sources of these tables, with the limits on their rows in words, until `new_notes` has told of them.
+    # The sources of these tables, with the limits on their rows in words, until `new_notes` has
+    # told of them.
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_longest(self, check: Callable[[int], None]) -> None:
@@ -98,17 +106,32 @@ def load_data(
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
-    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and of files of Open-Assistant
-    trees the type that reads those. `progress` False is silent. With `most`, no more rows of a source are read once so many
-    samples of it are made. With `ahead`, large files may be tokenized while training goes on (`LoadedData.ahead`).
-    Raises `ConfigError` for options that do not fit, `DataError` with a report on every bad row.
+    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and
+    of files of Open-Assistant trees the type that reads those. `progress` False is silent. With
+    `most`, no more rows of a source are read once so many samples of it are made. With `ahead`,
+    large files may be tokenized while training goes on (`LoadedData.ahead`). Raises `ConfigError`
+    for options that do not fit, `DataError` with a report on every bad row.
     """
-    reporter: Reporter = show if progress is None or progress is True else silent if progress is False else progress
+    if progress is None or progress is True:
+        reporter: Reporter = show
+    elif progress is False:
+        reporter = silent
+    else:
+        reporter = progress
     tokenizer = features.dressed(spec, tokenizer)
     util = DatasetUtility(
-        tokenizer, seed, 0, 1, spec.cache_dir, spec.num_workers, reporter, random_window=spec.random_window, most=most,
-        ahead=ahead and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
-    )  # fmt: skip
+        tokenizer,
+        seed,
+        0,
+        1,
+        spec.cache_dir,
+        spec.num_workers,
+        reporter,
+        random_window=spec.random_window,
+        most=most,
+        ahead=ahead
+        and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
+    )
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, said = reader.at_hand(named_apart(given_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
@@ -121,7 +144,8 @@ def load_data(
     ]
     if spec.valid_path is not None:
         part, count = reader.validation(
-            SourceSpec(spec.valid_path, args=spec.args, columns=spec.columns), _name(spec.valid_path)
+            SourceSpec(spec.valid_path, args=spec.args, columns=spec.columns),
+            _name(spec.valid_path),
         )
         valid[part.name] = part
         counts.append(count)
@@ -135,11 +159,21 @@ def load_data(
     for table in tables:
         table.start(_processes(spec.num_workers, len(tables)))
     pending_notes = [(count, reader.limits(count)) for count in counts if count.ahead is not None]
-    return LoadedData(loader, valid, tuple(counts), tuple(notes), max(longest, default=0), parts, tables, pending_notes)
+    return LoadedData(
+        loader,
+        valid,
+        tuple(counts),
+        tuple(notes),
+        max(longest, default=0),
+        parts,
+        tables,
+        pending_notes,
+    )
 
 
 def _processes(asked: int | None, tables: int) -> int:
-    """Return how many processes tokenize each of so many sources while training goes on; one core is left to training.
+    """Return how many processes tokenize each of so many sources while training goes on; one core
+    is left to training.
 
     `asked`: `dataset.num_workers`, or None.
     """
@@ -150,10 +184,13 @@ def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
     streams = [one for one in built if not isinstance(one.train, Part)]
     if not streams:
         parts = [one.train for one in built if isinstance(one.train, Part)]
-        return MapLoader(parts, [one.share for one in built], _batching(spec), seed=seed, shuffle=spec.shuffle)
+        return MapLoader(
+            parts, [one.share for one in built], _batching(spec), seed=seed, shuffle=spec.shuffle
+        )
     if len(built) > 1:
         raise ConfigError(
-            f"dataset.sources: {streams[0].share.name} is iterable: it lays out its own batches and cannot be mixed with others"
+            f"dataset.sources: {streams[0].share.name} is iterable: it lays out its own batches "
+            f"and cannot be mixed with others"
         )
     dataset = streams[0].train
     assert not isinstance(dataset, Part)
@@ -164,7 +201,8 @@ def _batching(spec: DatasetSpec) -> Batching:
     sizes = (spec.train_bs_n_seqs, spec.train_tokens_per_batch)
     if sizes.count(None) != 1:
         raise ConfigError(
-            f"dataset.train_bs_n_seqs={sizes[0]} and dataset.train_tokens_per_batch={sizes[1]}: set exactly one of them"
+            f"dataset.train_bs_n_seqs={sizes[0]} and dataset.train_tokens_per_batch={sizes[1]}: "
+            f"set exactly one of them"
         )
     return Batching(
         *sizes,
@@ -186,35 +224,52 @@ class SourceReader:
     def of_valid(self) -> SourceReader:
         """The reader of rows to evaluate on, which may have a limit of their own."""
         limit = self.spec.valid_max_seqlen
-        return self if limit is None else replace(self, spec=replace(self.spec, max_seqlen=limit))
+        if limit is None:
+            return self
+        return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def limits(self, count: SourceCount) -> str:
         """The options that decide what is too long of the rows counted, in words."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
-            "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen if own else spec.limit,
+            "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
+            if own
+            else spec.limit,
             "max_prompt_len": spec.max_prompt_len,
             "overlong": self.overlong or "truncate",
         }
-        return ", ".join(f"dataset.{name}={value}" for name, value in sizes.items() if value is not None)
+        return ", ".join(
+            f"dataset.{name}={value}" for name, value in sizes.items() if value is not None
+        )
 
     @property
     def overlong(self) -> str | None:
         """What happens to longer rows, or None for what is usual for their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
-    def at_hand(self, named: list[tuple[SourceSpec, str]]) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
-        """The sources with datasets known by name as files of rows, and notes on what was left out of those."""
+    def at_hand(
+        self, named: list[tuple[SourceSpec, str]]
+    ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
+        """The sources with datasets known by name as files of rows, and notes on what was left out
+        of those.
+        """
         found: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
         for source, name in named:
             if source.named is not None:
-                share = self.spec.valid_split if source.valid_split is None else source.valid_split
+                if source.valid_split is None:
+                    share = self.spec.valid_split
+                else:
+                    share = source.valid_split
                 elsewhere = self.spec.valid_path is not None
-                split = Split(0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0)
-                mode, cache = mode_of(self.type), cache_root(self.spec.cache_dir)
+                split = Split(
+                    0.0 if elsewhere else share, own=not elsewhere and source.valid_split != 0
+                )
+                mode = mode_of(self.type)
+                cache = cache_root(self.spec.cache_dir)
                 made = prepare(source, mode, cache, split, self.spec.named_file)
-                source, notes = made.source, [*notes, *made.notes]
+                source = made.source
+                notes = [*notes, *made.notes]
             found.append((source, name))
         return found, notes
 
@@ -223,11 +278,15 @@ class SourceReader:
         type, dataset = self._build(source)
         share = source.valid_split
         if share is None:
-            share = 0.0 if source.valid_path or self.spec.valid_path else self.spec.valid_split
+            if source.valid_path or self.spec.valid_path:
+                share = 0.0
+            else:
+                share = self.spec.valid_split
         if not is_by_index(dataset):
             if share:
                 raise ConfigError(
-                    f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead of valid_split"
+                    f"{name}: an iterable dataset cannot be split; set dataset.valid_path instead "
+                    f"of valid_split"
                 )
             assert isinstance(dataset, StreamDataset)
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
@@ -236,19 +295,30 @@ class SourceReader:
         train, valid = self._parts(source, name, dataset, share)
         train = replace(train, prefix=several)
         drawn = Share(name, len(train), source.fraction, source.size, source.weight)
-        counts = [SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))]
+        counts = [
+            SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))
+        ]
         if source.valid_path is not None:
-            valid, count = self.validation(replace(source, path=source.valid_path, split=None), name)
+            valid, count = self.validation(
+                replace(source, path=source.valid_path, split=None), name
+            )
             counts.append(count)
         if valid is not None and source.max_valid is not None and len(valid) > source.max_valid:
-            drawn_ones = generator(self.util.seed, f"max_valid|{name}", 0).permutation(len(valid))[: source.max_valid]
+            drawn_ones = generator(self.util.seed, f"max_valid|{name}", 0).permutation(len(valid))[
+                : source.max_valid
+            ]
             valid = replace(valid, indices=valid.indices[np.sort(drawn_ones)])
             counts[-1] = replace(counts[-1], evaluation=len(valid))
         return SourceData(drawn, train, tuple(counts), valid)
 
-    def _parts(self, source: SourceSpec, name: str, dataset: MapDataset, share: float) -> tuple[Part, Part | None]:
-        """(the rows to train on, those set aside). With a limit of their own the latter are read a second time; whichever of
-        the two limits drops rows, a row is in one part alone."""
+    def _parts(
+        self, source: SourceSpec, name: str, dataset: MapDataset, share: float
+    ) -> tuple[Part, Part | None]:
+        """(the rows to train on, those set aside).
+
+        With a limit of their own the latter are read a second time; whichever of the two limits
+        drops rows, a row is in one part alone.
+        """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.of_valid.spec.limit != self.spec.limit
         if own:
@@ -256,7 +326,10 @@ class SourceReader:
         assert isinstance(evaluated, MapDataset), "the same type twice"
         held = hold_out([*_keys(dataset), *(_keys(evaluated) if own else [])], share)
         of_valid = held[len(dataset) :] if own else held
-        valid = Part(name, evaluated, np.flatnonzero(of_valid)) if of_valid.any() else None
+        if of_valid.any():
+            valid = Part(name, evaluated, np.flatnonzero(of_valid))
+        else:
+            valid = None
         return Part(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
@@ -264,12 +337,16 @@ class SourceReader:
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.of_valid._build(replace(source, args=args))
         if not is_by_index(dataset):
-            raise ConfigError(f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index")
+            raise ConfigError(
+                f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index"
+            )
         part = Part(name, dataset, np.arange(len(dataset)))
         return part, SourceCount(name, type, 0, len(part), 0, *_table_of(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
-        """The dataset object: the user's arguments, and those of weft's options that its constructor names."""
+        """The dataset object: the user's arguments, and those of weft's options that its
+        constructor names.
+        """
         type = source.type or self.spec.type or type_of_rows(source, self.type)
         make = datasets.get(type)
         features.check(self.spec, type)
@@ -287,50 +364,71 @@ class SourceReader:
         takes = signature.parameters
         if source.path and "path" not in takes:
             raise ConfigError(
-                f"dataset type {type!r} takes no path, so {source.path} cannot be given to it; its constructor is "
+                f"dataset type {type!r} takes no path, so {source.path} cannot be given to it; "
+                f"its constructor is "
                 f"{make.__name__}{signature}; use dataset.args"
             )
         open_ended = "path" in takes and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        given = {n: v for n, v in offered.items() if (n in takes or open_ended) and not (v is None and n in UNSET)}
+        given = {
+            n: v
+            for n, v in offered.items()
+            if (n in takes or open_ended) and not (v is None and n in UNSET)
+        }
         arguments = {**given, **source.args}
         try:
             signature.bind(util=self.util, **arguments)
         except TypeError as error:
             raise ConfigError(
-                f"dataset.args of type {type!r}: {error}; its constructor is {make.__name__}{signature}"
+                f"dataset.args of type {type!r}: {error}; its constructor is "
+                f"{make.__name__}{signature}"
             ) from error
         name = f"{source.named} ({Path(source.path).stem})" if source.named else ""
         dataset = make(util=replace(self.util, columns=source.columns, name=name), **arguments)
         if not (is_by_index(dataset) or isinstance(dataset, StreamDataset)):
             raise ConfigError(
-                f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ (samples by index) "
+                f"dataset type {type!r}: {make.__name__} has neither __len__ and __getitem__ "
+                f"(samples by index) "
                 "nor __iter__ (whole batches)"
             )
         if not isinstance(dataset, Tokenized):
             if source.columns:
-                raise ConfigError(f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns out")
+                raise ConfigError(
+                    f"dataset.columns: dataset type {type!r} reads its rows itself; leave columns "
+                    f"out"
+                )
             features.check_own(spec, type, by_index=is_by_index(dataset))
         return type, dataset
 
 
 def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
-    """Return the report on the rows of a dataset, and its table if that is made while training goes on; one of them is None."""
+    """Return the report on the rows of a dataset, and its table if that is made while training goes
+    on; one of them is None.
+    """
     if not isinstance(dataset, Tokenized):
         return None, None
     table = dataset.table
-    return (None, table) if isinstance(table, TableAhead) else (table.report, None)
+    if isinstance(table, TableAhead):
+        return (None, table)
+    return (table.report, None)
 
 
 def type_of_rows(source: SourceSpec, usual: str) -> str:
-    """The usual type, or the one that reads Open-Assistant trees where the first row at the source's path is one."""
+    """The usual type, or the one that reads Open-Assistant trees where the first row at the
+    source's path is one.
+    """
     if usual not in OF_TREES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
-    return OF_TREES[usual] if not isinstance(row, Unreadable) and is_tree(row) else usual
+    if not isinstance(row, Unreadable) and is_tree(row):
+        return OF_TREES[usual]
+    return usual
 
 
 def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
-    """The sources of the options, each with the arguments and columns of all. Raises `ConfigError`."""
+    """The sources of the options, each with the arguments and columns of all.
+
+    Raises `ConfigError`.
+    """
     path = spec.train_path or spec.path
     listed = sources_of(spec)
     if not listed:
@@ -338,7 +436,8 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
     if path is not None:
         option = "dataset.named" if spec.sources is None else "dataset.sources"
         raise ConfigError(
-            f"{option} and dataset.train_path={path!r} exclude each other; make the path one of the sources"
+            f"{option} and dataset.train_path={path!r} exclude each other; make the path one of "
+            f"the sources"
         )
     return [
         replace(
@@ -351,19 +450,27 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
 
 
 def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
-    """Each source with its name. Sources of one file name take their folder's too; if they are still equal, it is an error. A
-    dataset that is named twice is numbered."""
+    """Each source with its name.
+
+    Sources of one file name take their folder's too; if they are still equal, it is an error. A
+    dataset that is named twice is numbered.
+    """
     names = [source.name or source.named or _name(source.path) for source in sources]
     for index, source in enumerate(sources):
         if source.named is not None and source.name is None:
-            before = sum(other.named == source.named and other.name is None for other in sources[:index])
+            before = sum(
+                other.named == source.named and other.name is None for other in sources[:index]
+            )
             names[index] = f"{names[index]}-{before + 1}" if before else names[index]
         elif names.count(names[index]) > 1 and source.name is None:
-            names[index] = f"{Path(source.path).expanduser().absolute().parent.name}-{_name(source.path)}"
+            names[index] = (
+                f"{Path(source.path).expanduser().absolute().parent.name}-{_name(source.path)}"
+            )
     for name in names:
         if names.count(name) > 1 or "/" in name:
             raise ConfigError(
-                f"dataset.sources: two sources are named {name!r}; give them a name each (letters, digits, - . _)"
+                f"dataset.sources: two sources are named {name!r}; give them a name each "
+                f"(letters, digits, - . _)"
             )
     return list(zip(sources, names, strict=True))
 
@@ -373,11 +480,15 @@ def _name(path: str) -> str:
     if not path:
         return "data"
     last = Path(path.partition(":")[0] if not Path(path).exists() else path).name
-    return last.removesuffix(".gz").rsplit(".", 1)[0] if Path(path).suffix else last
+    if Path(path).suffix:
+        return last.removesuffix(".gz").rsplit(".", 1)[0]
+    return last
 
 
 def _keys(dataset: MapDataset) -> list[str]:
-    """What decides whether a sample is held out: the id of the first sample of its row, so a row's samples stay together."""
+    """What decides whether a sample is held out: the id of the first sample of its row, so a row's
+    samples stay together.
+    """
     if not isinstance(dataset, Tokenized):
         return [str(index) for index in range(len(dataset))]
     first: dict[int, str] = {}

@@ -1,7 +1,8 @@
-"""Open-Assistant's message trees: read from trees or single messages, filter, walk, flatten and build again.
+"""Open-Assistant's message trees: read from trees or single messages, filter, walk, flatten and
+build again.
 
-A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`, `parent_id`), or a thread
-(`thread_id`, `messages` from the root on).
+A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
+`parent_id`), or a thread (`thread_id`, `messages` from the root on).
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ LABELS = ("quality", "humor", "creativity")  # that go along with a message
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which trees and messages are taken. A thread is left out where one of its messages is; `langs` is of the first message.
+    """Which trees and messages are taken.
 
-    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least` and `most` bound
-    labels such as quality; a message without the label passes.
+    A thread is left out where one of its messages is; `langs` is of the first message.
+
+    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least`
+    and `most` bound labels such as quality; a message without the label passes.
     """
 
     langs: tuple[str, ...] = ()
@@ -44,7 +47,9 @@ class Wanted:
         )
 
     def message(self, node: Node) -> bool:
-        if (node.get("deleted") and not self.deleted) or (node.get("synthetic") and not self.synthetic):
+        if (node.get("deleted") and not self.deleted) or (
+            node.get("synthetic") and not self.synthetic
+        ):
             return False
         for bounds, sign in ((self.least, 1.0), (self.most, -1.0)):
             for name, bound in bounds.items():
@@ -62,7 +67,9 @@ class Wanted:
 
 
 def label(node: Node, name: str) -> float | None:
-    """The mean value of a label, as exports hold it or as the hub's tables do; None where nobody gave it."""
+    """The mean value of a label, as exports hold it or as the hub's tables do; None where nobody
+    gave it.
+    """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
         return dict(zip(labels["name"], labels["value"], strict=True)).get(name)
@@ -72,8 +79,10 @@ def label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Trees of trees, of messages in any order, or of threads, in the order of their roots. Raises `BadRow` for other
-    rows, and for a message whose parent is missing."""
+    """Trees of trees, of messages in any order, or of threads, in the order of their roots.
+
+    Raises `BadRow` for other rows, and for a message whose parent is missing.
+    """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
         if row.get("message_id") is not None:
@@ -87,7 +96,8 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
             yield {**row, "prompt": _nested(row["prompt"])}
         else:
             raise BadRow(
-                "is no tree (message_tree_id, prompt), message (message_id, parent_id) or thread (thread_id, messages); "
+                "is no tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
+                "(thread_id, messages); "
                 f"it has: {', '.join(map(repr, row))}"
             )
     yield from _built(loose)
@@ -107,7 +117,10 @@ def _built(loose: Mapping[str, dict[str, Any]]) -> Iterator[Tree]:
         parent = node.get("parent_id")
         if parent is not None:
             if parent not in loose:
-                raise BadRow(f"message {node['message_id']!r}: its parent {parent!r} is not among the messages")
+                raise BadRow(
+                    f"message {node['message_id']!r}: its parent {parent!r} is not among the "
+                    f"messages"
+                )
             loose[parent]["replies"].append(node)
     for node in loose.values():
         if node.get("parent_id") is None:
@@ -130,7 +143,9 @@ def nodes(node: Node) -> Iterator[Node]:
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """The messages of a tree, each alone, a parent before its replies; what the tree says stands with the root."""
+    """The messages of a tree, each alone, a parent before its replies; what the tree says stands
+    with the root.
+    """
 
     def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
         mine = {key: value for key, value in node.items() if key != "replies"}
@@ -147,11 +162,16 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 
 
 def pruned(tree: Row, wanted: Wanted) -> Tree | None:
-    """The tree without the messages that are not wanted, nor what follows them; None where nothing is left."""
+    """The tree without the messages that are not wanted, nor what follows them; None where nothing
+    is left.
+    """
 
     def kept(node: Node) -> dict[str, Any]:
         replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
-        return {**node, "replies": [kept(reply) for reply in replies if wanted.ranked(reply, len(replies))]}
+        return {
+            **node,
+            "replies": [kept(reply) for reply in replies if wanted.ranked(reply, len(replies))],
+        }
 
     if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
         return None
@@ -159,8 +179,11 @@ def pruned(tree: Row, wanted: Wanted) -> Tree | None:
 
 
 def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a last reply of the assistant. Where the user has the last word that is left off, once for each reply
-    it follows, and not where another branch goes on from there."""
+    """Every path to a last reply of the assistant.
+
+    Where the user has the last word that is left off, once for each reply it follows, and not where
+    another branch goes on from there.
+    """
     for path in _paths(tree, wanted):
         replies = _kept(path[-1], wanted)
         if replies or len(path) < 2:
@@ -172,9 +195,13 @@ def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a user's message, its ranked replies best first) where there are two or more of them."""
+    """(path to a user's message, its ranked replies best first) where there are two or more of
+    them.
+    """
     for path in _paths(tree, wanted):
-        ranked = [reply for reply in _kept(path[-1], wanted, all=True) if reply.get("rank") is not None]
+        ranked = [
+            reply for reply in _kept(path[-1], wanted, all=True) if reply.get("rank") is not None
+        ]
         if path[-1]["role"] == "prompter" and len(ranked) > 1:
             yield path, sorted(ranked, key=lambda reply: int(reply["rank"]))
 
@@ -198,7 +225,9 @@ def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
     """The wanted replies to a message; `all`: whatever their rank."""
     replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
-    return replies if all else [reply for reply in replies if wanted.ranked(reply, len(replies))]
+    if all:
+        return replies
+    return [reply for reply in replies if wanted.ranked(reply, len(replies))]
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""Messages in one shape: roles by their usual names, contents as text, tool calls as chat templates read them."""
+"""Messages in one shape: roles by their usual names, contents as text, tool calls as chat templates
+read them.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,45 @@ from weft.reading import shortened
 Message = dict[str, Any]
 
 ROLES = {
-    "system": "system", "developer": "developer", "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool", "ipython": "tool",
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
     "function_call": "assistant",
-}  # fmt: skip
+}
 REASONING = "reasoning_content"  # the name that thoughts have inside weft
-REASONING_KEYS = (REASONING, "reasoning", "thinking")  # the names that rows and chat templates give them
-FACTS, CONTEXT = ("lang", "quality", "humor", "creativity"), "context"  # what a row may know of a reply
+# the names that rows and chat templates give them
+REASONING_KEYS = (REASONING, "reasoning", "thinking")
+# what a row may know of a reply
+FACTS = ("lang", "quality", "humor", "creativity")
+CONTEXT = "context"
 KEPT = ("name", "tool_call_id", *FACTS, CONTEXT)
 WEIGHTS = ("train", "weight", "loss_weight")  # say of a turn whether it is trained
 SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-READ = frozenset({"role", "from", "content", "value", "tool_calls", "function_call", *REASONING_KEYS, *KEPT, *WEIGHTS})
+READ = frozenset(
+    {
+        "role",
+        "from",
+        "content",
+        "value",
+        "tool_calls",
+        "function_call",
+        *REASONING_KEYS,
+        *KEPT,
+        *WEIGHTS,
+    }
+)
 READ_OF_CALLS = frozenset({"id", "type", "function", "name", "arguments"})
 READ_OF_PARTS = frozenset({"type", "text", "value", "content"})
 
@@ -34,7 +63,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def unread_keys() -> Iterator[set[str]]:
-    """Collect the keys that `normalise` finds in messages and does not read, under names such as `messages[].KEY`."""
+    """Collect the keys that `normalise` finds in messages and does not read, under names such as
+    `messages[].KEY`.
+    """
     found: set[str] = set()
     token = _unread.set(found)
     try:
@@ -44,23 +75,28 @@ def unread_keys() -> Iterator[set[str]]:
 
 
 def normalise(messages: Any) -> list[Message]:
-    """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual names.
+    """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual
+    names.
 
-    `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool; content parts are joined; a
-    `function_call`, as a role or as OpenAI's older key, becomes `tool_calls`, and `reasoning` or `thinking`
-    `reasoning_content`; `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the loss.
-    Raises `DataError` saying which message is wrong and how. Applied twice it changes nothing.
+    `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool;
+    content parts are joined; a `function_call`, as a role or as OpenAI's older key, becomes
+    `tool_calls`, and `reasoning` or `thinking` `reasoning_content`; `train: false` (or `weight: 0`,
+    `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong
+    and how. Applied twice it changes nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise DataError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
+        raise DataError(
+            f"messages must be a list of {{role, content}}, not {type(messages).__name__}"
+        )
     if not messages:
         raise DataError("the list of messages is empty")
     return [_message(message, number) for number, message in enumerate(messages, 1)]
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Tool schemas as chat templates read them, `[{type, function: {name, ...}}]`; a JSON text is read, and a function's schema
-    alone is put into that form. Nothing (None, "", []) is None."""
+    """Tool schemas as chat templates read them, `[{type, function: {name, ...}}]`; a JSON text is
+    read, and a function's schema alone is put into that form. Nothing (None, "", []) is None.
+    """
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None
     if not tools:
@@ -75,15 +111,23 @@ def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     if "function" in tool or "name" not in tool:
         return dict(tool)
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return {
+        "type": "function",
+        "function": {key: value for key, value in tool.items() if key != "type"},
+    }
 
 
 def _message(message: Any, number: int) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"message {number} must be a mapping with role and content, not {type(message).__name__}")
+        raise DataError(
+            f"message {number} must be a mapping with role and content, not "
+            f"{type(message).__name__}"
+        )
     said = _first(message, "role", "from")
     if said is None:
-        raise DataError(f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})")
+        raise DataError(
+            f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})"
+        )
     role = ROLES.get(str(said).lower())
     if role is None:
         close = nearest(str(said).lower(), ROLES)
@@ -93,12 +137,18 @@ def _message(message: Any, number: int) -> Message:
     calls = list(message.get("tool_calls") or [])
     if message.get("function_call"):
         called = _calls(_json(message["function_call"], f"message {number}: function_call"))
-        functions = [[_call(call, number)["function"] for call in given] for given in (calls, called)]
+        functions = [
+            [_call(call, number)["function"] for call in given] for given in (calls, called)
+        ]
         if calls and functions[0] != functions[1]:
-            raise DataError(f"message {number}: tool_calls and function_call hold different calls; keep one of them")
+            raise DataError(
+                f"message {number}: tool_calls and function_call hold different calls; keep one "
+                f"of them"
+            )
         calls = calls or called
     if said == "function_call":
-        calls, content = _calls(_json(content, f"message {number}: function_call")), ""
+        calls = _calls(_json(content, f"message {number}: function_call"))
+        content = ""
     thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, reasoning, more = _parts(content, number)
@@ -128,7 +178,9 @@ def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
     said = set(thoughts.values())
     if len(said) > 1:
-        raise DataError(f"message {number}: {' and '.join(thoughts)} hold different thoughts; keep one of them")
+        raise DataError(
+            f"message {number}: {' and '.join(thoughts)} hold different thoughts; keep one of them"
+        )
     return str(said.pop())
 
 
@@ -142,12 +194,15 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
     if role != "assistant":
         unread = _unread.get()
         if unread is not None:
-            unread.update(f"messages[].{key} of the {role}" for key, on in said.items() if on is not False)
+            unread.update(
+                f"messages[].{key} of the {role}" for key, on in said.items() if on is not False
+            )
         return False not in said.values()
     for key, on in said.items():
         if on is None:
             raise DataError(
-                f"message {number}: {key}={shortened(repr(given[key]))}: weft trains a turn of the assistant whole or not at "
+                f"message {number}: {key}={shortened(repr(given[key]))}: weft trains a turn of "
+                f"the assistant whole or not at "
                 f"all; write 1 (true) or 0 (false)"
             )
     if len(set(said.values())) > 1:
@@ -157,7 +212,9 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Add what a mapping holds under keys that are not read to the collection that is open, if one is."""
+    """Add what a mapping holds under keys that are not read to the collection that is open, if one
+    is.
+    """
     unread = _unread.get()
     if unread is not None:
         held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
@@ -170,15 +227,22 @@ def _first(message: Mapping[Any, Any], *keys: str) -> Any:
 
 
 def _hint(close: Sequence[str]) -> str:
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(ROLES))}"
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(sorted(ROLES))}"
 
 
 def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
     """(text, reasoning, tool calls) of a content given in parts."""
-    text, reasoning, calls = [], [], []
+    text = []
+    reasoning = []
+    calls = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        value = "" if kind is None else part.get("text", part.get("value", part.get("content", part.get(kind))))
+        if kind is None:
+            value = ""
+        else:
+            value = part.get("text", part.get("value", part.get("content", part.get(kind))))
         if kind == "text" and isinstance(value, str):
             text.append(value)
         elif kind in ("reasoning", "thinking") and isinstance(value, str):
@@ -186,28 +250,40 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
         elif kind in ("tool_call", "function_call"):
             calls += _calls(_json(value, f"message {number}: {kind}"))
         else:
-            raise DataError(f"message {number}: a content part of type {kind!r} is no text; weft trains on text")
+            raise DataError(
+                f"message {number}: a content part of type {kind!r} is no text; weft trains on text"
+            )
         _note_unread(part, READ_OF_PARTS | {kind}, "messages[].content[].")
     return "".join(text), "".join(reasoning), calls
 
 
 def _calls(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return [value]
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """A tool call in the form that chat templates read: {type, function: {name, arguments}}, arguments as a mapping."""
+    """A tool call in the form that chat templates read: {type, function: {name, arguments}},
+    arguments as a mapping.
+    """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:
         raise DataError(f"message {number}: a tool call needs a name and arguments")
     arguments = inner.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}")
+        arguments = _json(
+            arguments or "{}", f"message {number}: arguments of the tool call {inner['name']!r}"
+        )
     _note_unread(call, READ_OF_CALLS, "messages[].tool_calls[].")
     if inner is not call:
         _note_unread(inner, READ_OF_CALLS, "messages[].tool_calls[].function.")
     extra = {"id": call["id"]} if call.get("id") is not None else {}
-    return {**extra, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
+    return {
+        **extra,
+        "type": "function",
+        "function": {"name": inner["name"], "arguments": arguments},
+    }
 
 
 def _json(text: Any, what: str) -> Any:

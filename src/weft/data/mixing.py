@@ -8,11 +8,14 @@ import numpy.typing as npt
 Index = npt.NDArray[np.int64]
 
 
-def pair_short(costs: Index, below: int, probability: float, draw: np.random.Generator) -> tuple[Index, Index]:
-    """(order, bounds): the samples in their new order, and where each single one or pair begins, its end included.
+def pair_short(
+    costs: Index, below: int, probability: float, draw: np.random.Generator
+) -> tuple[Index, Index]:
+    """(order, bounds): the samples in their new order, and where each single one or pair begins,
+    its end included.
 
-    Samples of fewer than `below` tokens are drawn with `probability`; each second one that is drawn joins the one before, at
-    its own place. One that is left over stays alone, at the end.
+    Samples of fewer than `below` tokens are drawn with `probability`; each second one that is drawn
+    joins the one before, at its own place. One that is left over stays alone, at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

@@ -1,4 +1,6 @@
-"""Which rows an epoch uses, and in which order: a function of seed and epoch alone, so the same for every layout."""
+"""Which rows an epoch uses, and in which order: a function of seed and epoch alone, so the same for
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """A source of `rows` training samples and the part of them that an epoch draws (`weft.data.spec.SourceSpec`)."""
+    """A source of `rows` training samples and the part of them that an epoch draws
+    (`weft.data.spec.SourceSpec`).
+    """
 
     name: str
     rows: int
@@ -32,53 +36,73 @@ def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
 
 
 def per_epoch(shares: Sequence[Share]) -> list[int]:
-    """Samples of each source in an epoch. Raises `ConfigError` where a source has fewer than `size` asks for."""
+    """Samples of each source in an epoch.
+
+    Raises `ConfigError` where a source has fewer than `size` asks for.
+    """
     if shares and shares[0].weight is not None:
         total = sum(share.weight or 0.0 for share in shares)
         parts = [(share.weight or 0.0) / total for share in shares]
         # The epoch ends where the scarcest source does: no row comes twice.
         length = min(share.rows / part for share, part in zip(shares, parts, strict=True))
-        return [min(share.rows, max(1, round(length * part))) for share, part in zip(shares, parts, strict=True)]
+        return [
+            min(share.rows, max(1, round(length * part)))
+            for share, part in zip(shares, parts, strict=True)
+        ]
     return [_count(share) for share in shares]
 
 
 def _count(share: Share) -> int:
     if share.size is not None and share.size > share.rows:
         raise ConfigError(
-            f"dataset.sources: {share.name} has size={share.size}, but only {share.rows} training samples; "
+            f"dataset.sources: {share.name} has size={share.size}, but only {share.rows} training "
+            f"samples; "
             "lower size, or leave it out for all of them"
         )
     if share.size is not None:
         return share.size
-    return share.rows if share.fraction is None else max(1, round(share.rows * share.fraction))
+    if share.fraction is None:
+        return share.rows
+    return max(1, round(share.rows * share.fraction))
 
 
-def epoch_order(shares: Sequence[Share], seed: int, epoch: int, shuffle: bool) -> tuple[Index, Index]:
+def epoch_order(
+    shares: Sequence[Share], seed: int, epoch: int, shuffle: bool
+) -> tuple[Index, Index]:
     """(source, sample) of every sample of an epoch, in order; both int64 [samples of the epoch].
 
-    A source that gives only a part draws it anew every epoch, without repetition. Without `shuffle` sources come one after
-    another and samples in the order of their file.
+    A source that gives only a part draws it anew every epoch, without repetition. Without `shuffle`
+    sources come one after another and samples in the order of their file.
     """
-    sources, samples = [], []
+    sources = []
+    samples = []
     for number, (share, count) in enumerate(zip(shares, per_epoch(shares), strict=True)):
         drawn = np.arange(share.rows, dtype=np.int64)
         if count < share.rows:
-            drawn = np.sort(generator(seed, f"draw|{share.name}", epoch).permutation(share.rows)[:count])
+            drawn = np.sort(
+                generator(seed, f"draw|{share.name}", epoch).permutation(share.rows)[:count]
+            )
         sources.append(np.full(len(drawn), number, dtype=np.int64))
         samples.append(drawn)
-    source, sample = np.concatenate(sources), np.concatenate(samples)
+    source = np.concatenate(sources)
+    sample = np.concatenate(samples)
     if shuffle:
         order = generator(seed, "order", epoch).permutation(len(source))
-        source, sample = source[order], sample[order]
+        source = source[order]
+        sample = sample[order]
     return source, sample
 
 
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
-    """Which of the rows with these keys are set aside: `share` of the different keys, at least one and not all.
+    """Which of the rows with these keys are set aside: `share` of the different keys, at least one
+    and not all.
 
-    The choice depends on the keys alone, so it is the same in every run, and rows of one key (a tree) stay together.
+    The choice depends on the keys alone, so it is the same in every run, and rows of one key (a
+    tree) stay together.
     """
-    different = sorted(set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest())
+    different = sorted(
+        set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()
+    )
     if share <= 0 or len(different) < 2:
         return np.zeros(len(keys), dtype=np.bool_)
     count = min(max(1, round(len(different) * share)), len(different) - 1)

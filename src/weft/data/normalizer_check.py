@@ -1,6 +1,8 @@
-"""Normalizers and decoders of a tokenizer.json that would make a text grow without bound: refused before a text meets them.
+"""Normalizers and decoders of a tokenizer.json that would make a text grow without bound: refused
+before a text meets them.
 
-A chain of forty replacements of one space by two takes a terabyte for one row, and the library that runs it ends the process.
+A chain of forty replacements of one space by two takes a terabyte for one row, and the library that
+runs it ends the process.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from weft.reading import read_text
 
 MOST_GROWTH = 100  # times longer than a text; a chain of known tokenizers reaches about 20
 MOST_PREPENDED = 1000  # characters
-# Kinds whose results may be longer, by how much at most: bytes as two-byte letters, and a map such as NFKC.
+# Kinds whose results may be longer, by how much at most: bytes as two-byte letters, and a map such
+# as NFKC.
 GROWTH = {"ByteLevel": 2.0, "Precompiled": 20.0}
 PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Raises `UserError` that begins with `what` for a tokenizer.json that makes texts far longer than they are."""
+    """Raises `UserError` that begins with `what` for a tokenizer.json that makes texts far longer
+    than they are.
+    """
     for part, values in _parts(read_text(file, what)):
         grown = growth(values)
         if grown > MOST_GROWTH:
             raise UserError(
-                f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most {MOST_GROWTH} are taken; use "
+                f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most "
+                f"{MOST_GROWTH} are taken; use "
                 "another tokenizer"
             )
 
@@ -47,20 +53,33 @@ def growth(values: Any) -> float:
     """Return how many times longer a text may become; infinite where it cannot be bounded."""
     if not isinstance(values, Mapping):
         return 1.0
-    chain = next((values[name] for name in ("normalizers", "decoders") if isinstance(values.get(name), list)), None)
+    chain = next(
+        (
+            values[name]
+            for name in ("normalizers", "decoders")
+            if isinstance(values.get(name), list)
+        ),
+        None,
+    )
     if chain is not None:
         return math.prod(growth(each) for each in chain)
     if values.get("type") == "Prepend":
-        return 1.0 if len(str(values.get("prepend"))) <= MOST_PREPENDED else math.inf
+        if len(str(values.get("prepend"))) <= MOST_PREPENDED:
+            return 1.0
+        return math.inf
     if values.get("type") != "Replace":
         return GROWTH.get(str(values.get("type")), 1.0)
-    content, pattern = str(values.get("content") or ""), values.get("pattern")
+    content = str(values.get("content") or "")
+    pattern = values.get("pattern")
     if not isinstance(pattern, Mapping):
         return 1.0
-    text, rule = pattern.get("String"), pattern.get("Regex")
+    text = pattern.get("String")
+    rule = pattern.get("Regex")
     if isinstance(text, str) and text:
         return max(1.0, len(content) / len(text))
-    return 1.0 + len(content) if _matches_nothing(rule) else max(1.0, float(len(content)))
+    if _matches_nothing(rule):
+        return 1.0 + len(content)
+    return max(1.0, float(len(content)))
 
 
 def _matches_nothing(rule: Any) -> bool:

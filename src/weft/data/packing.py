@@ -1,4 +1,7 @@
-"""Where to cut a batch: pure arithmetic on token counts, no tensors. Everything that balances by tokens asks here."""
+"""Where to cut a batch: pure arithmetic on token counts, no tensors.
+
+Everything that balances by tokens asks here.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,24 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
     longest = int(np.max(np.asarray(costs), initial=0))
     if longest > budget:
         raise ConfigError(
-            f"{field}={budget}: a batch must hold the longest sequence, and that has {longest} tokens; "
+            f"{field}={budget}: a batch must hold the longest sequence, and that has {longest} "
+            f"tokens; "
             f"set {field} to {longest} or more, or shorten the rows with dataset.max_seqlen"
         )
 
 
 def cut_evenly(costs: Costs, parts: int) -> list[int]:
-    """Bounds (`parts` + 1 indices) of contiguous non-empty parts whose largest sum is as small as it can be.
+    """Bounds (`parts` + 1 indices) of contiguous non-empty parts whose largest sum is as small as
+    it can be.
 
     Among such cuts each bound lies as near to its share of the total as the minimum allows.
     Raises `ConfigError` where there are fewer items than parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise ConfigError(f"{count} ids do not split into {parts} parts; every part holds at least one id")
+        raise ConfigError(
+            f"{count} ids do not split into {parts} parts; every part holds at least one id"
+        )
     sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
     largest = _smallest_largest(sums, parts)
     bounds = [0]
@@ -38,7 +45,8 @@ def cut_evenly(costs: Costs, parts: int) -> list[int]:
     for index in range(1, parts):
         start = bounds[-1]
         reach = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
-        low, high = max(earliest[index], start + 1), min(reach, count - (parts - index))
+        low = max(earliest[index], start + 1)
+        high = min(reach, count - (parts - index))
         ideal = sums[-1] * index / parts
         at = int(np.searchsorted(sums, ideal))
         if at > 0 and at <= count and ideal - sums[at - 1] <= sums[at] - ideal:
@@ -61,7 +69,9 @@ def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microb
 
 def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
     """Fewest contiguous parts of at most `largest`; stops counting past `at_most`."""
-    start, parts, count = 0, 0, len(sums) - 1
+    start = 0
+    parts = 0
+    count = len(sums) - 1
     while start < count and parts <= at_most:
         start = int(np.searchsorted(sums, sums[start] + largest, side="right")) - 1
         parts += 1

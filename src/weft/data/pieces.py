@@ -1,7 +1,7 @@
 """The bytes that one token stands for, wherever in a text: what decoding it alone does not tell.
 
-A sentencepiece vocabulary writes a word's leading blank into its piece, and decoding drops it at the beginning of a text. A
-token that holds a part of a character decodes to U+FFFD.
+A sentencepiece vocabulary writes a word's leading blank into its piece, and decoding drops it at
+the beginning of a text. A token that holds a part of a character decodes to U+FFFD.
 """
 
 from __future__ import annotations
@@ -26,12 +26,20 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added = {id: token.content for id, token in tokenizer.hf.added_tokens_decoder.items()}
-        backend = getattr(tokenizer.hf, "backend_tokenizer", None) if tokenizer.hf.is_fast else None
-        decoders = list(_decoders(json.loads(backend.to_str()).get("decoder"))) if backend is not None else []
+        if tokenizer.hf.is_fast:
+            backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        else:
+            backend = None
+        if backend is not None:
+            decoders = list(_decoders(json.loads(backend.to_str()).get("decoder")))
+        else:
+            decoders = []
         kinds = {str(each.get("type")) for each in decoders}
         self._byte_level = "ByteLevel" in kinds
         self._blanks = "Metaspace" in kinds or any(
-            each.get("type") == "Replace" and each.get("content") == " " and BLANK in str(each.get("pattern"))
+            each.get("type") == "Replace"
+            and each.get("content") == " "
+            and BLANK in str(each.get("pattern"))
             for each in decoders
         )
         self._found: dict[int, bytes] = {}
@@ -51,7 +59,9 @@ class Pieces:
             return b"".join(known.get(sign, sign.encode(errors="replace")) for sign in piece)
         if isinstance(piece, str) and self._blanks:
             byte = BYTE.fullmatch(piece)
-            return bytes([int(byte[1], 16)]) if byte else piece.replace(BLANK, " ").encode(errors="replace")
+            if byte:
+                return bytes([int(byte[1], 16)])
+            return piece.replace(BLANK, " ").encode(errors="replace")
         return self._tokenizer.decode([id]).encode(errors="replace")
 
 
@@ -65,8 +75,11 @@ def _decoders(described: Any) -> Iterator[dict[str, Any]]:
 
 @cache
 def _bytes_of_characters() -> dict[str, bytes]:
-    """The byte behind each character in which byte-level vocabularies are written: visible Latin-1 characters are
-    themselves, the others follow each other from U+0100 on."""
+    """The byte behind each character in which byte-level vocabularies are written: visible Latin-1
+    characters are themselves, the others follow each other from U+0100 on.
+    """
     plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
     others = [n for n in range(256) if n not in plain]
-    return {chr(n): bytes([n]) for n in plain} | {chr(256 + at): bytes([n]) for at, n in enumerate(others)}
+    return {chr(n): bytes([n]) for n in plain} | {
+        chr(256 + at): bytes([n]) for at, n in enumerate(others)
+    }

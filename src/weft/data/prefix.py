@@ -17,7 +17,8 @@ def common_prefix(*sequences: Sequence[int]) -> int:
 
 def common_start(one: str, other: str) -> int:
     """How many leading characters two texts share."""
-    low, high = 0, min(len(one), len(other))
+    low = 0
+    high = min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)

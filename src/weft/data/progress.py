@@ -16,13 +16,20 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 @contextmanager
 def show(what: str, total: int) -> Iterator[Advance]:
-    """Report `total` units of work on standard error: `with show("tokenizing x", n) as advance: advance(1)`."""
+    """Report `total` units of work on standard error: `with show("tokenizing x", n) as advance:
+    advance(1)`.
+    """
     if not sys.stderr.isatty():
         begun = time.perf_counter()
         yield lambda count: None
         print(f"{what}: {total:,} rows in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=rich.console.Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

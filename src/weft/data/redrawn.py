@@ -1,4 +1,6 @@
-"""Samples that differ from epoch to epoch: rows encoded anew with what an epoch draws, by seed, epoch and id alone."""
+"""Samples that differ from epoch to epoch: rows encoded anew with what an epoch draws, by seed,
+epoch and id alone.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ class InParts(Protocol):
 
 @dataclass(frozen=True)
 class Redrawn:
-    """The samples of `table` as the epochs draw them. The table itself holds them undrawn: with every tag, cut at the end; no
-    sample has more tokens in any epoch."""
+    """The samples of `table` as the epochs draw them.
+
+    The table itself holds them undrawn: with every tag, cut at the end; no sample has more tokens
+    in any epoch.
+    """
 
     job: Job
     source: Source
@@ -44,7 +49,8 @@ class Redrawn:
         return TokenTable.build(ids, encoded, [0] * len(ids), Report()).at(range(len(ids)))
 
     def _encode(self, index: int, epoch: int, name: str) -> Encoded:
-        id, row = self.table.sample.ids[index], self._rows[int(self.table.rows[index])]
+        id = self.table.sample.ids[index]
+        row = self._rows[int(self.table.rows[index])]
         draw = generator(self.seed, f"sample|{name}|{id}", epoch)
         encoded = self._sample(row, id, self.job.tokenizer.drawing(draw))
         if self.window is not None:

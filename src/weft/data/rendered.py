@@ -15,7 +15,10 @@ Render = Callable[[Sequence[Message], Any, bool], str]
 Lost = list[tuple[int, str]]  # (index of a message, its field), or (-1, "tools")
 
 REPLY = "weft-looks-for-this-reply"
-PLAIN: Sequence[Message] = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": REPLY})
+PLAIN: Sequence[Message] = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": REPLY},
+)
 END_OF_THOUGHT = "</think>"
 SYSTEM = ("system", "developer")
 IN_PART = "content in part"
@@ -23,7 +26,9 @@ IN_PART = "content in part"
 
 @cache
 def reasoning_key(template: str) -> str:
-    """The name under which a chat template reads the thoughts of a message; weft's own where it reads none."""
+    """The name under which a chat template reads the thoughts of a message; weft's own where it
+    reads none.
+    """
     read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
     return next(read, REASONING)
 
@@ -31,13 +36,18 @@ def reasoning_key(template: str) -> str:
 def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
     """The messages with their thoughts under the name that the template reads."""
     key = reasoning_key(template)
-    return [{key if name == REASONING else name: value for name, value in m.items()} for m in messages]
+    return [
+        {key if name == REASONING else name: value for name, value in m.items()} for m in messages
+    ]
 
 
 def around_reply(render: Render) -> tuple[str, str]:
-    """What a template writes between the generation prompt and a plain reply, and after it; nothing where it refuses one."""
+    """What a template writes between the generation prompt and a plain reply, and after it; nothing
+    where it refuses one.
+    """
     try:
-        text, prompt = render(PLAIN, None, False), render(PLAIN[:1], None, True)
+        text = render(PLAIN, None, False)
+        prompt = render(PLAIN[:1], None, True)
     except DataError:
         return "", ""
     before, _, after = text.partition(REPLY)
@@ -45,42 +55,61 @@ def around_reply(render: Render) -> tuple[str, str]:
 
 
 def template_fault(render: Render) -> str | None:
-    """Why a template cannot write conversations of texts, found by a plain one; None where it can, and where rows must tell."""
+    """Why a template cannot write conversations of texts, found by a plain one; None where it can,
+    and where rows must tell.
+    """
     try:
         plain = render(PLAIN, None, False)
     except DataError:
         plain = None
     if plain is not None and REPLY in plain:
         return None
-    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in PLAIN]
+    parts = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in PLAIN
+    ]
     try:
         if REPLY in render(parts, None, False):
-            return "reads the content of a message as a list of parts, and leaves out one that is text"
+            return (
+                "reads the content of a message as a list of parts, and leaves out one that is text"
+            )
     except DataError:
         pass
     return None if plain is None else "leaves out the words of a plain reply"
 
 
 def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool) -> Lost:
-    """Fields of messages that the template does not write, arguments of calls by their path, and ("tools") tool schemas that
-    change nothing.
+    """Fields of messages that the template does not write, arguments of calls by their path, and
+    ("tools") tool schemas that change nothing.
 
-    Found by rendering the conversation with a mark in place of each content, reasoning, argument and name of a function.
+    Found by rendering the conversation with a mark in place of each content, reasoning, argument
+    and name of a function.
     """
     marked = [_marked(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
-    lost: Lost = [(-1, "tools")] if tools and text == render(messages, None, prompt) else []
+    if tools and text == render(messages, None, prompt):
+        lost: Lost = [(-1, "tools")]
+    else:
+        lost = []
     try:
         shown = render([message for message, _ in marked], tools, prompt)
     except DataError:  # it refuses other words; so these must stand in the text as they are
-        return lost + [(i, field) for i, message in enumerate(messages) for field in _not_in(text, message)]
+        return lost + [
+            (i, field) for i, message in enumerate(messages) for field in _not_in(text, message)
+        ]
     for index, (_, marks) in enumerate(marked):
         missing = {path for path, mark in marks.items() if mark not in shown}
         fields = [path for path in marks if path in missing and path not in _calls(marks)]
         if any(_is_lost(call, marks, missing) for call in _calls(marks)):
-            fields = [*(path for path in fields if not path.startswith("tool_calls[")), "tool_calls"]
+            fields = [
+                *(path for path in fields if not path.startswith("tool_calls[")),
+                "tool_calls",
+            ]
         said = messages[index]["content"]
-        if messages[index]["role"] != "assistant" and "content" not in missing and not holds(text, said):
+        if (
+            messages[index]["role"] != "assistant"
+            and "content" not in missing
+            and not holds(text, said)
+        ):
             fields.append(IN_PART)
         lost += [(index, field) for field in fields]
     return lost
@@ -98,7 +127,9 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
 
 
 def writes(text: str, content: str) -> bool:
-    """Whether a rendered text holds a content, or what of it follows its thoughts; blanks and JSON quoting do not count."""
+    """Whether a rendered text holds a content, or what of it follows its thoughts; blanks and JSON
+    quoting do not count.
+    """
     return holds(text, content.rpartition(END_OF_THOUGHT)[2])
 
 
@@ -107,7 +138,11 @@ def holds(text: str, content: str) -> bool:
     said = content.strip()
     if said in text:
         return True
-    forms = (said, *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)), repr(said)[1:-1])
+    forms = (
+        said,
+        *(json.dumps(said, ensure_ascii=ascii)[1:-1] for ascii in (False, True)),
+        repr(said)[1:-1],
+    )
     packed = bare(text)
     return any(bare(form) in packed for form in forms)
 
@@ -117,14 +152,16 @@ def bare(text: str) -> str:
     return "".join(text.split())
 
 
-def check(lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()) -> frozenset[str]:
+def check(
+    lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
+) -> frozenset[str]:
     """Return the parts of a conversation that are in no token, named as columns are.
 
-    Parts of the `trained` messages are left to `cuts`; templates leave out the reasoning of the other turns on purpose. `name`
-    is the tokenizer's.
+    Parts of the `trained` messages are left to `cuts`; templates leave out the reasoning of the
+    other turns on purpose. `name` is the tokenizer's.
 
-    Raises `DataError` where the model would not see what was said: the user's or a tool's words, the assistant's tool calls, or
-    all that the assistant says.
+    Raises `DataError` where the model would not see what was said: the user's or a tool's words,
+    the assistant's tool calls, or all that the assistant says.
     """
     told = {field for index, field in lost if index < 0}
     for index, message in enumerate(messages):
@@ -141,27 +178,41 @@ def check(lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[
     return frozenset(told)
 
 
-def not_rendered(message: Message, index: int, fields: Sequence[str], name: str, part: str = "") -> DataError:
-    """The error for a message whose `fields` the template of the tokenizer `name` does not write; `part`: only this of them."""
+def not_rendered(
+    message: Message, index: int, fields: Sequence[str], name: str, part: str = ""
+) -> DataError:
+    """The error for a message whose `fields` the template of the tokenizer `name` does not write;
+    `part`: only this of them.
+    """
     what = " and ".join(fields)
     out = what if message["role"] == "assistant" else "the message"
     missing = f" as it is ({part!r} is missing)" if part else ""
     return DataError(
-        f"message {index + 1}: the chat template of {name} does not render the {message['role']}'s {what}{missing}, so the "
-        f"model would not see that; set tokenizer.chat_template to a template that does, or take {out} out of the row"
+        f"message {index + 1}: the chat template of {name} does not render the "
+        f"{message['role']}'s {what}{missing}, so the "
+        f"model would not see that; set tokenizer.chat_template to a template that does, or take "
+        f"{out} out of the row"
     )
 
 
 def _is_needed(message: Message, fields: set[str]) -> bool:
-    """Whether `fields` are what an assistant's turn is about: its tool calls, its words where it makes none, or all it has."""
+    """Whether `fields` are what an assistant's turn is about: its tool calls, its words where it
+    makes none, or all it has.
+    """
     held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
-    return "tool_calls" in fields or held <= fields or ("content" in fields and "tool_calls" not in held)
+    return (
+        "tool_calls" in fields
+        or held <= fields
+        or ("content" in fields and "tool_calls" not in held)
+    )
 
 
 def _not_in(text: str, message: Message) -> list[str]:
     """Fields of a message that a rendered text does not hold."""
     named = all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
-    return ([] if writes(text, message["content"]) else ["content"]) + ([] if named else ["tool_calls"])
+    return ([] if writes(text, message["content"]) else ["content"]) + (
+        [] if named else ["tool_calls"]
+    )
 
 
 def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
@@ -171,9 +222,12 @@ def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
     marked = {**message, **marks}
     made = []
     for number, call in enumerate(message.get("tool_calls") or ()):
-        path, mark = f"tool_calls[{number}]", f"weft{index}call{number}"
+        path = f"tool_calls[{number}]"
+        mark = f"weft{index}call{number}"
         marks[path] = f"{mark}weft"
-        changed = {path: f"{mark}part{n}weft" for n, (path, _) in enumerate(arguments(call, number))}
+        changed = {
+            path: f"{mark}part{n}weft" for n, (path, _) in enumerate(arguments(call, number))
+        }
         marks |= changed
         values = iter(changed.values())
         function = {
@@ -186,7 +240,9 @@ def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
 
 
 def arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Every text, number and other single value among the arguments of call `number` of a message, with its path."""
+    """Every text, number and other single value among the arguments of call `number` of a message,
+    with its path.
+    """
     return _leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
 
 

@@ -46,12 +46,19 @@ class BadRow(Exception):
 
 
 class TooLong(BadRow):
-    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more `tokens` than `limit`.
-    `uncounted`: as many at least, for it was not tokenized."""
+    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more
+    `tokens` than `limit`. `uncounted`: as many at least, for it was not tokenized.
+    """
 
-    def __init__(self, what: str, tokens: int, option: str, limit: int, uncounted: bool = False) -> None:
+    def __init__(
+        self, what: str, tokens: int, option: str, limit: int, uncounted: bool = False
+    ) -> None:
         super().__init__(what, tokens, option, limit, uncounted)
-        self.what, self.tokens, self.option, self.limit, self.uncounted = what, tokens, option, limit, uncounted
+        self.what = what
+        self.tokens = tokens
+        self.option = option
+        self.limit = limit
+        self.uncounted = uncounted
 
     def __str__(self) -> str:
         least = "at least " if self.uncounted else ""
@@ -59,10 +66,13 @@ class TooLong(BadRow):
 
 
 class Watched(Mapping[str, Any]):
-    """A row that knows which of its columns were read; asking whether a column is there (`in`) does not count."""
+    """A row that knows which of its columns were read; asking whether a column is there (`in`) does
+    not count.
+    """
 
     def __init__(self, row: Row) -> None:
-        self.row, self.read = row, set[str]()
+        self.row = row
+        self.read = set[str]()
 
     def __getitem__(self, key: str) -> Any:
         value = self.row[key]
@@ -85,7 +95,10 @@ def first_of(row: Row, keys: Sequence[str]) -> str | None:
 
 
 def need(row: Row, keys: Sequence[str], form: str) -> str:
-    """The first of `keys` that the row has. Raises `BadRow` naming the key, and a form that fits the row better."""
+    """The first of `keys` that the row has.
+
+    Raises `BadRow` naming the key, and a form that fits the row better.
+    """
     found = first_of(row, keys)
     if found is not None:
         return found
@@ -95,8 +108,14 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
         raise BadRow(f"is {LOOSE}")
     close = nearest(keys[0], row)
     like = OF_TREES.get(form) if is_tree(row) else looks_like(row)
-    hint = f"did you mean {close[0]!r}?" if close else f"it has: {', '.join(map(repr, row)) or 'none'}"
-    other = f"; such rows are of dataset.type={like}" if like and like != form else ""
+    if close:
+        hint = f"did you mean {close[0]!r}?"
+    else:
+        hint = f"it has: {', '.join(map(repr, row)) or 'none'}"
+    if like and like != form:
+        other = f"; such rows are of dataset.type={like}"
+    else:
+        other = ""
     raise BadRow(f"lacks the key {keys[0]!r} ({hint}{other})")
 
 
@@ -106,12 +125,18 @@ def looks_like(row: Row) -> str | None:
         return "chat"
     if is_tree_message(row):
         return None
-    found = next((form for form, keys in LOOKS_LIKE if all(row.get(key) is not None for key in keys)), None)
-    return "chat" if found == "prompt_answer" and answer_messages(row) is not None else found
+    found = next(
+        (form for form, keys in LOOKS_LIKE if all(row.get(key) is not None for key in keys)), None
+    )
+    if found == "prompt_answer" and answer_messages(row) is not None:
+        return "chat"
+    return found
 
 
 def is_tree(row: Row) -> bool:
-    """Return whether a row is an Open-Assistant tree of messages; the first one may have no replies."""
+    """Return whether a row is an Open-Assistant tree of messages; the first one may have no
+    replies.
+    """
     root = row.get("prompt")
     return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
 
@@ -124,11 +149,16 @@ def is_tree_message(row: Row) -> bool:
 def answer_messages(row: Row) -> str | None:
     """The column of a row's answer where that is made of messages, and no text; None otherwise."""
     key = first_of(row, ANSWER_KEYS)
-    return key if key is not None and isinstance(row[key], Mapping | list | tuple) else None
+    if key is not None and isinstance(row[key], Mapping | list | tuple):
+        return key
+    return None
 
 
 def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
-    """A text of the row. Raises `BadRow` for other types, and for one that is empty or blank where it must not be."""
+    """A text of the row.
+
+    Raises `BadRow` for other types, and for one that is empty or blank where it must not be.
+    """
     value = row[key]
     if not isinstance(value, str):
         raise BadRow(f"{key!r} must be text, not {kind_of(value)}")
@@ -154,13 +184,20 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
 
 def number(value: Any, key: str) -> float:
     """A finite number. Raises `BadRow` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) <= sys.float_info.max
+    ):
         raise BadRow(f"{key!r} must be a finite number, not {shortened(repr(value))}")
     return float(value)
 
 
 def row_id(row: Row, key: str = "id") -> str | None:
-    """The row's own id, or None where it has none. Raises `BadRow` where it is neither text nor a whole number."""
+    """The row's own id, or None where it has none.
+
+    Raises `BadRow` where it is neither text nor a whole number.
+    """
     value = row.get(key)
     if value is None:
         return None
@@ -182,7 +219,13 @@ def plain(value: Any) -> Any:
 
 def kind_of(value: Any) -> str:
     """The kind of a JSON value in words."""
-    kinds = {str: "text", dict: "a mapping", list: "a list", bool: "true or false", type(None): "null"}
+    kinds = {
+        str: "text",
+        dict: "a mapping",
+        list: "a list",
+        bool: "true or false",
+        type(None): "null",
+    }
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     return kinds.get(type(value), type(value).__name__)

@@ -1,8 +1,10 @@
-"""SequenceSample: the packed, ragged batch on every edge of the graph. Immutable; its laws are property-tested.
+"""SequenceSample: the packed, ragged batch on every edge of the graph.
 
-An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`, K lengths). Every other
-key has either K lengths an id (one for each completion) or one. Data of all ids lies in one array a key, numpy's or torch's:
-operations keep the kind they find.
+Immutable; its laws are property-tested.
+
+An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`,
+K lengths). Every other key has either K lengths an id (one for each completion) or one. Data of all
+ids lies in one array a key, numpy's or torch's: operations keep the kind they find.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ Values = Array | Sequence[Any]
 class SequenceSample:
     """Sequences of id i under `key` are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
 
-    `ids` are unique texts; whole numbers become such. `lengths[key]` is int32 [num sequences]; `offsets[key]` is int32
-    [num_ids + 1]; `data[key]` is one array [sum of lengths, *trailing], or absent (a description only); `metadata[key]` is a
-    tuple of num_ids values that are no tensors. Raises `DataError` naming the key where these do not fit together.
+    `ids` are unique texts; whole numbers become such. `lengths[key]` is int32 [num sequences];
+    `offsets[key]` is int32 [num_ids + 1]; `data[key]` is one array [sum of lengths, *trailing], or
+    absent (a description only); `metadata[key]` is a tuple of num_ids values that are no tensors.
+    Raises `DataError` naming the key where these do not fit together.
     """
 
     ids: tuple[str, ...]
@@ -60,7 +63,10 @@ class SequenceSample:
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
         """One sequence an id: `seqlens` is one integer an id, for every key of `data` or by key."""
-        by_key = seqlens if isinstance(seqlens, Mapping) else dict.fromkeys(data, seqlens)
+        if isinstance(seqlens, Mapping):
+            by_key = seqlens
+        else:
+            by_key = dict.fromkeys(data, seqlens)
         single = {key: [[int(n)] for n in lengths] for key, lengths in by_key.items()}
         return cls.from_groups(ids, single, data, metadata)
 
@@ -72,14 +78,23 @@ class SequenceSample:
         data: Mapping[str, Values] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i. Values become torch tensors
-        (`numpy()` makes a sample of numpy arrays of them)."""
-        lengths, offsets = {}, {}
+        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i.
+
+        Values become torch tensors (`numpy()` makes a sample of numpy arrays of them).
+        """
+        lengths = {}
+        offsets = {}
         for key, by_id in seqlens.items():
             lengths[key] = np.asarray([n for group in by_id for n in group], dtype=np.int32)
             offsets[key] = _offsets([len(group) for group in by_id])
         tensors = {key: torch.as_tensor(value) for key, value in (data or {}).items()}
-        return cls(tuple(ids), lengths, offsets, tensors, {k: tuple(v) for k, v in (metadata or {}).items()})
+        return cls(
+            tuple(ids),
+            lengths,
+            offsets,
+            tensors,
+            {k: tuple(v) for k, v in (metadata or {}).items()},
+        )
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -95,12 +110,20 @@ class SequenceSample:
     @property
     def seqlens(self) -> dict[str, list[Ints]]:
         """Key -> one int32 vector of lengths an id."""
-        return {key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else [] for key in self.lengths}
+        return {
+            key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
+            for key in self.lengths
+        }
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Key -> int64 [num sequences + 1]: where each sequence begins in its array, and the end of the last."""
-        return {key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)]) for key, value in self.lengths.items()}
+        """Key -> int64 [num sequences + 1]: where each sequence begins in its array, and the end of
+        the last.
+        """
+        return {
+            key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)])
+            for key, value in self.lengths.items()
+        }
 
     def num_sequences(self, key: str = "completion") -> int:
         return len(_known(self, key, self.lengths))
@@ -114,43 +137,65 @@ class SequenceSample:
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
         """int64 [num sequences]: the index of the id that each sequence belongs to."""
-        return np.repeat(np.arange(self.num_ids, dtype=np.int64), np.diff(_known(self, key, self.offsets)))
+        return np.repeat(
+            np.arange(self.num_ids, dtype=np.int64), np.diff(_known(self, key, self.offsets))
+        )
 
     def token_costs(self) -> npt.NDArray[np.int64]:
-        """int64 [num_ids]: tokens an id sends through a network, its prompt counted once for each completion."""
+        """int64 [num_ids]: tokens an id sends through a network, its prompt counted once for each
+        completion.
+        """
         if "completion" in self.lengths:
             cost = _sums(self, "completion")
             if "prompt" in self.lengths:
                 cost = cost + _sums(self, "prompt") * np.diff(self.offsets["completion"])
             return cost
-        return np.max([_sums(self, key) for key in self.lengths], axis=0, initial=0) + np.zeros(self.num_ids, np.int64)
+        return np.max([_sums(self, key) for key in self.lengths], axis=0, initial=0) + np.zeros(
+            self.num_ids, np.int64
+        )
 
     # -- whole batches and their parts
 
     @classmethod
-    def gather(cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None) -> SequenceSample:
-        """All ids of `samples` in order; `keys` defaults to those of the first. Metadata that a sample lacks is None."""
+    def gather(
+        cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
+    ) -> SequenceSample:
+        """All ids of `samples` in order; `keys` defaults to those of the first.
+
+        Metadata that a sample lacks is None.
+        """
         if not samples:
             raise DataError("gather of no samples: give at least one")
         names = list(samples[0].keys if keys is None else keys)
         if keys is None:
             _check_same_keys(samples)
         lengths = {k: np.concatenate([_known(s, k, s.lengths) for s in samples]) for k in names}
-        offsets = {k: _offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples])) for k in names}
+        offsets = {
+            k: _offsets(np.concatenate([np.diff(s.offsets[k]) for s in samples])) for k in names
+        }
         held = [k for k in names if any(k in s.data for s in samples)]
         data = {k: arrays.concat([_known(s, k, s.data) for s in samples]) for k in held}
         columns = dict.fromkeys(name for s in samples for name in s.metadata)
-        metadata = {c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids)) for c in columns}
+        metadata = {
+            c: tuple(v for s in samples for v in s.metadata.get(c, (None,) * s.num_ids))
+            for c in columns
+        }
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """`k` parts of consecutive ids whose largest token cost is as small as it can be; `gather` undoes it."""
+        """`k` parts of consecutive ids whose largest token cost is as small as it can be; `gather`
+        undoes it.
+        """
         return _cut(self, packing.cut_evenly(self.token_costs(), k))
 
-    def split_by_tokens(self, budget: int, field: str = "max_tokens_per_microbatch") -> list[SequenceSample]:
-        """The fewest parts of consecutive ids that cost at most `budget` tokens each, evenly filled.
+    def split_by_tokens(
+        self, budget: int, field: str = "max_tokens_per_microbatch"
+    ) -> list[SequenceSample]:
+        """The fewest parts of consecutive ids that cost at most `budget` tokens each, evenly
+        filled.
 
-        Raises `ConfigError` naming `field` where one id alone costs more (`ungroup` cuts groups first).
+        Raises `ConfigError` naming `field` where one id alone costs more (`ungroup` cuts groups
+        first).
         """
         return _cut(self, packing.cut_by_budget(self.token_costs(), budget, field))
 
@@ -158,12 +203,20 @@ class SequenceSample:
         """One sample an id."""
         return _cut(self, list(range(self.num_ids + 1)))
 
-    def select(self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None) -> SequenceSample:
-        """These ids in this order, and these keys. Views where the ids are consecutive, copies otherwise."""
+    def select(
+        self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None
+    ) -> SequenceSample:
+        """These ids in this order, and these keys.
+
+        Views where the ids are consecutive, copies otherwise.
+        """
         names = self.keys if keys is None else tuple(keys)
         for name in names:
             _known(self, name, self.lengths)
-        picked = self if keys is None else _with_keys(self, {name: name for name in names})
+        if keys is None:
+            picked = self
+        else:
+            picked = _with_keys(self, {name: name for name in names})
         if ids is None:
             return picked
         ids = tuple(ids)
@@ -176,24 +229,40 @@ class SequenceSample:
         return picked.at([place[id] for id in ids])
 
     def at(self, rows: Sequence[int]) -> SequenceSample:
-        """The ids with these numbers, in this order. Views where they are consecutive, copies otherwise."""
+        """The ids with these numbers, in this order.
+
+        Views where they are consecutive, copies otherwise.
+        """
         index = np.asarray(rows, dtype=np.int64)
-        counts = {k: (offset[index + 1] - offset[index]).astype(np.int64) for k, offset in self.offsets.items()}
-        chosen = {key: arrays.ranges(offset[index], counts[key]) for key, offset in self.offsets.items()}
-        return _rearrange(self, Rearranged(tuple(self.ids[row] for row in rows), list(rows), chosen, counts))
+        counts = {
+            k: (offset[index + 1] - offset[index]).astype(np.int64)
+            for k, offset in self.offsets.items()
+        }
+        chosen = {
+            key: arrays.ranges(offset[index], counts[key]) for key, offset in self.offsets.items()
+        }
+        return _rearrange(
+            self, Rearranged(tuple(self.ids[row] for row in rows), list(rows), chosen, counts)
+        )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Cut every group into runs of completions that cost at most `max_tokens`, each with the whole prompt.
+        """Cut every group into runs of completions that cost at most `max_tokens`, each with the
+        whole prompt.
 
-        A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup` is the inverse.
-        Raises `ConfigError` naming `field` where one completion with its prompt costs more.
+        A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup`
+        is the inverse. Raises `ConfigError` naming `field` where one completion with its prompt
+        costs more.
         """
-        return _rearrange(self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field))
+        return _rearrange(
+            self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
+        )
 
     def regroup(self) -> SequenceSample:
-        """Join the parts that `ungroup` made, whatever their order; keys added since have one sequence a completion.
+        """Join the parts that `ungroup` made, whatever their order; keys added since have one
+        sequence a completion.
 
-        Ids come in the order of their first part. Raises `DataError` where a part of a group is missing.
+        Ids come in the order of their first part. Raises `DataError` where a part of a group is
+        missing.
         """
         if PART not in self.metadata:
             return self
@@ -202,14 +271,18 @@ class SequenceSample:
     # -- other values of the same shape
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """New keys laid out as `key` is, with the same ids: `sample.like("completion", advantages=..)` has one value a token.
+        """New keys laid out as `key` is, with the same ids: `sample.like("completion",
+        advantages=..)` has one value a token.
 
-        They get the kind of array that this sample holds. Raises `DataError` naming a key whose values do not fit.
+        They get the kind of array that this sample holds. Raises `DataError` naming a key whose
+        values do not fit.
         """
         return _laid_out(self, key, _known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """New keys of one value for each sequence of `key`, with the same ids: `sample.one_per("completion", rewards=..)`."""
+        """New keys of one value for each sequence of `key`, with the same ids:
+        `sample.one_per("completion", rewards=..)`.
+        """
         return _laid_out(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
@@ -217,17 +290,26 @@ class SequenceSample:
         return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """The same sample with keys renamed old -> new. Raises `DataError` where two keys would get one name."""
+        """The same sample with keys renamed old -> new.
+
+        Raises `DataError` where two keys would get one name.
+        """
         names = {key: mapping.get(key, key) for key in self.keys}
         if len(set(names.values())) < len(names):
-            raise DataError(f"remap {dict(mapping)} gives two of the keys {list(names)} the same name")
+            raise DataError(
+                f"remap {dict(mapping)} gives two of the keys {list(names)} the same name"
+            )
         return _with_keys(self, names)
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """This sample with the keys (and metadata) of `other`, joined by id; both hold the same ids in any order."""
+        """This sample with the keys (and metadata) of `other`, joined by id; both hold the same ids
+        in any order.
+        """
         if set(self.ids) != set(other.ids):
             apart = sorted(set(self.ids) ^ set(other.ids))
-            raise DataError(f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}")
+            raise DataError(
+                f"update joins samples of the same ids; these differ in {len(apart)}: {apart[:5]}"
+            )
         new = other if other.ids == self.ids else other.select(ids=self.ids)
         kept = {key: value for key, value in self.data.items() if key not in new.lengths}
         return SequenceSample(
@@ -249,36 +331,61 @@ class SequenceSample:
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def to_bytes(self, compression: str | None = None) -> bytes:
-        """Bytes without pickle; `compression` is None or "zlib". Metadata must be JSON values (tuples become lists)."""
-        shapes = {f"lengths/{key}": torch.from_numpy(value.copy()) for key, value in self.lengths.items()}
-        shapes |= {f"offsets/{key}": torch.from_numpy(value.copy()) for key, value in self.offsets.items()}
+        """Bytes without pickle; `compression` is None or "zlib".
+
+        Metadata must be JSON values (tuples become lists).
+        """
+        shapes = {
+            f"lengths/{key}": torch.from_numpy(value.copy()) for key, value in self.lengths.items()
+        }
+        shapes |= {
+            f"offsets/{key}": torch.from_numpy(value.copy()) for key, value in self.offsets.items()
+        }
         tensors = {f"data/{key}": torch.as_tensor(value) for key, value in self.data.items()}
         kept = [key for key, value in self.data.items() if isinstance(value, np.ndarray)]
-        values = {"ids": self.ids, "metadata": dict(self.metadata), **({"numpy": kept} if kept else {})}
+        values = {
+            "ids": self.ids,
+            "metadata": dict(self.metadata),
+            **({"numpy": kept} if kept else {}),
+        }
         return codec.encode({**shapes, **tensors}, values, compression)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> SequenceSample:
-        """The sample that `to_bytes` wrote, on the CPU. Raises `DataError` for other or shortened bytes."""
+        """The sample that `to_bytes` wrote, on the CPU.
+
+        Raises `DataError` for other or shortened bytes.
+        """
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         for name, tensor in tensors.items():
             part, key = name.split("/", 1)
             as_tensor = part == "data" and key not in values.get("numpy", ())
             fields[part][key] = tensor if as_tensor else tensor.numpy()
-        return cls(tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"])
+        return cls(
+            tuple(values["ids"]),
+            fields["lengths"],
+            fields["offsets"],
+            fields["data"],
+            values["metadata"],
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Read-only mappings do not pickle; processes that share a machine may still send samples to each other.
+        # Read-only mappings do not pickle; processes that share a machine may still send samples to
+        # each other.
         fields = (self.lengths, self.offsets, self.data, self.metadata)
         return SequenceSample, (self.ids, *(dict(value) for value in fields))
 
     def __repr__(self) -> str:
-        keys = ", ".join(f"{key}[{self.num_tokens(key)}]{'' if key in self.data else '?'}" for key in self.keys)
+        keys = ", ".join(
+            f"{key}[{self.num_tokens(key)}]{'' if key in self.data else '?'}" for key in self.keys
+        )
         return f"SequenceSample({self.num_ids} ids; {keys})"
 
 
-def _laid_out(sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]) -> SequenceSample:
+def _laid_out(
+    sample: SequenceSample, key: str, lengths: Ints, values: Mapping[str, Values]
+) -> SequenceSample:
     held = sample.data.get(key, next(iter(sample.data.values()), torch.empty(0)))
     data = {name: arrays.as_kind(held, each) for name, each in values.items()}
     offsets = dict.fromkeys(values, sample.offsets[key])
@@ -297,11 +404,15 @@ def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
     """Consecutive ids between `bounds`; data are views."""
     parts = []
     for low, high in pairwise(bounds):
-        span = {key: (int(offset[low]), int(offset[high])) for key, offset in sample.offsets.items()}
+        span = {
+            key: (int(offset[low]), int(offset[high])) for key, offset in sample.offsets.items()
+        }
         lengths = {key: sample.lengths[key][a:b] for key, (a, b) in span.items()}
         offsets = {key: sample.offsets[key][low : high + 1] - a for key, (a, _) in span.items()}
         data = {
-            key: value[int(sample.starts[key][span[key][0]]) : int(sample.starts[key][span[key][1]])]
+            key: value[
+                int(sample.starts[key][span[key][0]]) : int(sample.starts[key][span[key][1]])
+            ]
             for key, value in sample.data.items()
         }
         metadata = {name: values[low:high] for name, values in sample.metadata.items()}
@@ -313,8 +424,13 @@ def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> Seque
     """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
-    data = {key: arrays.pick(value, sample.starts[key], new.index[key]) for key, value in sample.data.items()}
-    metadata = {k: tuple(v[row] for row in new.rows) for k, v in sample.metadata.items() if k != drop}
+    data = {
+        key: arrays.pick(value, sample.starts[key], new.index[key])
+        for key, value in sample.data.items()
+    }
+    metadata = {
+        k: tuple(v[row] for row in new.rows) for k, v in sample.metadata.items() if k != drop
+    }
     return SequenceSample(new.ids, lengths, offsets, data, {**metadata, **new.metadata})
 
 
@@ -325,7 +441,10 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
     if key in sample.lengths:
         raise DataError(f"key {key!r} is described, but this sample holds no tensor for it")
     close = nearest(key, sample.keys)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"it holds {', '.join(sample.keys) or 'none'}"
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    else:
+        hint = f"it holds {', '.join(sample.keys) or 'none'}"
     raise DataError(f"this sample has no key {key!r}; {hint}")
 
 
@@ -355,7 +474,8 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
         apart = sorted(keys ^ set(sample.keys))
         if apart:
             raise DataError(
-                f"gather: samples differ in the keys {apart}; name the keys you want, or add what is missing"
+                f"gather: samples differ in the keys {apart}; name the keys you want, or add what "
+                f"is missing"
             )
 
 
@@ -368,14 +488,18 @@ def _as_texts(ids: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _check(sample: SequenceSample) -> None:
     ids = sample.ids
-    if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):  # the first is fast
-        raise DataError(f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}")
+    # the first is fast
+    if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):
+        raise DataError(
+            f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}"
+        )
     if len(set(ids)) < len(ids):
         twice = sorted({id for id in ids if ids.count(id) > 1})[:5]
         raise DataError(f"ids are unique within a sample, but {twice} are there more than once")
     if sample.lengths.keys() != sample.offsets.keys():
         raise DataError(
-            f"lengths have the keys {list(sample.lengths)}, offsets {list(sample.offsets)}; they must agree"
+            f"lengths have the keys {list(sample.lengths)}, offsets {list(sample.offsets)}; they "
+            f"must agree"
         )
     for key, lengths in sample.lengths.items():
         offsets = sample.offsets[key]
@@ -387,13 +511,19 @@ def _check(sample: SequenceSample) -> None:
             or offsets[-1] != len(lengths)
             or np.any(np.diff(offsets) < 0)
         ):
-            raise DataError(f"key {key!r}: {len(lengths)} lengths do not belong to {len(ids)} ids as its offsets say")
+            raise DataError(
+                f"key {key!r}: {len(lengths)} lengths do not belong to {len(ids)} ids as its "
+                f"offsets say"
+            )
     for key, value in sample.data.items():
         if key not in sample.lengths:
             raise DataError(f"key {key!r} has a tensor but no lengths")
         total = int(sample.lengths[key].sum(dtype=np.int64))
         if value.ndim == 0 or value.shape[0] != total:
-            raise DataError(f"key {key!r}: its tensor has shape {tuple(value.shape)}, but its lengths sum to {total}")
+            raise DataError(
+                f"key {key!r}: its tensor has shape {tuple(value.shape)}, but its lengths sum to "
+                f"{total}"
+            )
     for name, values in sample.metadata.items():
         if len(values) != len(ids):
             raise DataError(f"metadata {name!r} has {len(values)} values for {len(ids)} ids")

@@ -1,4 +1,6 @@
-"""What is better known about a file before a model learns from it: phrases no model should say, doubles, empty answers."""
+"""What is better known about a file before a model learns from it: phrases no model should say,
+doubles, empty answers.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,38 @@ from weft.data.rows import ANSWER_KEYS, MESSAGE_KEYS, Row
 from weft.data.sources import Unreadable
 
 PHRASES = (
-    "as an ai language model", "as a language model", "as an ai model", "as an ai assistant", "as an artificial intelligence",
-    "as a machine learning model", "as a large language model", "i am an ai", "i'm an ai", "i am just an ai", "i'm just an ai",
-    "my knowledge cutoff", "my training data", "as of my last update", "i was trained by openai", "developed by openai",
-    "i am chatgpt", "i'm chatgpt", "i don't have personal opinions", "i do not have personal opinions",
-    "i don't have feelings", "i do not have feelings", "i cannot browse the internet", "i don't have access to real-time",
-    "i'm sorry, but i can't assist", "i'm sorry, but i cannot", "i cannot fulfill", "i'm unable to assist",
-    "it is not appropriate for me", "against my programming", "against my guidelines",
-)  # fmt: skip
+    "as an ai language model",
+    "as a language model",
+    "as an ai model",
+    "as an ai assistant",
+    "as an artificial intelligence",
+    "as a machine learning model",
+    "as a large language model",
+    "i am an ai",
+    "i'm an ai",
+    "i am just an ai",
+    "i'm just an ai",
+    "my knowledge cutoff",
+    "my training data",
+    "as of my last update",
+    "i was trained by openai",
+    "developed by openai",
+    "i am chatgpt",
+    "i'm chatgpt",
+    "i don't have personal opinions",
+    "i do not have personal opinions",
+    "i don't have feelings",
+    "i do not have feelings",
+    "i cannot browse the internet",
+    "i don't have access to real-time",
+    "i'm sorry, but i can't assist",
+    "i'm sorry, but i cannot",
+    "i cannot fulfill",
+    "i'm unable to assist",
+    "it is not appropriate for me",
+    "against my programming",
+    "against my guidelines",
+)
 ANSWERS = (*ANSWER_KEYS, "pos_answers", "neg_answers", "chosen", "rejected", "replies")
 ASSISTANTS = ("assistant", "gpt", "bot", "model", "chatgpt")
 CONTEXT = 50  # characters shown on each side of a phrase
@@ -28,7 +54,10 @@ CONTEXT = 50  # characters shown on each side of a phrase
 
 @dataclass
 class Findings:
-    """What a scan found. `phrases[p]` lists (place, text around it); the others list places, or groups of them."""
+    """What a scan found.
+
+    `phrases[p]` lists (place, text around it); the others list places, or groups of them.
+    """
 
     rows: int = 0
     phrases: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
@@ -37,10 +66,17 @@ class Findings:
     unreadable: list[str] = field(default_factory=list)
 
 
-def scan(rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = PHRASES) -> Findings:
-    """Look through rows given as (place, row). Phrases are sought in answers, whatever the case and the apostrophes."""
+def scan(
+    rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = PHRASES
+) -> Findings:
+    """Look through rows given as (place, row).
+
+    Phrases are sought in answers, whatever the case and the apostrophes.
+    """
     found = Findings()
-    pattern = re.compile("|".join(re.escape(_even(p)) for p in sorted(phrases, key=len, reverse=True)))
+    pattern = re.compile(
+        "|".join(re.escape(_even(p)) for p in sorted(phrases, key=len, reverse=True))
+    )
     seen: dict[str, list[str]] = {}
     for place, row in rows:
         found.rows += 1
@@ -52,7 +88,9 @@ def scan(rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = 
             found.empty.append(place)
         for text in said:
             for hit in pattern.finditer(_even(text)):
-                found.phrases.setdefault(hit.group(), []).append((place, _around(text, hit.start(), hit.end())))
+                found.phrases.setdefault(hit.group(), []).append(
+                    (place, _around(text, hit.start(), hit.end()))
+                )
         content = {key: value for key, value in row.items() if key != "id"}
         seen.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(place)
     found.doubles = [places for places in seen.values() if len(places) > 1]
@@ -60,7 +98,9 @@ def scan(rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = 
 
 
 def answers(row: Row) -> Iterator[str]:
-    """The texts of a row that a model would learn to write: answers, replies, turns of the assistant."""
+    """The texts of a row that a model would learn to write: answers, replies, turns of the
+    assistant.
+    """
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
             yield from _said(row[key], messages=key in MESSAGE_KEYS)
@@ -102,11 +142,15 @@ def _tree(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _even(text: str) -> str:
-    """Lower case with straight apostrophes, of the same length. Characters that grow when lowered are left alone."""
+    """Lower case with straight apostrophes, of the same length.
+
+    Characters that grow when lowered are left alone.
+    """
     return "".join(low if len(low := c.lower()) == 1 else c for c in text).replace("\u2019", "'")
 
 
 def _around(text: str, start: int, stop: int) -> str:
-    before, after = max(0, start - CONTEXT), stop + CONTEXT
+    before = max(0, start - CONTEXT)
+    after = stop + CONTEXT
     shown = " ".join(text[before:after].split())
     return f"{'...' if before else ''}{shown}{'...' if after < len(text) else ''}"

@@ -1,4 +1,6 @@
-"""Where rows come from: JSON, JSONL(.gz), Parquet and Arrow files, directories of them, and the hub. Rows know their line."""
+"""Where rows come from: JSON, JSONL(.gz), Parquet and Arrow files, directories of them, and the
+hub. Rows know their line.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from weft.reading import check_file, files_below, reading, reason, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
 ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
-SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")  # hold no rows where `datasets` saved Arrow files
+# hold no rows where `datasets` saved Arrow files
+SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
 CACHED = "cache-"  # begins the names of files that `datasets` keeps beside them
 SPLITS = {
     "train": ("train", "training"),
@@ -31,8 +34,9 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a row, written `FILE:LINE`; in Parquet and Arrow files the line is the row's number. A row that was made of
-    several has line 0, and is written `FILE`."""
+    """The place of a row, written `FILE:LINE`; in Parquet and Arrow files the line is the row's
+    number. A row that was made of several has line 0, and is written `FILE`.
+    """
 
     file: str
     line: int
@@ -49,16 +53,20 @@ class Unreadable:
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """The data files at `path`, sorted: itself, those in a directory, or those of a hub dataset (`owner/name[:folder]`).
+    """The data files at `path`, sorted: itself, those in a directory, or those of a hub dataset
+    (`owner/name[:folder]`).
 
-    `split` keeps the files of that split by their names; without it, files named after a split other than train are left
-    out where some are named train. Raises `DataError` where there is nothing to read.
+    `split` keeps the files of that split by their names; without it, files named after a split
+    other than train are left out where some are named train. Raises `DataError` where there is
+    nothing to read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
     if place.is_file():
         if not place.name.endswith(SUFFIXES):
-            raise DataError(f"{path}: weft reads {', '.join(SUFFIXES)}; convert the file to one of them")
+            raise DataError(
+                f"{path}: weft reads {', '.join(SUFFIXES)}; convert the file to one of them"
+            )
         return [place]
     if not place.exists():
         place = _from_hub(path)
@@ -70,22 +78,26 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
-    kept = (
-        [f for f in files if _split_of(f.relative_to(place)) == _split_name(split)]
-        if split
-        else _default_split(place, files)
-    )
+    if split:
+        kept = [f for f in files if _split_of(f.relative_to(place)) == _split_name(split)]
+    else:
+        kept = _default_split(place, files)
     if not kept:
         found = sorted({name for f in files if (name := _split_of(f.relative_to(place)))})
-        raise DataError(f"{path}: no files of the split {split!r}; it has {', '.join(found) or 'no named splits'}")
+        raise DataError(
+            f"{path}: no files of the split {split!r}; it has "
+            f"{', '.join(found) or 'no named splits'}"
+        )
     for file in kept:
         check_file(file, str(file), DataError)
     return kept
 
 
-def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
-    """Every row of a file with its place, which is that of the row it was made of where it says so (`ORIGIN`); what cannot be
-    read comes as `Unreadable`.
+def read_rows(
+    file: Path, *, texts_as: str | None = None
+) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
+    """Every row of a file with its place, which is that of the row it was made of where it says so
+    (`ORIGIN`); what cannot be read comes as `Unreadable`.
 
     `texts_as`: a row that is a text alone is a row with that column.
 
@@ -95,7 +107,10 @@ def read_rows(file: Path, *, texts_as: str | None = None) -> Iterator[tuple[Plac
     if file.stat().st_size == 0:
         raise DataError(f"{file}: the file is empty")
     of_arrow = file.name.endswith((arrow.PARQUET, arrow.ARROW))
-    rows: Iterator[tuple[int, Any]] = arrow.read(file) if of_arrow else _text_rows(file)
+    if of_arrow:
+        rows: Iterator[tuple[int, Any]] = arrow.read(file)
+    else:
+        rows = _text_rows(file)
     count = 0
     for line, value in rows:
         count += 1
@@ -129,11 +144,16 @@ def _text_rows(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _opened(file: Path) -> IO[str]:
-    return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+    if file.suffix == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8")
+    return file.open(encoding="utf-8")
 
 
 def _first_character(stream: IO[str]) -> str:
-    """The first character that is no white space; the stream is left where it was. A BOM counts as white space."""
+    """The first character that is no white space; the stream is left where it was.
+
+    A BOM counts as white space.
+    """
     found = " "
     while found and (found.isspace() or found == "\ufeff"):
         found = stream.read(1)
@@ -161,12 +181,17 @@ def _value(line: str) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The value, unless it holds half of a surrogate pair (an emoji cut in two), which is no character."""
+    """The value, unless it holds half of a surrogate pair (an emoji cut in two), which is no
+    character.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        return Unreadable(f"holds half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate pair")
+        return Unreadable(
+            f"holds half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
+            f"pair"
+        )
     except RecursionError as error:
         return Unreadable(reason(error))
     return value
@@ -176,29 +201,45 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
     """The entries of a JSON list, each with the line it begins on."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
-    line, counted = 1, 0
-    blank, halves = re.compile(r"\s*"), "\\ud" in text or "\\uD" in text
+    line = 1
+    counted = 0
+    blank = re.compile(r"\s*")
+    halves = "\\ud" in text or "\\uD" in text
     first = True
     while True:
         at = _after(blank, text, at)
         if not first and text.startswith(",", at):
             at = _after(blank, text, at + 1)
         elif not first and at < len(text) and text[at] != "]":
-            yield line + text.count("\n", counted, at), Unreadable("not JSON: a comma is missing before this entry")
+            yield (
+                line + text.count("\n", counted, at),
+                Unreadable("not JSON: a comma is missing before this entry"),
+            )
             return
         first = False
-        line, counted = line + text.count("\n", counted, at), at
+        line = line + text.count("\n", counted, at)
+        counted = at
         if at >= len(text):
             yield line, Unreadable("not JSON: the list is not closed with ]")
             return
         if text[at] == "]":
             if text[at + 1 :].strip():
-                yield line, Unreadable("not JSON: something stands behind the list; what follows was not read")
+                yield (
+                    line,
+                    Unreadable(
+                        "not JSON: something stands behind the list; what follows was not read"
+                    ),
+                )
             return
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
-            yield error.lineno, Unreadable(f"not JSON: {error.msg} at column {error.colno}; what follows was not read")
+            yield (
+                error.lineno,
+                Unreadable(
+                    f"not JSON: {error.msg} at column {error.colno}; what follows was not read"
+                ),
+            )
             return
         except (ValueError, RecursionError) as error:
             yield line, Unreadable(f"{reason(error)}; what follows was not read")
@@ -212,30 +253,43 @@ def _after(blank: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _from_hub(path: str) -> Path:
-    """A local copy of a hub dataset's data files. Raises `DataError` where there is none or the hub cannot be reached."""
-    local = path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(path)
+    """A local copy of a hub dataset's data files.
+
+    Raises `DataError` where there is none or the hub cannot be reached.
+    """
+    local = (
+        path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(path)
+    )
     if local:
         parent = Path(path).expanduser().parent
         siblings = [p.name for p in parent.iterdir()] if parent.is_dir() else []
         close = nearest(Path(path).name, siblings, 1)
-        hint = f"did you mean {parent / close[0]}?" if close else "check the spelling"
+        if close:
+            hint = f"did you mean {parent / close[0]}?"
+        else:
+            hint = "check the spelling"
         raise DataError(f"{path}: there is no such file or directory; {hint}")
     name, _, folder = path.partition(":")
     patterns = [f"{folder}/**{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
     check_at_hand(path)
     try:
-        copy = Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns))
+        copy = Path(
+            huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=patterns)
+        )
     except hub.FAILURES as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{path}: there is no such file or directory, and no dataset of this name could be fetched from the hub ({reason})"
+            f"{path}: there is no such file or directory, and no dataset of this name could be "
+            f"fetched from the hub ({reason})"
         ) from error
     return copy / folder if folder else copy
 
 
 def check_at_hand(path: str, option: str = "") -> None:
-    """That a path is on this machine, or a dataset that the cache or the hub has. Raises `DataError`; other paths are not
-    looked at."""
+    """That a path is on this machine, or a dataset that the cache or the hub has.
+
+    Raises `DataError`; other paths are not looked at.
+    """
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
         hub.check_dataset(option, path, "check the spelling")
 
@@ -247,13 +301,20 @@ def _hidden(file: Path) -> bool:
 def _split_of(file: Path) -> str | None:
     """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` -> train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
-    return next((name for name, spellings in SPLITS.items() if any(word in spellings for word in words)), None)
+    return next(
+        (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),
+        None,
+    )
 
 
 def _split_name(split: str) -> str:
-    return next((name for name, spellings in SPLITS.items() if split.lower() in spellings), split.lower())
+    return next(
+        (name for name, spellings in SPLITS.items() if split.lower() in spellings), split.lower()
+    )
 
 
 def _default_split(place: Path, files: list[Path]) -> list[Path]:
     named = {f: _split_of(f.relative_to(place)) for f in files}
-    return [f for f in files if named[f] == "train"] if "train" in named.values() else files
+    if "train" in named.values():
+        return [f for f in files if named[f] == "train"]
+    return files

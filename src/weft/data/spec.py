@@ -16,24 +16,31 @@ OVERLONG = ("truncate", "drop", "error")
 @dataclass
 class TokenizerSpec:
     path: str | None = option(
-        None, "HF directory, tokenizer.json or sentencepiece tokenizer.model; absent: the model's own"
+        None,
+        "HF directory, tokenizer.json or sentencepiece tokenizer.model; absent: the model's own",
     )
     chat_template: str | None = option(
         None,
-        "a form by its name (oasst, oasst_v25, chatml, llama3, mistral, gemma, zephyr, tulu, vicuna, alpaca), a jinja file, or "
+        "a form by its name (oasst, oasst_v25, chatml, llama3, mistral, gemma, zephyr, tulu, "
+        "vicuna, alpaca), a jinja file, or "
         "the template itself; the tokenizer's own when absent",
     )
     add_tokens: list[str] = option(
         [],
-        "special tokens to add to the vocabulary; the word template stands for those that the named chat_template writes. "
-        "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the old ones",
-        check=lambda tokens: None if all(map(str.strip, tokens)) else "holds an empty token; take it out",
+        "special tokens to add to the vocabulary; the word template stands for those that the "
+        "named chat_template writes. "
+        "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the "
+        "old ones",
+        check=lambda tokens: (
+            None if all(map(str.strip, tokens)) else "holds an empty token; take it out"
+        ),
     )
     per_digit_tokens: bool = option(False, "make every digit a separate token")
     bos_token: str | None = option(None, "token that begins a sequence; must be in the vocabulary")
     eos_token: str | None = option(None, "token that ends a completion; must be in the vocabulary")
     pad_token: str | None = option(
-        None, "padding token, saved for other programs (weft does not pad); must be in the vocabulary"
+        None,
+        "padding token, saved for other programs (weft does not pad); must be in the vocabulary",
     )
     sep_token: str | None = option(None, "separator token; must be in the vocabulary")
     add_bos_token: bool | None = option(
@@ -43,14 +50,18 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """One entry of `dataset.sources`. At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
+    """One entry of `dataset.sources`.
 
-    `fraction` and `size` draw that part of the training rows anew every epoch. `weight` is a share of the mixture relative
-    to the other weights: an epoch is as long as the scarcest source allows without using a row twice.
+    At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
+
+    `fraction` and `size` draw that part of the training rows anew every epoch. `weight` is a share
+    of the mixture relative to the other weights: an epoch is as long as the scarcest source allows
+    without using a row twice.
     """
 
     path: str = ""
-    named: str | None = None  # a dataset that is known by name (`weft.data.named`); `path` is then a copy of it
+    # a dataset that is known by name (`weft.data.named`); `path` is then a copy of it
+    named: str | None = None
     type: str | None = None  # the experiment's dataset type when absent
     name: str | None = None  # the file's stem when absent; begins the ids, and names the metrics
     fraction: float | None = None
@@ -58,27 +69,37 @@ class SourceSpec:
     weight: float | None = None
     split: str | None = None  # the files of this split, in a directory or on the hub
     args: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, str] = field(default_factory=dict)  # name -> column, over those of dataset.columns
+    # name -> column, over those of dataset.columns
+    columns: Mapping[str, str] = field(default_factory=dict)
     valid_path: str | None = None
     valid_split: float | None = None  # dataset.valid_split when absent
     max_valid: int | None = None  # most rows of the validation set
 
     @classmethod
     def parse(cls, value: Any, where: str) -> SourceSpec:
-        """Read one mapping. Raises `ConfigError` naming `where` for unknown keys, wrong types and values off the rule."""
+        """Read one mapping.
+
+        Raises `ConfigError` naming `where` for unknown keys, wrong types and values off the rule.
+        """
         if isinstance(value, str):
             value = {"path": value}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}={value!r}: each source is a mapping such as {{path: FILE, fraction: 0.5}}")
+            raise ConfigError(
+                f"{where}={value!r}: each source is a mapping such as {{path: FILE, fraction: 0.5}}"
+            )
         known = [spec.name for spec in fields(cls)]
         for key in value:
             if key not in known:
                 close = nearest(str(key), known)
-                hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+                if close:
+                    hint = f"did you mean {' or '.join(close)}?"
+                else:
+                    hint = f"known: {', '.join(known)}"
                 raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
         if not isinstance(value.get("named") or value.get("path"), str):
             raise ConfigError(
-                f"{where}: path is missing; every source names a file, a directory, a hub name, or is `named`: a dataset "
+                f"{where}: path is missing; every source names a file, a directory, a hub name, "
+                f"or is `named`: a dataset "
                 "known by name"
             )
         source = cls(**{key: item for key, item in value.items() if item is not None})
@@ -86,44 +107,75 @@ class SourceSpec:
         return source
 
     def check(self, where: str) -> None:
-        shares = [name for name in ("fraction", "size", "weight") if getattr(self, name) is not None]
+        shares = [
+            name for name in ("fraction", "size", "weight") if getattr(self, name) is not None
+        ]
         if len(shares) > 1:
-            raise ConfigError(f"{where}: {' and '.join(shares)} exclude each other; set one of them")
+            raise ConfigError(
+                f"{where}: {' and '.join(shares)} exclude each other; set one of them"
+            )
         for name in (*shares, "valid_split"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float)
+            ):
                 raise ConfigError(f"{where}.{name}={value!r}: must be a number")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(
-                f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight to stress a source"
+                f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight "
+                f"to stress a source"
             )
         if self.size is not None and not (1 <= self.size < 2**63 and self.size == int(self.size)):
-            raise ConfigError(f"{where}.size={self.size}: must be a whole number of rows, at least 1")
+            raise ConfigError(
+                f"{where}.size={self.size}: must be a whole number of rows, at least 1"
+            )
         if self.weight is not None and not 0 < self.weight < float("inf"):
-            raise ConfigError(f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it none")
+            raise ConfigError(
+                f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it "
+                f"none"
+            )
         if self.valid_split is not None and not 0 <= self.valid_split < 1:
-            raise ConfigError(f"{where}.valid_split={self.valid_split}: must be at least 0 and below 1")
-        if self.max_valid is not None and (isinstance(self.max_valid, bool) or not isinstance(self.max_valid, int)):
-            raise ConfigError(f"{where}.max_valid={self.max_valid!r}: must be a whole number of rows")
+            raise ConfigError(
+                f"{where}.valid_split={self.valid_split}: must be at least 0 and below 1"
+            )
+        if self.max_valid is not None and (
+            isinstance(self.max_valid, bool) or not isinstance(self.max_valid, int)
+        ):
+            raise ConfigError(
+                f"{where}.max_valid={self.max_valid!r}: must be a whole number of rows"
+            )
         if self.max_valid is not None and self.max_valid < 1:
             raise ConfigError(
-                f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for no validation"
+                f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for "
+                f"no validation"
             )
-        if self.named is not None and (self.type is not None or self.split is not None or self.columns):
+        if self.named is not None and (
+            self.type is not None or self.split is not None or self.columns
+        ):
             raise ConfigError(
-                f"{where}: named={self.named!r} says what its rows are; leave out type, split and columns"
+                f"{where}: named={self.named!r} says what its rows are; leave out type, split and "
+                f"columns"
             )
         for name in ("path", "valid_path"):
-            refuse_url(str(getattr(self, name) or ""), f"{where}.{name}={getattr(self, name)!r}", ConfigError)
+            refuse_url(
+                str(getattr(self, name) or ""),
+                f"{where}.{name}={getattr(self, name)!r}",
+                ConfigError,
+            )
         wrong = columns_problem(self.columns)
         if wrong:
             raise ConfigError(f"{where}.columns={self.columns!r}: {wrong}")
         if not isinstance(self.args, Mapping):
-            raise ConfigError(f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class")
+            raise ConfigError(
+                f"{where}.args={self.args!r}: must be a mapping of arguments of the dataset class"
+            )
 
 
 def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
-    """The entries of `dataset.sources` and `dataset.named`. Raises `ConfigError` naming the entry."""
+    """The entries of `dataset.sources` and `dataset.named`.
+
+    Raises `ConfigError` naming the entry.
+    """
     listed = [] if spec.sources is None else parse_sources(spec.sources)
     return all_or_none_weighted([*listed, *([] if spec.named is None else parse_named(spec.named))])
 
@@ -132,26 +184,34 @@ def all_or_none_weighted(sources: list[SourceSpec]) -> list[SourceSpec]:
     """The sources. Raises `ConfigError` where some have a weight and others none."""
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
-        raise ConfigError("dataset.sources: weight is relative, so all sources have one or none; set the missing ones")
+        raise ConfigError(
+            "dataset.sources: weight is relative, so all sources have one or none; set the "
+            "missing ones"
+        )
     return sources
 
 
 def parse_sources(value: Any) -> list[SourceSpec]:
     """The entries of `dataset.sources`. Raises `ConfigError` naming the entry."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise ConfigError(f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, ...]")
+        raise ConfigError(
+            f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, "
+            f"...]"
+        )
     return all_or_none_weighted(
         [SourceSpec.parse(entry, f"dataset.sources[{index}]") for index, entry in enumerate(value)]
     )
 
 
 def parse_named(value: Any) -> list[SourceSpec]:
-    """The entries of `dataset.named`, a name or a list of names and `{name: {fraction: .., OPTION: ..}}`. Raises
-    `ConfigError`."""
+    """The entries of `dataset.named`, a name or a list of names and `{name: {fraction: .., OPTION:
+    ..}}`. Raises `ConfigError`.
+    """
     entries = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(entries, Sequence) or not entries:
         raise ConfigError(
-            f"dataset.named={value!r}: must be a list such as [webgpt, {{oasst_export: {{fraction: 0.5}}}}]"
+            f"dataset.named={value!r}: must be a list such as [webgpt, {{oasst_export: "
+            f"{{fraction: 0.5}}}}]"
         )
     return [_named_source(entry, f"dataset.named[{index}]") for index, entry in enumerate(entries)]
 
@@ -161,15 +221,24 @@ def _named_source(entry: Any, where: str) -> SourceSpec:
     if isinstance(entry, str):
         return SourceSpec.parse({"named": entry}, where)
     if not isinstance(entry, Mapping) or len(entry) != 1:
-        names = f"; one entry is one dataset, and this one has the keys {', '.join(map(str, entry))}" if entry else ""
-        raise ConfigError(f"{where}={entry!r}: must be a name, or {{name: {{fraction: 0.5, ...}}}}{names}")
+        if entry:
+            names = f"; one entry is one dataset, and this one has the keys {', '.join(map(str, entry))}"
+        else:
+            names = ""
+        raise ConfigError(
+            f"{where}={entry!r}: must be a name, or {{name: {{fraction: 0.5, ...}}}}{names}"
+        )
     ((name, options),) = entry.items()
     if not isinstance(options or {}, Mapping):
-        raise ConfigError(f"{where}: {name}={options!r}: must be a mapping such as {{fraction: 0.5}}")
+        raise ConfigError(
+            f"{where}: {name}={options!r}: must be a mapping such as {{fraction: 0.5}}"
+        )
     known = {spec.name for spec in fields(SourceSpec)} - {"named", "type", "split"}
     own = {key: item for key, item in (options or {}).items() if key in known}
     args = {key: item for key, item in (options or {}).items() if key not in known}
-    return SourceSpec.parse({**own, "named": str(name), "args": {**args, **(own.get("args") or {})}}, where)
+    return SourceSpec.parse(
+        {**own, "named": str(name), "args": {**args, **(own.get("args") or {})}}, where
+    )
 
 
 def named_problem(value: Any) -> str | None:
@@ -183,7 +252,9 @@ def named_problem(value: Any) -> str | None:
 
 def columns_problem(value: Any) -> str | None:
     """What is wrong with a mapping of columns, or None: the rule of the option."""
-    if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value.values()):
+    if not isinstance(value, Mapping) or not all(
+        isinstance(each, str) and each for each in value.values()
+    ):
         return "must map names to columns, such as {prompt: question, answer: solution}"
     return None
 
@@ -199,36 +270,47 @@ def sources_problem(value: Any) -> str | None:
 
 @dataclass
 class DatasetSpec:
-    """The `dataset.*` options. `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args."""
+    """The `dataset.*` options.
+
+    `sources` is a list of mappings: path, type, fraction | size | weight, split, name, args.
+    """
 
     train_path: str | None = option(None, "the same as path", check=url_problem)
-    valid_path: str | None = option(None, "validation rows; evaluated every eval_freq_*", check=url_problem)
+    valid_path: str | None = option(
+        None, "validation rows; evaluated every eval_freq_*", check=url_problem
+    )
     path: str | None = option(
-        None, "training rows, or prompts: JSON, JSONL(.gz), Parquet, Arrow, a hub name, or a directory of them"
+        None,
+        "training rows, or prompts: JSON, JSONL(.gz), Parquet, Arrow, a hub name, or a directory "
+        "of them",
     )
     type: str | None = option(None, "dataset type: a form in docs/datasets.md or a registered name")
     args: dict[str, Any] = option({}, "arguments of the dataset class")
     columns: dict[str, str] = option(
         {},
-        "columns of the rows under the names that the form needs, as {prompt: question, answer: solution}; a.b is b of the "
+        "columns of the rows under the names that the form needs, as {prompt: question, answer: "
+        "solution}; a.b is b of the "
         "mapping in column a",
         check=columns_problem,
     )
     sources: Any = option(
         None,
-        "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, columns, valid_path, "
+        "a mixture: list of {path | named, type, fraction | size | weight, split, name, args, "
+        "columns, valid_path, "
         "valid_split, max_valid}",
         check=sources_problem,
     )
     named: Any = option(
         None,
-        "datasets by name, more of the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: en}}] (docs/named-datasets.md)",
+        "datasets by name, more of the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: "
+        "en}}] (docs/named-datasets.md)",
         check=named_problem,
     )
     named_file: list[str] = option([], "YAML files with entries of your own for dataset.named")
     max_seqlen: int | Literal["auto"] | None = option(
         None,
-        "maximum tokens of prompt and answer together; absent: the model's context; auto: the length of the longest row",
+        "maximum tokens of prompt and answer together; absent: the model's context; auto: the "
+        "length of the longest row",
         at_least=2,
     )
     valid_max_seqlen: int | None = option(
@@ -236,52 +318,68 @@ class DatasetSpec:
     )
     max_prompt_len: int | None = option(
         None,
-        "maximum tokens of a prompt; absent: for generation, what gen.max_new_tokens leaves of the model's context; for rows "
+        "maximum tokens of a prompt; absent: for generation, what gen.max_new_tokens leaves of "
+        "the model's context; for rows "
         "with answers, max_seqlen",
         at_least=1,
     )
     overlong: str | None = option(
         None,
-        "what happens to longer rows: truncate, drop (both counted per source and printed), error; absent: error for prompts "
+        "what happens to longer rows: truncate, drop (both counted per source and printed), "
+        "error; absent: error for prompts "
         "to complete, truncate for rows with answers",
         choices=OVERLONG,
     )
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
     truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
     train_bs_n_seqs: int | None = option(
-        None, "prompts or rows per training batch; absent: 32, unless train_tokens_per_batch is set", at_least=1
+        None,
+        "prompts or rows per training batch; absent: 32, unless train_tokens_per_batch is set",
+        at_least=1,
     )
     valid_bs_n_seqs: int | None = option(None, "prompts or rows per evaluation batch", at_least=1)
     train_tokens_per_batch: int | None = option(
         None, "maximum tokens of a training batch; excludes train_bs_n_seqs", at_least=1
     )
-    valid_tokens_per_batch: int | None = option(None, "maximum tokens of an evaluation batch", at_least=1)
+    valid_tokens_per_batch: int | None = option(
+        None, "maximum tokens of an evaluation batch", at_least=1
+    )
     shuffle: bool = option(True, "shuffle the rows anew every epoch")
     valid_split: float = option(
-        0.0, "share of the training rows set aside for validation when valid_path is absent", at_least=0.0, at_most=1.0
+        0.0,
+        "share of the training rows set aside for validation when valid_path is absent",
+        at_least=0.0,
+        at_most=1.0,
     )
     sort_by_length: bool = option(
         False, "put the shortest samples of an epoch first, those of equal length in random order"
     )
     sample_mixing: float = option(
         0.0,
-        "probability that a short sample joins another one: the pair is one of train_bs_n_seqs, and attention stays apart",
+        "probability that a short sample joins another one: the pair is one of train_bs_n_seqs, "
+        "and attention stays apart",
         at_least=0.0,
         at_most=1.0,
     )
     sample_mixing_below: int = option(256, "samples of fewer tokens are short ones", at_least=2)
-    label_masking: bool = option(True, "train what the assistant wrote; false: every token of rows with one answer")
+    label_masking: bool = option(
+        True, "train what the assistant wrote; false: every token of rows with one answer"
+    )
     random_window: float = option(
         0.0,
-        "probability that a row over max_seqlen gives a random part of that length, another one every epoch, in place of its "
+        "probability that a row over max_seqlen gives a random part of that length, another one "
+        "every epoch, in place of its "
         "beginning",
         at_least=0.0,
         at_most=1.0,
     )
-    system_prefix: str | None = option(None, "system text that begins every conversation, before its own")
+    system_prefix: str | None = option(
+        None, "system text that begins every conversation, before its own"
+    )
     system_tags: bool = option(
         False,
-        "a system message before each reply says what its message knows of it (lang, quality, humor, creativity, context), in "
+        "a system message before each reply says what its message knows of it (lang, quality, "
+        "humor, creativity, context), in "
         "a random order of every epoch's own",
     )
     system_tag_dropout: float = option(
@@ -290,11 +388,14 @@ class DatasetSpec:
     system_tag_length: bool = option(False, "they also say the reply's length: its words / 5 + 1")
     num_workers: int | None = option(
         None,
-        "processes that tokenize; 0 is none but this one, and tokenizes all rows before the first step; absent: for large "
+        "processes that tokenize; 0 is none but this one, and tokenizes all rows before the first "
+        "step; absent: for large "
         "files as many as cores, less one where training has begun",
         at_least=0,
     )
-    cache_dir: str | None = option(None, "where tokenized rows are kept; ~/.cache/weft when absent", check=url_problem)
+    cache_dir: str | None = option(
+        None, "where tokenized rows are kept; ~/.cache/weft when absent", check=url_problem
+    )
 
     @property
     def limit(self) -> int | None:

@@ -1,6 +1,8 @@
-"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` with the same ids, byte fallback included.
+"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` with the same ids, byte fallback
+included.
 
-The file is a protobuf message (sentencepiece_model.proto in google/sentencepiece); the few fields needed are read here.
+The file is a protobuf message (sentencepiece_model.proto in google/sentencepiece); the few fields
+needed are read here.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from tokenizers import decoders, models, normalizers
 
 from weft.errors import DataError
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6  # SentencePiece.Type
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+BYTE = 6  # SentencePiece.Type
 SPACE = "▁"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a sentencepiece file says: (piece, score, type) by id, and how text is normalised before it is cut."""
+    """What a sentencepiece file says: (piece, score, type) by id, and how text is normalised before
+    it is cut.
+    """
 
     pieces: tuple[tuple[str, float, int], ...]
     unigram: bool
@@ -39,7 +46,9 @@ class Model:
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether a file called `tokenizer.model` is one: its first field is a piece (tiktoken files of that name are text)."""
+    """Whether a file called `tokenizer.model` is one: its first field is a piece (tiktoken files of
+    that name are text).
+    """
     with path.open("rb") as file:
         return file.read(1) == b"\x0a"
 
@@ -56,13 +65,22 @@ def read_model(path: Path) -> Model:
                 score = piece.get(2, b"\0\0\0\0")
                 kind = piece.get(3, 1)
                 text = piece[1]
-                assert isinstance(text, bytes) and isinstance(score, bytes) and isinstance(kind, int)
+                assert (
+                    isinstance(text, bytes) and isinstance(score, bytes) and isinstance(kind, int)
+                )
                 pieces.append((text.decode(), struct.unpack("<f", score)[0], kind))
             elif number == 2 and isinstance(value, bytes):
                 trainer = dict(_fields(value))
             elif number == 3 and isinstance(value, bytes):
                 normalizer = dict(_fields(value))
-    except (IndexError, KeyError, AssertionError, UnicodeDecodeError, struct.error, ValueError) as error:
+    except (
+        IndexError,
+        KeyError,
+        AssertionError,
+        UnicodeDecodeError,
+        struct.error,
+        ValueError,
+    ) as error:
         raise DataError(f"{path}: not a sentencepiece model, or cut short ({error})") from error
     if not pieces:
         raise DataError(f"{path}: a sentencepiece model without pieces")
@@ -90,7 +108,13 @@ def convert(model: Model) -> tokenizers.Tokenizer:
         vocab = {piece: index for index, (piece, _, _) in enumerate(model.pieces)}
         unk = model.piece(model.unk_id)
         core = tokenizers.Tokenizer(
-            models.BPE(vocab, _merges(model, vocab), unk_token=unk, fuse_unk=True, byte_fallback=byte_fallback)
+            models.BPE(
+                vocab,
+                _merges(model, vocab),
+                unk_token=unk,
+                fuse_unk=True,
+                byte_fallback=byte_fallback,
+            )
         )
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
@@ -100,13 +124,19 @@ def convert(model: Model) -> tokenizers.Tokenizer:
     if model.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     core.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-    undo: list[decoders.Decoder] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    undo: list[decoders.Decoder] = [
+        decoders.Replace(SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if model.add_dummy_prefix:
         undo.append(decoders.Strip(" ", 1, 0))
     core.decoder = decoders.Sequence(undo)
     for kind in (CONTROL, USER_DEFINED):
         found = [
-            tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL) for p, _, k in model.pieces if k == kind
+            tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)
+            for p, _, k in model.pieces
+            if k == kind
         ]
         core.add_tokens(found)
     return core
@@ -120,7 +150,8 @@ def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
         if piece not in mergeable:
             continue
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             if left in mergeable and right in mergeable:
                 pairs.append((-score, vocab[left], vocab[right], left, right))
     pairs.sort()
@@ -139,7 +170,8 @@ def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
-        number, wire = tag >> 3, tag & 7
+        number = tag >> 3
+        wire = tag & 7
         if wire == 0:
             value, at = _varint(raw, at)
             yield number, value

@@ -8,8 +8,9 @@ from weft.data.tokenizer import Tokenizer
 
 
 def step_ends(text: str, mark: str) -> list[int]:
-    """How many characters of a text each of its steps ends after: behind each `mark`, and at the end of the text where
-    something else than blanks follows the last mark."""
+    """How many characters of a text each of its steps ends after: behind each `mark`, and at the
+    end of the text where something else than blanks follows the last mark.
+    """
     ends: list[int] = []
     start = 0
     while (at := text.find(mark, start)) >= 0:
@@ -21,8 +22,12 @@ def step_ends(text: str, mark: str) -> list[int]:
     return ends
 
 
-def step_tokens(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]) -> list[int]:
-    """For each number of characters of a completion's text: the index of the token that holds the last of them."""
+def step_tokens(
+    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
+) -> list[int]:
+    """For each number of characters of a completion's text: the index of the token that holds the
+    last of them.
+    """
 
     def reaches(end: int) -> Callable[[int], bool]:
         return lambda n: len(tokenizer.decode_after(prompt, ids[: n + 1], True)) >= end
@@ -32,7 +37,8 @@ def step_tokens(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int],
 
 def _first(holds: Callable[[int], bool], count: int) -> int:
     """The first of `count` indices from which on something holds; the last where it never does."""
-    low, high = 0, count - 1
+    low = 0
+    high = count - 1
     while low < high:
         middle = (low + high) // 2
         if holds(middle):

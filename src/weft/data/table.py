@@ -30,8 +30,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of the rows of a source, and of the samples that were cut (`both_cut`: prompt and answer) or left out; columns
-    `read`, columns that hold anything; parts of trained turns that the chat template `cut`."""
+    """Counts of the rows of a source, and of the samples that were cut (`both_cut`: prompt and
+    answer) or left out; columns `read`, columns that hold anything; parts of trained turns that the
+    chat template `cut`.
+    """
 
     rows: int = 0
     prompts_cut: int = 0
@@ -76,7 +78,10 @@ class Report:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """All samples of one source. `rows[i]` is the row of the file that sample i was made of (several may share one)."""
+    """All samples of one source.
+
+    `rows[i]` is the row of the file that sample i was made of (several may share one).
+    """
 
     sample: SequenceSample
     rows: npt.NDArray[np.int32]
@@ -102,12 +107,16 @@ class TokenTable:
         one = self.sample.at([index])
 
         def lists(key: str) -> list[Any]:
-            return [part.tolist() for part in one.sequences(key)] if key in one.keys else []
+            if key in one.keys:
+                return [part.tolist() for part in one.sequences(key)]
+            return []
 
         kept = ("prompt", "completion", "loss_mask")
         values = {key: one.data[key].tolist() for key in one.keys if key not in kept}
         metadata = {name: value[0] for name, value in one.metadata.items()}
-        return Encoded(lists("prompt")[0], lists("completion"), lists("loss_mask"), values, metadata)
+        return Encoded(
+            lists("prompt")[0], lists("completion"), lists("loss_mask"), values, metadata
+        )
 
     def costs(self) -> npt.NDArray[np.int64]:
         """Tokens of each sample, its prompt counted for every completion."""
@@ -123,11 +132,15 @@ class TokenTable:
         sizes = lengths["prompt"].astype(np.int64)
         if "completion" in lengths:
             groups = self.sample.group_of("completion")
-            np.maximum.at(sizes, groups, lengths["prompt"].astype(np.int64)[groups] + lengths["completion"])
+            np.maximum.at(
+                sizes, groups, lengths["prompt"].astype(np.int64)[groups] + lengths["completion"]
+            )
         return sizes
 
     @classmethod
-    def build(cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report) -> TokenTable:
+    def build(
+        cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report
+    ) -> TokenTable:
         """Pack encoded rows, in order; the keys are those of the first."""
         kinds = _kinds(encoded[0]) if encoded else ("prompt",)
         seqlens = {key: [_lengths(row, key) for row in encoded] for key in kinds}
@@ -138,7 +151,11 @@ class TokenTable:
         return cls(sample, np.asarray(rows, dtype=np.int32), report)
 
     def to_bytes(self) -> bytes:
-        values = {"ids": self.sample.ids, "metadata": dict(self.sample.metadata), "report": self.report.to_values()}
+        values = {
+            "ids": self.sample.ids,
+            "metadata": dict(self.sample.metadata),
+            "report": self.report.to_values(),
+        }
         tensors = {"rows": torch.from_numpy(self.rows.copy())}
         for key in self.sample.keys:
             tensors[f"lengths/{key}"] = torch.from_numpy(self.sample.lengths[key].copy())
@@ -156,14 +173,20 @@ class TokenTable:
             part, key = name.split("/", 1)
             fields[part][key] = tensor if part == "data" else tensor.numpy()
         sample = SequenceSample(
-            tuple(values["ids"]), fields["lengths"], fields["offsets"], fields["data"], values["metadata"]
+            tuple(values["ids"]),
+            fields["lengths"],
+            fields["offsets"],
+            fields["data"],
+            values["metadata"],
         )
         return cls(sample, rows, Report.from_values(values["report"]))
 
 
 def on_edges(sample: SequenceSample) -> SequenceSample:
     """Samples of a table in the dtypes of the graph's edges."""
-    return replace(sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()})
+    return replace(
+        sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
+    )
 
 
 def _kinds(row: Encoded) -> tuple[str, ...]:

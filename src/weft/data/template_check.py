@@ -1,4 +1,6 @@
-"""What a chat template may not do, which comes with a model and is run: loop without end, or make texts without bound."""
+"""What a chat template may not do, which comes with a model and is run: loop without end, or make
+texts without bound.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from weft.reading import reason
 
 SECONDS = 5.0  # that a template may take for a greeting
 CONVERSATION_SECONDS = 10.0  # for any other conversation
-TICK, IDLE = 0.05, 1.0  # seconds between two looks of a watch, and for which it waits for more to watch
+# seconds between two looks of a watch, and for which it waits for more to watch
+TICK = 0.05
+IDLE = 1.0
 MOST_CHARACTERS = 1_000_000  # that it may make of one
 MOST_EXPONENT = 64
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transformers adds to jinja
@@ -41,12 +45,22 @@ def template_problem(template: str) -> str | None:
         if found is not None:
             return found
         with within(SECONDS):
-            written: Any = render_jinja_template([[{"role": "user", "content": "Hi"}]], chat_template=template)
+            written: Any = render_jinja_template(
+                [[{"role": "user", "content": "Hi"}]], chat_template=template
+            )
     except jinja2.TemplateSyntaxError as error:
         return f"does not compile, line {error.lineno}: {error.message}"
     except (TookTooLong, RecursionError, MemoryError) as error:
         return reason(error)
-    except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError, NameError):
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ValueError,
+        ArithmeticError,
+        NameError,
+    ):
         return None  # it compiles; what it refuses shows with real messages
     if len(written[0][0]) > MOST_CHARACTERS:
         return f"makes {len(written[0][0]):,} characters of a greeting"
@@ -54,16 +68,24 @@ def template_problem(template: str) -> str | None:
 
 
 def _oversized(template: str) -> str | None:
-    """A product or power of constants in a template that fills the memory: jinja computes it as soon as it compiles one."""
-    tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(MARKS.sub("", template))
+    """A product or power of constants in a template that fills the memory: jinja computes it as
+    soon as it compiles one.
+    """
+    tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
+        MARKS.sub("", template)
+    )
     for node in reversed(list(_below(tree))):  # what stands inside comes first
         if isinstance(node, nodes.Pow):
             exponent = _constant(node.right)
             if isinstance(exponent, int | float) and abs(exponent) > MOST_EXPONENT:
                 return f"takes a power of {exponent:g}, line {node.lineno}"
         elif isinstance(node, nodes.Mul):
-            one, other = _constant(node.left), _constant(node.right)
-            size = max((len(each) for each in (one, other) if isinstance(each, str | list | tuple)), default=0)
+            one = _constant(node.left)
+            other = _constant(node.right)
+            size = max(
+                (len(each) for each in (one, other) if isinstance(each, str | list | tuple)),
+                default=0,
+            )
             times = max((each for each in (one, other) if isinstance(each, int)), default=0)
             if size * times > MOST_CHARACTERS:
                 return f"repeats a text {times:,} times, line {node.lineno}"
@@ -84,8 +106,10 @@ def _constant(node: nodes.Expr) -> Any:
 
 
 class Watch:
-    """One thread that interrupts others where what they do takes longer than it may; it ends itself where there is nothing to
-    watch. To start a timer for each conversation would take longer than most templates do."""
+    """One thread that interrupts others where what they do takes longer than it may; it ends itself
+    where there is nothing to watch. To start a timer for each conversation would take longer than
+    most templates do.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,8 +121,11 @@ class Watch:
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
-            if self._thread is None or not self._thread.is_alive():  # in a process that was forked it is not
-                self._thread = threading.Thread(target=self._run, name="weft-templates", daemon=True)
+            # in a process that was forked it is not
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(
+                    target=self._run, name="weft-templates", daemon=True
+                )
                 self._thread.start()
         return entry
 
@@ -130,8 +157,9 @@ def _watch() -> Watch:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `TookTooLong` in this thread where what is done takes longer; between two steps of Python, so not inside a
-    library's own code."""
+    """Raises `TookTooLong` in this thread where what is done takes longer; between two steps of
+    Python, so not inside a library's own code.
+    """
     watch = _watch()
     entry = watch.begin(seconds)
     try:

@@ -1,11 +1,13 @@
-"""Rows that are tokenized while training goes on: samples come from processes that work ahead, or are made when asked for.
+"""Rows that are tokenized while training goes on: samples come from processes that work ahead, or
+are made when asked for.
 
-The order of batches and the number of steps need the ids of all samples, so these are settled before. A row of a form with one
-sample per row (`OneSample`) has one unless it is left out for its length. What is read before training begins:
+The order of batches and the number of steps need the ids of all samples, so these are settled
+before. A row of a form with one sample per row (`OneSample`) has one unless it is left out for its
+length. What is read before training begins:
 
 - every row, with its id and its shape (its columns, and the kinds of values in them);
-- the samples of the first row of each shape, since rows that a form cannot use mostly differ in shape from those that it can,
-  and of all rows of a shape if this one is bad;
+- the samples of the first row of each shape, since rows that a form cannot use mostly differ in
+  shape from those that it can, and of all rows of a shape if this one is bad;
 - the samples of rows that may be too long, if such rows are left out or are errors.
 """
 
@@ -57,11 +59,15 @@ from weft.data.tokenizing import (
 )
 from weft.errors import DataError
 
-MOST_SHAPES = 1000  # of which a row is tokenized before training begins; after these only top-level columns count
+# of which a row is tokenized before training begins; after these only top-level columns count
+MOST_SHAPES = 1000
 ADDED = 2  # tokens that a sample may have beside those of its text: BOS and EOS
 NAMED_BY_VALUE = ("role", "from")  # keys whose texts are part of a row's shape
-FINISH_SECONDS = 20.0  # for which the end of a run waits for a table that is being written to the cache
-WAITING, UNDER_WAY, DONE = 0, 1, 2
+# for which the end of a run waits for a table that is being written to the cache
+FINISH_SECONDS = 20.0
+WAITING = 0
+UNDER_WAY = 1
+DONE = 2
 
 Packed = tuple[
     TokenTable, list[Problem]
@@ -70,26 +76,38 @@ Packed = tuple[
 
 @runtime_checkable
 class OneSample(Protocol):
-    """A form whose rows (but trees of messages) make one sample of at most one completion, trained from its first token on.
+    """A form whose rows (but trees of messages) make one sample of at most one completion, trained
+    from its first token on.
 
     Such a sample is never left out where long ones are truncated: a trained token always stays.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        """Return the text that becomes the tokens of a row's sample; BOS and EOS may be added. Raises as `encode` does."""
+        """Return the text that becomes the tokens of a row's sample; BOS and EOS may be added.
+
+        Raises as `encode` does.
+        """
         ...
 
 
-def tokenize_ahead(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable | TableAhead:
-    """Return the samples of a source, as a `TableAhead` that is yet to be started or as a whole table.
+def tokenize_ahead(
+    form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source
+) -> TokenTable | TableAhead:
+    """Return the samples of a source, as a `TableAhead` that is yet to be started or as a whole
+    table.
 
-    It is a whole table, as `tokenize` makes it, if it comes from the cache, if the files are small, if the form makes several
-    samples of a row, and if `num_workers` is 0.
+    It is a whole table, as `tokenize` makes it, if it comes from the cache, if the files are small,
+    if the form makes several samples of a row, and if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that are found.
     """
     files = find_files(source.path, source.split)
-    if source.num_workers == 0 or source.most is not None or not isinstance(form, OneSample) or not are_large(files):
+    if (
+        source.num_workers == 0
+        or source.most is not None
+        or not isinstance(form, OneSample)
+        or not are_large(files)
+    ):
         return tokenize(form, lengths, tokenizer, source)
     form.check(tokenizer)
     kept = cache_file(form, lengths, tokenizer, source, files)
@@ -114,7 +132,10 @@ def pack(outcome: Outcome) -> Packed:
 
 @dataclass
 class _Rows:
-    """All rows of a source, by number. `shapes[row]` is the number of its shape, `tried` are rows to tokenize at once."""
+    """All rows of a source, by number.
+
+    `shapes[row]` is the number of its shape, `tried` are rows to tokenize at once.
+    """
 
     places: list[str] = field(default_factory=list)
     pickled: list[bytes] = field(default_factory=list)
@@ -127,10 +148,20 @@ class _Rows:
 
 
 def _list_rows(job: Job, source: Source) -> _Rows | None:
-    """Read all rows. None if some make several samples, or if their columns differ too much to try a row of each kind."""
-    rows, known = _Rows(), dict[Any, int]()
-    limits = [limit for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len) if limit is not None]
-    most = None if job.lengths.overlong == "truncate" else min(limits, default=None)
+    """Read all rows.
+
+    None if some make several samples, or if their columns differ too much to try a row of each
+    kind.
+    """
+    rows = _Rows()
+    known = dict[Any, int]()
+    limits = [
+        limit for limit in (job.lengths.max_seqlen, job.lengths.max_prompt_len) if limit is not None
+    ]
+    if job.lengths.overlong == "truncate":
+        most = None
+    else:
+        most = min(limits, default=None)
     for number, (place, row) in enumerate(rows_of(source.path, source.split, source.columns)):
         own: str | None = None
         if not isinstance(row, Unreadable):
@@ -155,7 +186,9 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
 
 
 def _shape(row: Row | Unreadable, id_key: str, *, deep: bool) -> Any:
-    """The columns of a row, but for its id, with the kinds of their values; `deep`: and of the values inside these."""
+    """The columns of a row, but for its id, with the kinds of their values; `deep`: and of the
+    values inside these.
+    """
     if isinstance(row, Unreadable):
         return None
     kind = _kind if deep else _kind_alone
@@ -175,7 +208,9 @@ def _kind(value: Any, key: str = "") -> Any:
 
 
 def _kind_alone(value: Any) -> Any:
-    return type(value) if value or isinstance(value, bool | int | float) else (type(value), "empty")
+    if value or isinstance(value, bool | int | float):
+        return type(value)
+    return (type(value), "empty")
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
@@ -191,7 +226,10 @@ def _may_be_longer(job: Job, row: Row, most: int) -> bool:
 
 
 def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
-    """The table of rows whose ids and number are settled. Raises `DataError` with all reports that are known."""
+    """The table of rows whose ids and number are settled.
+
+    Raises `DataError` with all reports that are known.
+    """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
 
@@ -204,7 +242,9 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
     encode(tried)
     bad = {rows.shapes[row] for row, _, long in problems if long is None}
     if bad:
-        encode([row for row, shape in enumerate(rows.shapes) if shape in bad and row not in rows.tried])
+        encode(
+            [row for row, shape in enumerate(rows.shapes) if shape in bad and row not in rows.tried]
+        )
     used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
     left = [row for row in range(len(rows.places)) if row in used or row not in rows.tried]
     ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
@@ -212,18 +252,26 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
         raise DataError(reports(rows.places, [*problems, *taken]))
     if not left:
         raise no_rows_error(source, len(rows.places))
-    # A column of metadata appears first in the first sample of some shape: with these, batches have all columns at once.
+    # A column of metadata appears first in the first sample of some shape: with these, batches have
+    # all columns at once.
     firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
     encode(sorted(row for row in firsts if row not in used))
-    samples = sorted(((chunk[i], each) for chunk, outcome in outcomes for i, _, each in outcome[0]), key=lambda s: s[0])
+    samples = sorted(
+        ((chunk[i], each) for chunk, outcome in outcomes for i, _, each in outcome[0]),
+        key=lambda s: s[0],
+    )
     columns = tuple(dict.fromkeys(name for _, sample in samples for name in sample.metadata))
-    table = TableAhead(job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept)
+    table = TableAhead(
+        job, rows.places, rows.pickled, tuple(ids), np.asarray(left, dtype=np.int32), columns, kept
+    )
     for chunk, outcome in outcomes:
         table.add_samples(chunk, pack(outcome))
     return table
 
 
-def _encode_now(job: Job, rows: _Rows, numbers: Sequence[int], source: Source) -> list[tuple[list[int], Outcome]]:
+def _encode_now(
+    job: Job, rows: _Rows, numbers: Sequence[int], source: Source
+) -> list[tuple[list[int], Outcome]]:
     """(numbers, outcome) of chunks of these rows, which training has to wait for."""
     chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
     if len(numbers) <= MOST_SHAPES:
@@ -241,24 +289,39 @@ def _encode_now(job: Job, rows: _Rows, numbers: Sequence[int], source: Source) -
 class TableAhead:
     """Samples of one source like those of a `TokenTable`, most of which are yet to be made.
 
-    `ids` and `rows` are known. `at` makes samples that are missing; from `start` to `close` processes make the others, first
-    those that training asks for next (`prioritize`). Once all are there, they are kept on disk as `tokenize` keeps them. An
-    error that is found meanwhile is raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
+    `ids` and `rows` are known. `at` makes samples that are missing; from `start` to `close`
+    processes make the others, first those that training asks for next (`prioritize`). Once all are
+    there, they are kept on disk as `tokenize` keeps them. An error that is found meanwhile is
+    raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
     """
 
     def __init__(
-        self, job: Job, places: Sequence[str], pickled: list[bytes], ids: tuple[str, ...], rows: npt.NDArray[np.int32],
-        columns: tuple[str, ...], kept: Path,
-    ) -> None:  # fmt: skip
-        self.ids, self.rows = ids, rows
-        self.check_longest: Callable[[int], None] | None = None  # called with the longest size, whenever it grows
-        self._job, self._places, self._pickled, self._columns, self._kept = job, places, pickled, columns, kept
+        self,
+        job: Job,
+        places: Sequence[str],
+        pickled: list[bytes],
+        ids: tuple[str, ...],
+        rows: npt.NDArray[np.int32],
+        columns: tuple[str, ...],
+        kept: Path,
+    ) -> None:
+        self.ids = ids
+        self.rows = rows
+        # called with the longest size, whenever it grows
+        self.check_longest: Callable[[int], None] | None = None
+        self._job = job
+        self._places = places
+        self._pickled = pickled
+        self._columns = columns
+        self._kept = kept
         self._bytes = np.asarray([len(pickled[row]) for row in rows.tolist()], dtype=np.int64)
         self._state = np.zeros(len(ids), dtype=np.int8)
-        self._chunk_of, self._place_of = np.full((2, len(ids)), -1, dtype=np.int64)  # where a finished sample lies
+        # where a finished sample lies
+        self._chunk_of, self._place_of = np.full((2, len(ids)), -1, dtype=np.int64)
         self._samples: list[SequenceSample] = []  # of each chunk
         self._reports: list[Report] = []
-        self._queue: Index = np.arange(len(ids), dtype=np.int64)  # samples in the order in which processes take them
+        # samples in the order in which processes take them
+        self._queue: Index = np.arange(len(ids), dtype=np.int64)
         self._next = 0  # place in the queue
         self._longest = self._checked = 0
         self._whole: TokenTable | None = None
@@ -283,7 +346,8 @@ class TableAhead:
             self._state[missing] = UNDER_WAY
         self._make(missing)
         with self._changed:
-            others = [index for index in indices if self._state[index] == UNDER_WAY]  # a process is at work on them
+            # a process is at work on them
+            others = [index for index in indices if self._state[index] == UNDER_WAY]
         extra = self._encode(others)[0].sample if others else None
         self._raise_failure()
         with self._changed:
@@ -292,14 +356,22 @@ class TableAhead:
             found = self._gather(indices, others, extra)
         return on_edges(replace(found, ids=tuple(self.ids[index] for index in indices)))
 
-    def _gather(self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None) -> SequenceSample:
+    def _gather(
+        self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
+    ) -> SequenceSample:
         """The samples from where they lie: in the chunks, and `others` in `extra`."""
         apart = {index: place for place, index in enumerate(others)}
-        wanted: dict[int, list[tuple[int, int]]] = {}  # chunk -> (place among the indices, place in the chunk)
+        # chunk -> (place among the indices, place in the chunk)
+        wanted: dict[int, list[tuple[int, int]]] = {}
         for at, index in enumerate(indices):
-            chunk, place = (-1, apart[index]) if index in apart else (int(self._chunk_of[index]), self._place_of[index])
+            chunk, place = (
+                (-1, apart[index])
+                if index in apart
+                else (int(self._chunk_of[index]), self._place_of[index])
+            )
             wanted.setdefault(chunk, []).append((at, int(place)))
-        parts, order = [], list[int]()
+        parts = []
+        order = list[int]()
         for chunk, found in wanted.items():
             sample = self._samples[chunk] if chunk >= 0 else extra
             assert sample is not None, "samples outside the chunks were encoded"
@@ -309,7 +381,9 @@ class TableAhead:
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def whole(self) -> TokenTable:
-        """The table of all samples, once they are there; those that no process is at work on are made here."""
+        """The table of all samples, once they are there; those that no process is at work on are
+        made here.
+        """
         while (samples := self._take()).size:
             self._make(samples.tolist())
         with self._changed:
@@ -324,7 +398,9 @@ class TableAhead:
         if self._whole is None:
             return None
         report = self._whole.report
-        return replace(report, cut=tuple(replace(cut, place=self._places[cut.row]) for cut in report.cut))
+        return replace(
+            report, cut=tuple(replace(cut, place=self._places[cut.row]) for cut in report.cut)
+        )
 
     def longest(self) -> int:
         """Most tokens of a sequence among the samples that are there."""
@@ -349,7 +425,9 @@ class TableAhead:
         """Begin to make all samples, in `workers` processes."""
         job = pickle.dumps(replace(self._job, packed=True))
         for number in range(min(workers, -(-len(self) // CHUNK))):
-            thread = threading.Thread(target=self._work, args=(job,), name=f"weft-tokenizing-{number}", daemon=True)
+            thread = threading.Thread(
+                target=self._work, args=(job,), name=f"weft-tokenizing-{number}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -358,7 +436,8 @@ class TableAhead:
         others = np.ones(len(self), dtype=np.bool_)
         others[order] = False
         with self._changed:
-            self._queue, self._next = np.concatenate([order, np.flatnonzero(others)]), 0
+            self._queue = np.concatenate([order, np.flatnonzero(others)])
+            self._next = 0
 
     def close(self) -> None:
         """End the processes. A table that has all its samples is put on disk first."""
@@ -382,7 +461,9 @@ class TableAhead:
             send(process, job)
             while (samples := self._take()).size:
                 rows = self.rows[samples].tolist()
-                self.add_samples(rows, ask_process(process, [("", self._pickled[row]) for row in rows]))
+                self.add_samples(
+                    rows, ask_process(process, [("", self._pickled[row]) for row in rows])
+                )
         except BaseException as error:  # whoever asks for samples is told
             self._fail(error)
         finally:
@@ -390,10 +471,17 @@ class TableAhead:
                 end_process(process)
 
     def _take(self) -> Index:
-        """Samples of the next chunk, in the order of their rows; none at the end, and after `close`."""
+        """Samples of the next chunk, in the order of their rows; none at the end, and after
+        `close`.
+        """
         found: list[int] = []
         with self._changed:
-            while self._next < len(self._queue) and len(found) < CHUNK and not self._closed and self._failure is None:
+            while (
+                self._next < len(self._queue)
+                and len(found) < CHUNK
+                and not self._closed
+                and self._failure is None
+            ):
                 sample = int(self._queue[self._next])
                 self._next += 1
                 if self._state[sample] == WAITING:
@@ -416,7 +504,9 @@ class TableAhead:
         """The samples with the columns of metadata that the whole table has."""
         nothing = (None,) * sample.num_ids
         assert set(sample.metadata) <= set(self._columns), "a form's columns follow from the row's"
-        return replace(sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns})
+        return replace(
+            sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns}
+        )
 
     def add_samples(self, rows: Sequence[int], packed: Packed) -> None:
         """Add the samples of a chunk of rows."""
@@ -428,9 +518,15 @@ class TableAhead:
         samples = np.searchsorted(self.rows, [rows[index] for index in table.rows.tolist()])
         cut = tuple(replace(cut, row=rows[cut.row]) for cut in table.report.cut)
         with self._changed:
-            expected = int(np.isin(self.rows, rows).sum()) if len(samples) < len(rows) else len(rows)
+            if len(samples) < len(rows):
+                expected = int(np.isin(self.rows, rows).sum())
+            else:
+                expected = len(rows)
             assert len(samples) == expected, "a row that was to have a sample has none"
-            self._chunk_of[samples], self._place_of[samples] = len(self._samples), np.arange(len(samples))
+            self._chunk_of[samples], self._place_of[samples] = (
+                len(self._samples),
+                np.arange(len(samples)),
+            )
             self._state[samples] = DONE
             self._samples.append(self._with_columns(table.sample))
             self._reports.append(replace(table.report, cut=cut))
@@ -465,13 +561,20 @@ class TableAhead:
         starts = np.zeros(len(self._samples), dtype=np.int64)
         starts[held] = np.cumsum([0, *(self._samples[number].num_ids for number in held[:-1])])
         apart = [
-            replace(self._samples[number], ids=tuple(f"{number}/{id}" for id in self._samples[number].ids))
+            replace(
+                self._samples[number],
+                ids=tuple(f"{number}/{id}" for id in self._samples[number].ids),
+            )
             for number in held
         ]
         order = starts[self._chunk_of] + self._place_of
         sample = SequenceSample.gather(apart, keys).at(order.tolist())
-        cuts = sorted((cut for report in self._reports for cut in report.cut), key=lambda cut: cut.row)
-        report = replace(sum((replace(report, cut=()) for report in self._reports), Report()), cut=joined(cuts))
+        cuts = sorted(
+            (cut for report in self._reports for cut in report.cut), key=lambda cut: cut.row
+        )
+        report = replace(
+            sum((replace(report, cut=()) for report in self._reports), Report()), cut=joined(cuts)
+        )
         return TokenTable(replace(sample, ids=self.ids), self.rows, report)
 
     def _fail(self, error: BaseException) -> None:

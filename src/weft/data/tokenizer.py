@@ -1,7 +1,8 @@
 """Text to token ids and back: one encode path for training, generation, chat and rewards.
 
-Wraps a `transformers` tokenizer. What weft adds: overrides that must be in the vocabulary, at most one BOS, chat rendering
-with the mask of what the assistant wrote, exact sentencepiece ids from a bare `tokenizer.model`, a decoder for streams.
+Wraps a `transformers` tokenizer. What weft adds: overrides that must be in the vocabulary, at most
+one BOS, chat rendering with the mask of what the assistant wrote, exact sentencepiece ids from a
+bare `tokenizer.model`, a decoder for streams.
 """
 
 from __future__ import annotations
@@ -32,17 +33,22 @@ UNDRESSED = Dress()
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer as weft uses it; `Tokenizer.load` makes one. `hf` is the `transformers` tokenizer beneath."""
+    """A tokenizer as weft uses it; `Tokenizer.load` makes one.
+
+    `hf` is the `transformers` tokenizer beneath.
+    """
 
     hf: PreTrainedTokenizerBase
     add_bos: bool = False  # whether `encode` begins with BOS
-    chat_bos: bool = False  # whether a conversation gets BOS where its template writes none (add_bos_token=true)
+    # whether a conversation gets BOS where its template writes none (add_bos_token=true)
+    chat_bos: bool = False
     model_stops: tuple[int, ...] = ()  # ids that end a completion by the model's own configuration
     added_from: int | None = None  # the first id that `add_tokens` made; None where it made none
     option: str = "tokenizer"  # how a user writes the options of this tokenizer
     dress: Dress = UNDRESSED  # what stands around the conversations that are trained on
     draw: np.random.Generator | None = None  # what is drawn of that; None: nothing
-    most_tokens: int | None = None  # a text that has more for certain is not tokenized, but `TooLong`
+    # a text that has more for certain is not tokenized, but `TooLong`
+    most_tokens: int | None = None
 
     @classmethod
     def load(
@@ -52,15 +58,20 @@ class Tokenizer:
         trust_remote_code: bool = False,
         option: str = "tokenizer",
     ) -> Tokenizer:
-        """Read `spec.path` (or the model's own: a directory, a `tokenizer.json`, a sentencepiece file, a hub name) and apply
-        the overrides; `option` is how a user writes them. Raises `UserError` where nothing can be read, a named token is not
-        in the vocabulary, or the chat template does not compile."""
+        """Read `spec.path` (or the model's own: a directory, a `tokenizer.json`, a sentencepiece
+        file, a hub name) and apply the overrides; `option` is how a user writes them. Raises
+        `UserError` where nothing can be read, a named token is not in the vocabulary, or the chat
+        template does not compile.
+        """
         if (path := spec.path or model_path) is None:
             raise ConfigError(f"{option}.path is not set and there is no model path; set one")
         with tokenizer_files.quiet():
             hf = tokenizer_files.read(path, trust_remote_code, option, own=spec.path is None)
         added_from = tokenizer_files.prepare(hf, spec, path, option)
-        add_bos = tokenizer_files.begins_with_bos(hf) if spec.add_bos_token is None else spec.add_bos_token
+        if spec.add_bos_token is None:
+            add_bos = tokenizer_files.begins_with_bos(hf)
+        else:
+            add_bos = spec.add_bos_token
         if spec.add_bos_token:
             tokenizer_files.need_bos(hf, path, option)
         if spec.add_bos_token is not None:
@@ -71,35 +82,64 @@ class Tokenizer:
     # -- ids and text
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Token ids of a text, without EOS. `bos`: begin with BOS (None: the tokenizer's habit); never two of them."""
+        """Token ids of a text, without EOS.
+
+        `bos`: begin with BOS (None: the tokenizer's habit); never two of them.
+        """
         ids = list(tokenizer_files.encoded(self.hf, text, self.most_tokens)["input_ids"])
-        if (self.add_bos if bos is None else bos) and self.bos_id is not None and ids[:1] != [self.bos_id]:
+        if (
+            (self.add_bos if bos is None else bos)
+            and self.bos_id is not None
+            and ids[:1] != [self.bos_id]
+        ):
             return [self.bos_id, *ids]
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
-        return str(self.hf.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+        return str(
+            self.hf.decode(
+                list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
+        )
 
-    def decode_after(self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of `ids` where they stand behind `before`: the blank before a first word stays (sentencepiece drops it
-        at the beginning of a text)."""
+    def decode_after(
+        self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
+    ) -> str:
+        """The text of `ids` where they stand behind `before`: the blank before a first word stays
+        (sentencepiece drops it at the beginning of a text).
+        """
         context = list(before)[-4:]
-        head, whole = self.decode(context, skip_special), self.decode([*context, *ids], skip_special)
-        return whole[len(head) :] if head and whole.startswith(head) else self.decode(ids, skip_special)
+        head = self.decode(context, skip_special)
+        whole = self.decode([*context, *ids], skip_special)
+        if head and whole.startswith(head):
+            return whole[len(head) :]
+        return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Ids (no BOS is added) and the characters [start, stop) each came from; None where the tokenizer cannot tell."""
+        """Ids (no BOS is added) and the characters [start, stop) each came from; None where the
+        tokenizer cannot tell.
+        """
         if not self.hf.is_fast:
             return None
-        found = tokenizer_files.encoded(self.hf, text, self.most_tokens, return_offsets_mapping=True)
+        found = tokenizer_files.encoded(
+            self.hf, text, self.most_tokens, return_offsets_mapping=True
+        )
         return list(found["input_ids"]), [(int(a), int(b)) for a, b in found["offset_mapping"]]
 
-    def encode_with_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """(ids, mask) of a text, True on tokens that hold a character of one of the spans [start, stop)."""
-        ids, mask = chat.mask_spans(lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans)
+    def encode_with_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]]:
+        """(ids, mask) of a text, True on tokens that hold a character of one of the spans [start,
+        stop).
+        """
+        ids, mask = chat.mask_spans(
+            lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans
+        )
         bos = self.bos_id
-        return ([bos, *ids], [False, *mask]) if self.add_bos and bos is not None and ids[:1] != [bos] else (ids, mask)
+        if self.add_bos and bos is not None and ids[:1] != [bos]:
+            return ([bos, *ids], [False, *mask])
+        return (ids, mask)
 
     # -- chat
 
@@ -110,9 +150,15 @@ class Tokenizer:
         return found.get("default") if isinstance(found, dict) else found
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation. Raises `DataError` where the template refuses these messages."""
+        """The text of a conversation.
+
+        Raises `DataError` where the template refuses these messages.
+        """
         problem = template_problem(self.require_chat_template())
         if problem is not None:
             raise tokenizer_files.bad_template(self.name, problem, self.option)
@@ -125,9 +171,15 @@ class Tokenizer:
         return text
 
     def dressed_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        *,
+        add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation that `mask_chat` makes tokens of, or with a generation prompt `encode_context`."""
+        """The text of a conversation that `mask_chat` makes tokens of, or with a generation prompt
+        `encode_context`.
+        """
         self.check_template()
         talk = normalise(messages)
         if not add_generation_prompt:
@@ -137,17 +189,27 @@ class Tokenizer:
         return self.render(talk, normalise_tools(tools), add_generation_prompt)
 
     def most_tokens_in(self, text: str) -> int | None:
-        """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing it. None if unknown."""
-        return None if self._tokens_per_byte is None else tokenizer_files.most_tokens(text, *self._tokens_per_byte)
+        """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing
+        it. None if unknown.
+        """
+        if self._tokens_per_byte is None:
+            return None
+        return tokenizer_files.most_tokens(text, *self._tokens_per_byte)
 
     @cached_property
     def _tokens_per_byte(self) -> tuple[int, int] | None:
         return tokenizer_files.tokens_per_byte(self.hf)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation. BOS is the template's own; `add_bos_token=true` adds one that is missing."""
+        """Token ids of a conversation.
+
+        BOS is the template's own; `add_bos_token=true` adds one that is missing.
+        """
         self.check_template()
         text = self.render(normalise(messages), normalise_tools(tools), add_generation_prompt)
         return self.encode(text, bos=self.chat_bos)
@@ -155,29 +217,37 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """(token ids of a conversation to go on with, generation prompt included, what of its messages is in none of them).
+        """(token ids of a conversation to go on with, generation prompt included, what of its
+        messages is in none of them).
 
-        Raises `DataError` where the template leaves out what a reply must know (`weft.data.rendered`).
+        Raises `DataError` where the template leaves out what a reply must know
+        (`weft.data.rendered`).
         """
-        talk, schemas = normalise(messages), normalise_tools(tools)
+        talk = normalise(messages)
+        schemas = normalise_tools(tools)
         if self.dress.prefix is not None:
             talk = with_prefix(talk, self.dress.prefix)
         ids = self.encode_chat(talk, schemas, add_generation_prompt=True)
-        return ids, rendered.check(rendered.left_out(self.render, talk, schemas, prompt=True), talk, self.name)
+        return ids, rendered.check(
+            rendered.left_out(self.render, talk, schemas, prompt=True), talk, self.name
+        )
 
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of its turns."""
+        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of
+        its turns.
+        """
         found = self.mask_chat(messages, tools)
         return found.ids, found.mask
 
     def mask_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> chat.Masked:
-        """A conversation's tokens, marked on what the assistant wrote and the token that ends each of its turns.
+        """A conversation's tokens, marked on what the assistant wrote and the token that ends each
+        of its turns.
 
-        Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that ends the last reply with no
-        token of its own gets EOS there. Raises `DataError` where the assistant's turns cannot be found, or messages are not
-        rendered.
+        Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that
+        ends the last reply with no token of its own gets EOS there. Raises `DataError` where the
+        assistant's turns cannot be found, or messages are not rendered.
         """
         self.check_template()
         template = Template(
@@ -190,27 +260,41 @@ class Tokenizer:
             self.name,
             self.option,
         )
-        found = chat.mask_tokens(template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools))
-        ids, mask = found.ids, found.mask
+        found = chat.mask_tokens(
+            template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools)
+        )
+        ids = found.ids
+        mask = found.mask
         if self.chat_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
-            ids, mask = [self.bos_id, *ids], [False, *mask]
+            ids = [self.bos_id, *ids]
+            mask = [False, *mask]
         if self.turn_end is None and self.eos_id is not None:
             ids, mask = chat.ended(ids, mask, self.eos_id, self.decode)
         if not self.dress.label_masking:
             return replace(
-                found, ids=ids, mask=[at > 0 for at in range(len(ids))], unused=found.unused - {chat.UNTRAINED}
+                found,
+                ids=ids,
+                mask=[at > 0 for at in range(len(ids))],
+                unused=found.unused - {chat.UNTRAINED},
             )
         return replace(found, ids=ids, mask=mask)
 
-    def _marked(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[tuple[int, int]] | None:
-        template = self.hf.get_chat_template(None, tools)  # some have another one for conversations with tools
+    def _marked(
+        self, messages: Sequence[dict[str, Any]], tools: Any
+    ) -> list[tuple[int, int]] | None:
+        # some have another one for conversations with tools
+        template = self.hf.get_chat_template(None, tools)
         named = rendered.with_reasoning_key(messages, template)
         return chat.generation_spans(template, named, tools, dict(self.hf.special_tokens_map))
 
     @cached_property
     def around_reply(self) -> tuple[str, str]:
-        """What the chat template writes between the generation prompt and a plain reply, and after it; "" without one."""
-        return ("", "") if self.chat_template is None else rendered.around_reply(self.render)
+        """What the chat template writes between the generation prompt and a plain reply, and after
+        it; "" without one.
+        """
+        if self.chat_template is None:
+            return ("", "")
+        return rendered.around_reply(self.render)
 
     @cached_property
     def turn_end(self) -> str | None:
@@ -222,16 +306,27 @@ class Tokenizer:
         return [token.content for token in self.hf.added_tokens_decoder.values()]
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's configuration names."""
-        found = [self.eos_id, None if self.turn_end is None else self.special_id(self.turn_end), *self.model_stops]
+        """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's
+        configuration names.
+        """
+        found = [
+            self.eos_id,
+            None if self.turn_end is None else self.special_id(self.turn_end),
+            *self.model_stops,
+        ]
         return list(dict.fromkeys(id for id in found if isinstance(id, int)))
 
     def special_id(self, text: str) -> int | None:
         """The id of the added token that is written so, or None where there is none."""
-        return next((id for id, token in self.hf.added_tokens_decoder.items() if token.content == text), None)
+        return next(
+            (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
+            None,
+        )
 
     def drawing(self, draw: np.random.Generator) -> Tokenizer:
-        """The same tokenizer with random numbers to draw from; what it knows of its template goes along."""
+        """The same tokenizer with random numbers to draw from; what it knows of its template goes
+        along.
+        """
         made = copy(self)
         object.__setattr__(made, "draw", draw)
         return made
@@ -272,7 +367,9 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that affects token ids: vocabulary, merges, special tokens, templates, BOS habits."""
+        """sha256 over everything that affects token ids: vocabulary, merges, special tokens,
+        templates, BOS habits.
+        """
         dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
         return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
@@ -289,10 +386,14 @@ class Tokenizer:
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` where there is no chat template, or one that cannot write conversations of texts."""
+        """Raise `UserError` where there is no chat template, or one that cannot write conversations
+        of texts.
+        """
         self.require_chat_template()
         if fault := self._template_fault:
-            raise tokenizer_files.bad_template(self.name, f"{fault}, and weft gives it text", self.option)
+            raise tokenizer_files.bad_template(
+                self.name, f"{fault}, and weft gives it text", self.option
+            )
 
     @cached_property
     def _template_fault(self) -> str | None:
@@ -304,12 +405,14 @@ class Tokenizer:
         config = Path(directory) / "tokenizer_config.json"
         values = json.loads(config.read_text())
         if values.get("tokenizer_class") == "TokenizersBackend":
-            values["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that transformers 4 knows too
+            # the name that transformers 4 knows too
+            values["tokenizer_class"] = "PreTrainedTokenizerFast"
             write(config, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
 
 class StreamDecoder:
-    """Text of a growing completion: `feed` returns what is new and will not change, `flush` the rest.
+    """Text of a growing completion: `feed` returns what is new and will not change, `flush` the
+    rest.
 
     A character whose bytes are spread over several tokens comes out when its last byte has come.
     """
@@ -318,7 +421,9 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._ids: list[int] = []
-        self._start = 0  # decoding begins here, a few tokens back, because a token's text can depend on the one before
+        # decoding begins here, a few tokens back, because a token's text can depend on the one
+        # before
+        self._start = 0
         self._read = 0  # tokens whose text has been given out
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -329,7 +434,8 @@ class StreamDecoder:
             before, now = self._texts()
             if len(now) > len(before) and not now.endswith("\ufffd"):
                 given += now[len(before) :]
-                self._start, self._read = self._read, len(self._ids)
+                self._start = self._read
+                self._read = len(self._ids)
         return given
 
     def flush(self) -> str:
@@ -341,4 +447,6 @@ class StreamDecoder:
     def _texts(self) -> tuple[str, str]:
         window = self._ids[self._start :]
         decode = self._tokenizer.decode
-        return decode(window[: self._read - self._start], self._skip_special), decode(window, self._skip_special)
+        return decode(window[: self._read - self._start], self._skip_special), decode(
+            window, self._skip_special
+        )

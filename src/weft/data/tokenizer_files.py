@@ -1,4 +1,6 @@
-"""Tokenizers from files: Hugging Face directories, a bare `tokenizer.json` or sentencepiece `tokenizer.model`, overrides."""
+"""Tokenizers from files: Hugging Face directories, a bare `tokenizer.json` or sentencepiece
+`tokenizer.model`, overrides.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from weft.data.rows import TooLong
 from weft.data.spec import TokenizerSpec
 from weft.data.template_check import template_problem
 from weft.errors import ConfigError, DataError, NoTemplate, UserError, nearest
-from weft.reading import check_file, check_folder, read_object, read_text, reading, reason, refuse_url
+from weft.reading import (
+    check_file,
+    check_folder,
+    read_object,
+    read_text,
+    reading,
+    reason,
+    refuse_url,
+)
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
@@ -34,7 +44,8 @@ CLASSES_WITH_BOS = (
     "Gemma",
 )  # their sentencepiece tokenizers begin with BOS unless told otherwise
 SAYING_STOPS = ("config.json", "generation_config.json")
-NEVER_LONGER = frozenset(  # steps before the model of a tokenizer for which `tokens_per_byte` has a bound
+# steps before the model of a tokenizer for which `tokens_per_byte` has a bound
+NEVER_LONGER = frozenset(
     (
         "NFC",
         "Prepend",
@@ -53,16 +64,22 @@ NEVER_REFUSED = 200_000  # characters of a text that is tokenized whatever the l
 
 
 def stop_ids_of_model(path: str) -> tuple[int, ...]:
-    """Ids that end a completion as a model's config.json and generation_config.json say (`eos_token_id`, one or several)."""
+    """Ids that end a completion as a model's config.json and generation_config.json say
+    (`eos_token_id`, one or several).
+    """
     found: list[int] = []
     for name in SAYING_STOPS:
         stated = model_values(path, name).get("eos_token_id")
-        found += [id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)]
+        found += [
+            id for id in (stated if isinstance(stated, list) else [stated]) if isinstance(id, int)
+        ]
     return tuple(dict.fromkeys(found))
 
 
 def model_values(path: str, name: str) -> Mapping[str, Any]:
-    """What a JSON file of a model directory or hub model holds; nothing where there is none of that name."""
+    """What a JSON file of a model directory or hub model holds; nothing where there is none of that
+    name.
+    """
     place = Path(path).expanduser()
     try:
         file = (place if place.exists() else hub.folder(path)) / name
@@ -72,15 +89,21 @@ def model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def typed(option: str, name: str) -> str:
-    """How a user writes an option of a tokenizer: `actor.tokenizer.eos_token`, or for a command `--chat-template`."""
-    return f"--{name.replace('_', '-')}" if option == COMMAND else f"{option}.{name}"
+    """How a user writes an option of a tokenizer: `actor.tokenizer.eos_token`, or for a command
+    `--chat-template`.
+    """
+    if option == COMMAND:
+        return f"--{name.replace('_', '-')}"
+    return f"{option}.{name}"
 
 
 def read(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, which is the model's `own` where no option names another. Raises `UserError` naming the option:
-    `option` and what follows it, or the model's."""
+    """The tokenizer at `path`, which is the model's `own` where no option names another.
+
+    Raises `UserError` naming the option: `option` and what follows it, or the model's.
+    """
     place = Path(path).expanduser()
     asked = _named(path, option, own=own)
     if place.is_file():
@@ -90,16 +113,22 @@ def read(
                 return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
-        raise UserError(f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model")
+        raise UserError(
+            f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model"
+        )
     if place.is_dir():
         check_folder(place, asked)
     if place.is_dir() and not (place / "tokenizer.json").exists():
         model = place / SENTENCEPIECE
         if model.exists() and spm.is_sentencepiece(model):
             config = place / "tokenizer_config.json"
-            return _from_sentencepiece(model, read_object(config, str(config)) if config.exists() else {})
+            return _from_sentencepiece(
+                model, read_object(config, str(config)) if config.exists() else {}
+            )
     refuse_url(path, asked)
-    if not place.exists() and (place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1):
+    if not place.exists() and (
+        place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
+    ):
         raise UserError(f"{asked}: no such file or directory")
     if place.is_dir():
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
@@ -114,7 +143,11 @@ def read(
             check_growth(place / "tokenizer.json", f"{asked}: {place / 'tokenizer.json'}")
         try:
             own_config = _plain_config(source)
-            hf = _tried(AutoTokenizer.from_pretrained(source, config=own_config, trust_remote_code=trust_remote_code))
+            hf = _tried(
+                AutoTokenizer.from_pretrained(
+                    source, config=own_config, trust_remote_code=trust_remote_code
+                )
+            )
         except (
             StrictDataclassError
         ) as wrong:  # a value in config.json, which the library reads for the tokenizer's class
@@ -124,36 +157,53 @@ def read(
 
 
 def _plain_config(source: str) -> PreTrainedConfig | None:
-    """A model's config.json, where a tokenizer's files name their class, which then depends on nothing but the model's type and
-    name; otherwise None. By itself `AutoTokenizer` imports the model's own configuration, and with it most of `transformers`:
-    a second."""
+    """A model's config.json, where a tokenizer's files name their class, which then depends on
+    nothing but the model's type and name; otherwise None. By itself `AutoTokenizer` imports the
+    model's own configuration, and with it most of `transformers`: a second.
+    """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
         return None
     model, tokenizer = (read_object(file, str(file)) for file in files)
-    if "auto_map" in model or "auto_map" in tokenizer or not isinstance(tokenizer.get("tokenizer_class"), str):
+    if (
+        "auto_map" in model
+        or "auto_map" in tokenizer
+        or not isinstance(tokenizer.get("tokenizer_class"), str)
+    ):
         return None
     return PreTrainedConfig.from_dict(model, name_or_path=source)
 
 
 def _named(path: str, option: str, *, own: bool) -> str:
-    """The option that names the tokenizer at `path`, and its value; a command names its model by itself."""
+    """The option that names the tokenizer at `path`, and its value; a command names its model by
+    itself.
+    """
     if option == COMMAND:
         return path
     model = option.removesuffix(".tokenizer")
-    return f"{model}.path={path}" if own and model != option else f"{typed(option, 'path')}={path}"
+    if own and model != option:
+        return f"{model}.path={path}"
+    return f"{typed(option, 'path')}={path}"
 
 
 def _tried(hf: Hf) -> Hf:
-    """A tokenizer that has encoded a text, and whose ids are those of a table: what its files leave wrong shows here."""
+    """A tokenizer that has encoded a text, and whose ids are those of a table: what its files leave
+    wrong shows here.
+    """
     hf("a", verbose=False)
     vocab = hf.get_vocab()
-    if vocab and not hf("The 1st of a, b and c.", add_special_tokens=False, verbose=False)["input_ids"]:
+    if (
+        vocab
+        and not hf("The 1st of a, b and c.", add_special_tokens=False, verbose=False)["input_ids"]
+    ):
         raise ValueError(
-            "it makes no tokens of text: it has no vocabulary but special tokens; is tokenizer.json missing?"
+            "it makes no tokens of text: it has no vocabulary but special tokens; is "
+            "tokenizer.json missing?"
         )
     if not vocab or min(vocab.values()) < 0:
-        raise ValueError("its vocabulary is empty" if not vocab else "its vocabulary has ids below 0")
+        raise ValueError(
+            "its vocabulary is empty" if not vocab else "its vocabulary has ids below 0"
+        )
     template = hf.chat_template
     if not isinstance(template, str | dict | None):
         raise ValueError(f"its chat template is a {type(template).__name__}, and no text")
@@ -161,23 +211,38 @@ def _tried(hf: Hf) -> Hf:
 
 
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a tokenizer_config.json)."""
-    with reading(f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"):
+    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a
+    tokenizer_config.json).
+    """
+    with reading(
+        f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"
+    ):
         return _tried(_made(spm.read_model(path), config))
 
 
 def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    names = {"unk_token": model.unk_id, "bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
+    names = {
+        "unk_token": model.unk_id,
+        "bos_token": model.bos_id,
+        "eos_token": model.eos_id,
+        "pad_token": model.pad_id,
+    }
     tokens: dict[str, str | None] = {name: model.piece(id) for name, id in names.items()}
     for name in (*names, "sep_token"):
         token = config.get(name)
-        tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(name)
+        tokens[name] = (token["content"] if isinstance(token, Mapping) else token) or tokens.get(
+            name
+        )
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=spm.convert(model), **{name: token for name, token in tokens.items() if token is not None}
+        tokenizer_object=spm.convert(model),
+        **{name: token for name, token in tokens.items() if token is not None},
     )
     added = sorted((int(id), token) for id, token in config.get("added_tokens_decoder", {}).items())
     known = hf.get_vocab()
-    hf.add_tokens([token["content"] for _, token in added if token["content"] not in known], special_tokens=True)
+    hf.add_tokens(
+        [token["content"] for _, token in added if token["content"] not in known],
+        special_tokens=True,
+    )
     hf.chat_template = config.get("chat_template")
     habit = str(config.get("tokenizer_class", "")).startswith(CLASSES_WITH_BOS)
     set_habit(hf, bool(config.get("add_bos_token", habit)) and hf.bos_token is not None)
@@ -190,7 +255,9 @@ def set_habit(hf: Any, add_bos: bool) -> None:
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
 
-def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str, option: str = "tokenizer") -> None:
+def override(
+    hf: PreTrainedTokenizerBase, name: str, token: str | None, path: str, option: str = "tokenizer"
+) -> None:
     if token is None:
         return
     vocab = hf.get_vocab()
@@ -198,13 +265,17 @@ def override(hf: PreTrainedTokenizerBase, name: str, token: str | None, path: st
         near = nearest(token, [known for known in vocab if known.startswith(token[:1])])
         hint = f"near it: {', '.join(near)}" if near else "name a token that it has"
         raise ConfigError(
-            f"{typed(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} tokens); {hint}"
+            f"{typed(option, name)}={token!r} is not in the vocabulary of {path} ({len(vocab)} "
+            f"tokens); {hint}"
         )
     hf.add_special_tokens({name: token})
 
 
 def read_template(given: str, option: str = "tokenizer") -> str:
-    """The template's text: `given` is that, the name of one, or a file that holds it. Raises `ConfigError` where it is none."""
+    """The template's text: `given` is that, the name of one, or a file that holds it.
+
+    Raises `ConfigError` where it is none.
+    """
     if given in TEMPLATES:
         return text_of(given)
     path = Path(given).expanduser()
@@ -213,7 +284,8 @@ def read_template(given: str, option: str = "tokenizer") -> str:
             near = nearest(given, TEMPLATES)
             hint = f"{f'did you mean {near[0]}? ' if near else ''}by name there are {', '.join(TEMPLATES)}"
             raise ConfigError(
-                f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor a file, nor a jinja "
+                f"{typed(option, 'chat_template')}={given!r}: neither the name of a template, nor "
+                f"a file, nor a jinja "
                 f"template; {hint}"
             )
         given = read_text(path, f"{typed(option, 'chat_template')}={given}", ConfigError)
@@ -223,7 +295,9 @@ def read_template(given: str, option: str = "tokenizer") -> str:
     return given
 
 
-def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer") -> int | None:
+def prepare(
+    hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
+) -> int | None:
     """Change the tokenizer of `path` as the options say. The first id that is new, or None."""
     added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
@@ -238,35 +312,51 @@ def prepare(hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option:
 
 
 def no_template(option: str) -> NoTemplate:
-    """The error where messages need a chat template; `option` is how the tokenizer's options are written."""
+    """The error where messages need a chat template; `option` is how the tokenizer's options are
+    written.
+    """
     return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
-        f"write {typed(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or a jinja file), or use text "
+        f"write {typed(option, 'chat_template')}=zephyr (or another of {', '.join(TEMPLATES)}, or "
+        f"a jinja file), or use text "
         "columns"
     )
 
 
-def encoded(hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool) -> Mapping[str, Any]:
-    """What a tokenizer makes of a text, without special tokens. Raises `DataError` for a text that is none, and `TooLong` for
-    one that has more than `most` tokens for certain: where texts are not split into words, the time that one takes grows with
-    the square of its length."""
+def encoded(
+    hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
+) -> Mapping[str, Any]:
+    """What a tokenizer makes of a text, without special tokens.
+
+    Raises `DataError` for a text that is none, and `TooLong` for one that has more than `most`
+    tokens for certain: where texts are not split into words, the time that one takes grows with the
+    square of its length.
+    """
     if most is not None and len(text) > NEVER_REFUSED:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
         if least > most:
             raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
-    with reading("a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)", DataError):
-        # Masks would be lists as long as the ids, which keep other threads waiting while they are made.
+    with reading(
+        "a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)",
+        DataError,
+    ):
+        # Masks would be lists as long as the ids, which keep other threads waiting while they are
+        # made.
         masks = {"return_attention_mask": False, "return_token_type_ids": False}
-        found: Mapping[str, Any] = hf(text, add_special_tokens=False, verbose=False, **masks, **more)
+        found: Mapping[str, Any] = hf(
+            text, add_special_tokens=False, verbose=False, **masks, **more
+        )
     return found
 
 
 def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """(most tokens for each byte of ASCII, for each other byte) of a tokenizer that merges bytes, or characters and bytes.
+    """(most tokens for each byte of ASCII, for each other byte) of a tokenizer that merges bytes,
+    or characters and bytes.
 
-    Every token of such a tokenizer stands for at least one byte of the text as it is normalized. NFC makes at most three bytes
-    of one, and leaves ASCII as it is; a blank may be put before each part between special tokens. None for other tokenizers,
-    whose normalizers may write a character in any number of others.
+    Every token of such a tokenizer stands for at least one byte of the text as it is normalized.
+    NFC makes at most three bytes of one, and leaves ASCII as it is; a blank may be put before each
+    part between special tokens. None for other tokenizers, whose normalizers may write a character
+    in any number of others.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None
@@ -280,10 +370,13 @@ def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
         return None
     for step in steps:
         writes = step.get("content", step.get("prepend", step.get("replacement", BLANK)))
-        if writes != BLANK or (step.get("pattern", {"String": " "}) != {"String": " "} and step["type"] == "Replace"):
+        if writes != BLANK or (
+            step.get("pattern", {"String": " "}) != {"String": " "} and step["type"] == "Replace"
+        ):
             return None
     prefixed = any(
-        step["type"] in ("Prepend", "Metaspace") or (step["type"] == "ByteLevel" and step.get("add_prefix_space"))
+        step["type"] in ("Prepend", "Metaspace")
+        or (step["type"] == "ByteLevel" and step.get("add_prefix_space"))
         for step in steps
     )
     composed = any(step["type"] == "NFC" for step in steps)
@@ -296,7 +389,11 @@ def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
         return []
     if step["type"] != "Sequence":
         return [step]
-    return [each for part in step.get("normalizers", step.get("pretokenizers", [])) for each in _steps(part)]
+    return [
+        each
+        for part in step.get("normalizers", step.get("pretokenizers", []))
+        for each in _steps(part)
+    ]
 
 
 def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
@@ -316,13 +413,19 @@ def bad_template(name: str, fault: str, option: str) -> UserError:
 def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
     """The error where completions need a token to end with."""
     return UserError(
-        f"the tokenizer has no end-of-sequence token, and completions need one to end with; set {option}.eos_token to a token "
+        f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
+        f"{option}.eos_token to a token "
         f"of its vocabulary (its special tokens: {', '.join(added[:8]) or 'none'})"
     )
 
 
-def added_tokens(given: Sequence[str], template: str | None, option: str = "tokenizer") -> list[str]:
-    """The tokens that `tokenizer.add_tokens` names, once each. Raises `ConfigError` for `template` without a named one."""
+def added_tokens(
+    given: Sequence[str], template: str | None, option: str = "tokenizer"
+) -> list[str]:
+    """The tokens that `tokenizer.add_tokens` names, once each.
+
+    Raises `ConfigError` for `template` without a named one.
+    """
     found: list[str] = []
     for token in given:
         if token != TEMPLATE:
@@ -331,8 +434,10 @@ def added_tokens(given: Sequence[str], template: str | None, option: str = "toke
             found += TEMPLATES[template].tokens
         else:
             raise ConfigError(
-                f"{option}.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template given by name, and "
-                f"{option}.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write the tokens themselves"
+                f"{option}.add_tokens: {TEMPLATE!r} stands for the tokens of a chat_template "
+                f"given by name, and "
+                f"{option}.chat_template={template!r} is none of {', '.join(TEMPLATES)}; write "
+                f"the tokens themselves"
             )
     return list(dict.fromkeys(found))
 
@@ -343,54 +448,87 @@ def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None
         return None
     known = hf.get_vocab()
     first = max(known.values(), default=-1) + 1
-    hf.add_tokens([AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True)
+    hf.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
+    )
     return None if all(token in known for token in tokens) else first
 
 
-def check_named_template(hf: PreTrainedTokenizerBase, name: str, path: str, option: str = "tokenizer") -> None:
-    """Raises `ConfigError` where the tokenizer lacks a special token without which the template `name` means nothing."""
-    known, template = hf.get_vocab(), TEMPLATES[name]
+def check_named_template(
+    hf: PreTrainedTokenizerBase, name: str, path: str, option: str = "tokenizer"
+) -> None:
+    """Raises `ConfigError` where the tokenizer lacks a special token without which the template
+    `name` means nothing.
+    """
+    known = hf.get_vocab()
+    template = TEMPLATES[name]
     missing = [token for token in template.tokens if token not in known]
     asked = f"{typed(option, 'chat_template')}={name}"
     if missing:
-        fix = "the model never learned them" if option == COMMAND else f"add them with '{option}.add_tokens=[template]'"
+        if option == COMMAND:
+            fix = "the model never learned them"
+        else:
+            fix = f"add them with '{option}.add_tokens=[template]'"
         raise ConfigError(
-            f"{asked} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, or take a template in words "
+            f"{asked} writes {', '.join(missing)}, which the vocabulary of {path} lacks; {fix}, "
+            f"or take a template in words "
             "such as zephyr"
         )
     unset = [token for token in template.needs if getattr(hf, token) is None]
     if unset:
-        raise ConfigError(f"{asked} writes the {unset[0]}, which {path} does not name; set {typed(option, unset[0])}")
+        raise ConfigError(
+            f"{asked} writes the {unset[0]}, which {path} does not name; set "
+            f"{typed(option, unset[0])}"
+        )
 
 
 def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
-    """Make every digit a token of its own. Raises `ConfigError` for a tokenizer in Python, which has no such step."""
+    """Make every digit a token of its own.
+
+    Raises `ConfigError` for a tokenizer in Python, which has no such step.
+    """
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"{option}.per_digit_tokens=true: {path} is a tokenizer without a pre-tokenizer (it is written in Python); "
+            f"{option}.per_digit_tokens=true: {path} is a tokenizer without a pre-tokenizer (it "
+            f"is written in Python); "
             "give one with a tokenizer.json, or leave the option out"
         )
     core = hf.backend_tokenizer
     apart = pre_tokenizers.Digits(individual_digits=True)
-    core.pre_tokenizer = apart if core.pre_tokenizer is None else pre_tokenizers.Sequence([core.pre_tokenizer, apart])
+    if core.pre_tokenizer is None:
+        core.pre_tokenizer = apart
+    else:
+        core.pre_tokenizer = pre_tokenizers.Sequence([core.pre_tokenizer, apart])
 
 
 def begins_with_bos(hf: PreTrainedTokenizerBase) -> bool:
-    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [hf.bos_token_id]
+    return hf.bos_token_id is not None and list(hf("a", verbose=False)["input_ids"])[:1] == [
+        hf.bos_token_id
+    ]
 
 
 def need_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
     if hf.bos_token_id is None:
-        raise ConfigError(f"{option}.add_bos_token=true, but {path} has no BOS token; set {option}.bos_token")
+        raise ConfigError(
+            f"{option}.add_bos_token=true, but {path} has no BOS token; set {option}.bos_token"
+        )
 
 
 def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
-    """sha256 over all that decides the token ids of a text or conversation; `habits` are what weft adds to it."""
+    """sha256 over all that decides the token ids of a text or conversation; `habits` are what weft
+    adds to it.
+    """
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()
     else:
-        options = {name: str(value) for name, value in hf.init_kwargs.items() if not name.endswith(("_file", "_path"))}
-        core = json.dumps([type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True)
+        options = {
+            name: str(value)
+            for name, value in hf.init_kwargs.items()
+            if not name.endswith(("_file", "_path"))
+        }
+        core = json.dumps(
+            [type(hf).__name__, options, sorted(hf.get_vocab().items())], sort_keys=True
+        )
     special = {name: str(token) for name, token in hf.special_tokens_map.items()}
     rest = json.dumps([special, hf.chat_template, habits], sort_keys=True)
     return hashlib.sha256(f"{core}\n{rest}".encode()).hexdigest()
@@ -398,7 +536,9 @@ def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `transformers` from narrating while it tries one file format after another; errors are raised, not logged."""
+    """Keep `transformers` from narrating while it tries one file format after another; errors are
+    raised, not logged.
+    """
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

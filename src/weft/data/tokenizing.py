@@ -1,4 +1,6 @@
-"""Rows to token ids: once, in parallel where there are many, kept on disk under a hash of everything that affects them."""
+"""Rows to token ids: once, in parallel where there are many, kept on disk under a hash of
+everything that affects them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ from weft.errors import DataError, RunError, UserError
 from weft.writing import write
 
 VERSION = 5  # part of the cache's key; raised when the same rows give other ids
-PARALLEL_BYTES = 8 << 20  # smaller files are tokenized about as soon as a second process has started
+# smaller files are tokenized about as soon as a second process has started
+PARALLEL_BYTES = 8 << 20
 CHUNK = 512
 LACKS = re.compile(r"lacks the key '[^']*'")
 FIRST = 3  # places that are named where all rows have the same fault
 
 
 class Form(Protocol):
-    """How rows of one type become token ids. Forms are frozen dataclasses: their fields are options, and they are hashed."""
+    """How rows of one type become token ids.
+
+    Forms are frozen dataclasses: their fields are options, and they are hashed.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -53,7 +59,10 @@ class Form(Protocol):
         ...
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        """The samples of one row. Raises `BadRow`, or `DataError` from rendering, saying what is wrong."""
+        """The samples of one row.
+
+        Raises `BadRow`, or `DataError` from rendering, saying what is wrong.
+        """
         ...
 
 
@@ -81,23 +90,28 @@ class Source:
     progress: Reporter = show
     columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
     name: str = ""  # what to call it while it is read; "": by its path
-    most: int | None = None  # samples after which no more rows are read, and nothing is kept; None: all are read
+    # samples after which no more rows are read, and nothing is kept; None: all are read
+    most: int | None = None
 
 
 Chunk = list[tuple[str, Row | Unreadable | bytes]]  # (place, row, or the pickle of one)
-Problem = tuple[int, str, TooLong | None]  # (row, what is wrong, by how much it is too long where that is it)
+# (row, what is wrong, by how much it is too long where that is it)
+Problem = tuple[int, str, TooLong | None]
 Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
     """The tokenized rows of a source, from the cache where they lie there.
 
-    Raises `DataError` with a report `FILE:LINE: what is wrong` for every bad row; nothing is kept then.
+    Raises `DataError` with a report `FILE:LINE: what is wrong` for every bad row; nothing is kept
+    then.
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
     if source.most is not None:
-        return _with_places(_first_samples(Job(form, lengths, tokenizer), files, source, source.most), files)
+        return _with_places(
+            _first_samples(Job(form, lengths, tokenizer), files, source, source.most), files
+        )
     kept = cache_file(form, lengths, tokenizer, source, files)
     table = _from_cache(kept)
     if table is None:
@@ -117,13 +131,20 @@ def no_rows_error(source: Source, rows: int) -> DataError:
 
 
 def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """The table with the places of what its report names; a table from the cache may come from files of other names."""
+    """The table with the places of what its report names; a table from the cache may come from
+    files of other names.
+    """
     cuts = table.report.cut
     if not cuts:
         return table
     read = (str(place) for file in files for place, _ in read_rows(file))
     places = list(islice(read, max(cut.row for cut in cuts) + 1))
-    return replace(table, report=replace(table.report, cut=tuple(replace(cut, place=places[cut.row]) for cut in cuts)))
+    return replace(
+        table,
+        report=replace(
+            table.report, cut=tuple(replace(cut, place=places[cut.row]) for cut in cuts)
+        ),
+    )
 
 
 def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
@@ -137,11 +158,14 @@ def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
 
 
 def encode_rows(job: Job, chunk: Chunk) -> Outcome:
-    """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of some rows."""
+    """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of
+    some rows.
+    """
     samples: list[tuple[int, str | None, Encoded]] = []
     problems: list[Problem] = []
     counts = Counter[str]()
-    read, held = set[str](), set[str]()
+    read = set[str]()
+    held = set[str]()
     cuts: list[Cut] = []
     for index, (_, given) in enumerate(chunk):
         if isinstance(given, bytes):
@@ -177,9 +201,13 @@ def encode_rows(job: Job, chunk: Chunk) -> Outcome:
 def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
     read = (row for file in files for row in read_rows(file))
     collecting = gc.isenabled()
-    gc.disable()  # it would go through all rows that are there again and again, which takes as long as reading them
+    # it would go through all rows that are there again and again, which takes as long as reading
+    # them
+    gc.disable()
     try:
-        rows: Chunk = [(str(place), row) for place, row in renamed(read, source.columns, source.path)]
+        rows: Chunk = [
+            (str(place), row) for place, row in renamed(read, source.columns, source.path)
+        ]
     finally:
         if collecting:
             gc.enable()
@@ -187,7 +215,9 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
     if workers is None:
         workers = (os.cpu_count() or 1) if are_large(files) else 0
     chunks = [rows[at : at + CHUNK] for at in range(0, len(rows), CHUNK)]
-    with source.progress(f"tokenizing {source.name or Path(source.path).name}", len(rows)) as advance:
+    with source.progress(
+        f"tokenizing {source.name or Path(source.path).name}", len(rows)
+    ) as advance:
         if workers > 1:
             outcomes = encode_in_processes(job, chunks, min(workers, len(chunks)), advance)
         else:
@@ -223,7 +253,8 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     problems: list[Problem] = []
     encoded: list[Encoded] = []
     own_ids: list[tuple[int, str | None]] = []
-    start, total = 0, Report()
+    start = 0
+    total = Report()
     for samples, report, found in outcomes:
         problems += [(start + index, wrong, long) for index, wrong, long in found]
         own_ids += [(start + index, own) for index, own, _ in samples]
@@ -234,14 +265,22 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
     ids, taken = assign_ids(own_ids, places)
     if problems := [*problems, *taken]:
         raise DataError(reports(places, problems))
-    ids = [f"{id}/{sample.part}" if sample.part else id for id, sample in zip(ids, encoded, strict=True)]
+    ids = [
+        f"{id}/{sample.part}" if sample.part else id
+        for id, sample in zip(ids, encoded, strict=True)
+    ]
     return TokenTable.build(ids, encoded, [row for row, _ in own_ids], total)
 
 
-def assign_ids(own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """Return the ids of rows, and problems, from the rows' numbers and their own ids, in the order of their file.
+def assign_ids(
+    own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]
+) -> tuple[list[str], list[Problem]]:
+    """Return the ids of rows, and problems, from the rows' numbers and their own ids, in the order
+    of their file.
 
-    A row without an id gets its number, whatever ids other rows have; two rows of one id are a problem."""
+    A row without an id gets its number, whatever ids other rows have; two rows of one id are a
+    problem.
+    """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
     problems: list[Problem] = []
@@ -250,7 +289,13 @@ def assign_ids(own_ids: Sequence[tuple[int, str | None]], places: Sequence[str])
         id = own if own is not None else _number_row(row, given)
         first = seen.setdefault(id, row)
         if first != row:
-            problems.append((row, f"the id {id!r} is taken by {places[first]}; ids are unique in a source", None))
+            problems.append(
+                (
+                    row,
+                    f"the id {id!r} is taken by {places[first]}; ids are unique in a source",
+                    None,
+                )
+            )
         ids.append(id)
     return ids, problems
 
@@ -264,17 +309,25 @@ def _number_row(row: int, given: Set[str]) -> str:
 
 
 def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
-    """`FILE:LINE: what is wrong`, by line, of the rows at these places. One report where every row lacks the same key,
-    for then it is the option; one on all rows that are too long."""
+    """`FILE:LINE: what is wrong`, by line, of the rows at these places.
+
+    One report where every row lacks the same key, for then it is the option; one on all rows that
+    are too long.
+    """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
     if len(problems) == len(places) > 1 and len(lacks) == 1 and None not in lacks:
         wrong = problems[0][1]
-        hint = "" if "dataset.type=" in wrong else "; set dataset.type to the form of these rows"
+        if "dataset.type=" in wrong:
+            hint = ""
+        else:
+            hint = "; set dataset.type to the form of these rows"
         return [f"{_first_places(places, problems)}: each of the {len(places)} rows {wrong}{hint}"]
     long = [problem for problem in problems if problem[2] is not None]
     told = [_too_long(places, long)] if long else []
-    return told + [f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None]
+    return told + [
+        f"{places[row]}: {wrong}" for row, wrong, too_long in problems if too_long is None
+    ]
 
 
 def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
@@ -285,16 +338,22 @@ def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
 
 def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
     """How many rows are too long, the longest of them, and what to do."""
-    longest = max((problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens)
+    longest = max(
+        (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
+    )
     count = len({row for row, _, _ in problems})
     return (
-        f"{_first_places(places, problems)}: {count:,} of {len(places):,} rows are too long ({longest}); "
-        f"raise {longest.option} as far as the model's context allows, or set dataset.overlong=drop to leave them out "
+        f"{_first_places(places, problems)}: {count:,} of {len(places):,} rows are too long "
+        f"({longest}); "
+        f"raise {longest.option} as far as the model's context allows, or set "
+        f"dataset.overlong=drop to leave them out "
         "(truncate to cut them)"
     )
 
 
-def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance: Any) -> list[Outcome]:
+def encode_in_processes(
+    job: Job, chunks: Sequence[Chunk], workers: int, advance: Any
+) -> list[Outcome]:
     """`encode_rows` of every chunk in order, by `workers` processes."""
     setup = pickle.dumps(job)
     processes = [start_process() for _ in range(workers)]
@@ -309,7 +368,8 @@ def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance
             try:
                 outcome: Outcome = ask_process(process, chunk)
             finally:
-                idle.put(process)  # also a dead one: whoever waits for it must fail, not wait for ever
+                # also a dead one: whoever waits for it must fail, not wait for ever
+                idle.put(process)
             advance(len(chunk))
             return outcome
 
@@ -323,8 +383,8 @@ def encode_in_processes(job: Job, chunks: Sequence[Chunk], workers: int, advance
 def start_process() -> subprocess.Popen[bytes]:
     """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
 
-    It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the user's script again, in a
-    session of its own, since Ctrl-C is for this process alone.
+    It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the
+    user's script again, in a session of its own, since Ctrl-C is for this process alone.
     """
     environment = {
         **os.environ,
@@ -333,7 +393,11 @@ def start_process() -> subprocess.Popen[bytes]:
     }
     command = [sys.executable, "-m", "weft.data.encode_worker"]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -360,26 +424,35 @@ def send(process: subprocess.Popen[bytes], raw: bytes) -> None:
         process.stdin.write(len(raw).to_bytes(8, "little") + raw)
         process.stdin.flush()
     except BrokenPipeError as error:
-        raise RunError("a tokenizing process ended early (out of memory?); set dataset.num_workers=0") from error
+        raise RunError(
+            "a tokenizing process ended early (out of memory?); set dataset.num_workers=0"
+        ) from error
 
 
 def _receive(process: subprocess.Popen[bytes]) -> Any:
     assert process.stdout is not None
     size = process.stdout.read(8)
     if len(size) < 8:
-        raise RunError("a tokenizing process ended early (out of memory?); set dataset.num_workers=0")
+        raise RunError(
+            "a tokenizing process ended early (out of memory?); set dataset.num_workers=0"
+        )
     return pickle.loads(process.stdout.read(int.from_bytes(size, "little")))
 
 
 # -- the cache
 
 
-def cache_file(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]) -> Path:
+def cache_file(
+    form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source, files: Sequence[Path]
+) -> Path:
     options = [VERSION, type(form).__name__, asdict(form), asdict(lengths)]
     options += [dict(source.columns)] if source.columns else []
     text = json.dumps([options, tokenizer.fingerprint, content_hash(list(files))], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:40]
-    root = Path(source.cache_dir).expanduser() if source.cache_dir else Path.home() / ".cache" / "weft"
+    if source.cache_dir:
+        root = Path(source.cache_dir).expanduser()
+    else:
+        root = Path.home() / ".cache" / "weft"
     return root / "tokens" / f"{name}.bin"
 
 
@@ -394,9 +467,15 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 
 def to_cache(file: Path, table: TokenTable) -> None:
-    """Write under a temporary name, then rename. A cache that cannot be written is done without, with a note."""
+    """Write under a temporary name, then rename.
+
+    A cache that cannot be written is done without, with a note.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, table.to_bytes())
     except OSError as error:
-        print(f"note: tokenized rows are not kept in {file.parent} ({error.strerror})", file=sys.stderr)
+        print(
+            f"note: tokenized rows are not kept in {file.parent} ({error.strerror})",
+            file=sys.stderr,
+        )

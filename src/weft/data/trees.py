@@ -1,4 +1,6 @@
-"""Open-Assistant exports: a row is a tree of messages (`message_tree_id`, `prompt` with nested `replies`)."""
+"""Open-Assistant exports: a row is a tree of messages (`message_tree_id`, `prompt` with nested
+`replies`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ Node = Mapping[str, Any]
 
 
 def threads(row: Row) -> Iterator[list[Node]]:
-    """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter is left off."""
+    """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter
+    is left off.
+    """
     seen: set[str] = set()
     for path in _paths(_root(row)):
         if path[-1].get("role") == "prompter":
@@ -22,7 +26,9 @@ def threads(row: Row) -> Iterator[list[Node]]:
 
 
 def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a prompter's message, its replies best first) wherever two or more replies carry a human rank."""
+    """(path to a prompter's message, its replies best first) wherever two or more replies carry a
+    human rank.
+    """
     for path in _paths(_root(row), inner=True):
         ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
         if path[-1].get("role") == "prompter" and len(ranked) > 1:
@@ -35,13 +41,19 @@ def prompts(row: Row) -> Iterator[list[Node]]:
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The nodes of a path as chat messages, with what is known of each: its language, and the means of its labels."""
+    """The nodes of a path as chat messages, with what is known of each: its language, and the means
+    of its labels.
+    """
     return [{"role": node["role"], "content": node["text"], **_facts(node)} for node in path]
 
 
 def _facts(node: Node) -> dict[str, Any]:
     labels = node.get("labels") or {}
-    found = {name: labels[name]["value"] for name in ("quality", "humor", "creativity") if labels.get(name)}
+    found = {
+        name: labels[name]["value"]
+        for name in ("quality", "humor", "creativity")
+        if labels.get(name)
+    }
     return {"lang": node["lang"], **found} if node.get("lang") else found
 
 
@@ -53,7 +65,10 @@ def _root(row: Row) -> Node:
 
 
 def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
-    """Paths from the root to each leaf, depth first; with `inner` to every node. None of a tree that a model began."""
+    """Paths from the root to each leaf, depth first; with `inner` to every node.
+
+    None of a tree that a model began.
+    """
     stack: list[list[Node]] = [[root]] if _is_wanted(root) else []
     while stack:
         path = stack.pop()

@@ -1,8 +1,9 @@
 """Where the assistant's turns stand in a rendered conversation.
 
-A turn begins where the template's generation prompt ends, rendered from the messages before it: what the model sees when it is
-its turn. Many templates render a turn otherwise once others follow (thoughts left out, another end token, tools written later).
-Such a turn is found by rendering the conversation with other words in the place of a message's own.
+A turn begins where the template's generation prompt ends, rendered from the messages before it:
+what the model sees when it is its turn. Many templates render a turn otherwise once others follow
+(thoughts left out, another end token, tools written later). Such a turn is found by rendering the
+conversation with other words in the place of a message's own.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from weft.errors import DataError
 
 Span = tuple[int, int]
 
-OTHER = "\u2042 weft \u2042"  # begins and ends as no text does, so what two renderings share ends where the words do
-CLOSING = " \t\r\n\"')]}"  # what may stand between the last words of a turn and the token that ends it
+# begins and ends as no text does, so what two renderings share ends where the words do
+OTHER = "\u2042 weft \u2042"
+# what may stand between the last words of a turn and the token that ends it
+CLOSING = " \t\r\n\"')]}"
 
 
 @dataclass(frozen=True)
 class Template:
-    """A tokenizer's chat template as functions. `render(messages, tools, add_generation_prompt)` raises `DataError` where it
-    refuses; `encode` gives ids; `offsets` ids with their characters, or None where the tokenizer cannot tell; `marked` the
-    spans of the template's own markers; `turn_end` is the token after the last reply, `added` are all added tokens."""
+    """A tokenizer's chat template as functions.
+
+    `render(messages, tools, add_generation_prompt)` raises `DataError` where it refuses; `encode`
+    gives ids; `offsets` ids with their characters, or None where the tokenizer cannot tell;
+    `marked` the spans of the template's own markers; `turn_end` is the token after the last reply,
+    `added` are all added tokens.
+    """
 
     render: Callable[[Sequence[Message], Any, bool], str]
     encode: Callable[[str], list[int]]
@@ -40,13 +47,16 @@ class Template:
 
 def leading_token(text: str, added: Sequence[str]) -> str | None:
     """The longest of the added tokens that a text begins with."""
-    return max((token for token in added if token and text.startswith(token)), key=len, default=None)
+    return max(
+        (token for token in added if token and text.startswith(token)), key=len, default=None
+    )
 
 
 def assistant_spans(
     template: Template, messages: Sequence[Message], tools: Any, text: str, turns: Sequence[int]
 ) -> list[Span]:
-    """Characters [start, stop) of the assistant's `turns` in the rendered `text`, their end tokens included.
+    """Characters [start, stop) of the assistant's `turns` in the rendered `text`, their end tokens
+    included.
 
     `turns` are indexes of messages. Raises `DataError` where a turn's place does not show.
     """
@@ -70,12 +80,16 @@ class _Talk:
 
     def start(self, index: int, at: int) -> int:
         """Where the turn `index` begins; trained turns before it end at `at`."""
-        text, content = self.text, self.messages[index]["content"].strip()
+        text = self.text
+        content = self.messages[index]["content"].strip()
         shown = self._begun(index, prompt=True)
         plain = self._begun(index, prompt=False)
         if shown is not None and text.startswith(shown):
-            return len(shown) if shown != plain else self._behind_header(index, len(shown))
-        said, before = self._words(index), self._words(index - 1)
+            if shown != plain:
+                return len(shown)
+            return self._behind_header(index, len(shown))
+        said = self._words(index)
+        before = self._words(index - 1)
         if shown is None or plain is None or not shown.startswith(plain) or shown == plain:
             closing = self._after_words(index - 1, plain)
             if before and closing is not None and text.startswith(closing, before[1]):
@@ -85,8 +99,10 @@ class _Talk:
             return said[0]
         if text.startswith(plain):
             return self._after_header(shown[len(plain) :], len(plain))
-        # What came before is rendered otherwise by now, so the header is sought between the words before and the turn's own.
-        low, high = max(at, before[1] if before else 0), said[0] if said else len(text)
+        # What came before is rendered otherwise by now, so the header is sought between the words
+        # before and the turn's own.
+        low = max(at, before[1] if before else 0)
+        high = said[0] if said else len(text)
         header = shown[len(plain) :]
         mark = leading_token(header.lstrip(), self.template.added) or header.strip().split("\n")[0]
         found = text.rfind(mark, low, high) if said else text.find(mark, low)
@@ -96,35 +112,51 @@ class _Talk:
 
     def stop(self, index: int, start: int) -> int:
         """Where the turn `index` ends, which begins at `start`: behind its end token."""
-        text, end = self.text, self.template.turn_end
+        text = self.text
+        end = self.template.turn_end
         shown = self._begun(index + 1, prompt=False)
         if shown is not None and text.startswith(shown):
             found = text.rfind(end, start, len(shown)) if end else -1
-            return found + len(end) if end and found >= 0 else max(start, len(text[: len(shown)].rstrip()))
-        said, following = self._words(index), self._words(index + 1)
+            if end and found >= 0:
+                return found + len(end)
+            return max(start, len(text[: len(shown)].rstrip()))
+        said = self._words(index)
+        following = self._words(index + 1)
         if said is None or said[1] < start:
             raise self._unclear(index, "ends")
-        limit = following[0] if following and following[0] >= said[1] else self._next_content(index, said[1])
+        if following and following[0] >= said[1]:
+            limit = following[0]
+        else:
+            limit = self._next_content(index, said[1])
         rest = text[said[1] : limit]
         closing = self._after_words(index, shown)
         if closing is not None and rest.startswith(closing.rstrip()):
             return said[1] + len(closing.rstrip())
-        # A turn that others follow ends otherwise: with the usual token further on, or another one that follows at once.
-        token = end if end and end in rest else leading_token(rest.lstrip(CLOSING), self.template.added)
+        # A turn that others follow ends otherwise: with the usual token further on, or another one
+        # that follows at once.
+        if end and end in rest:
+            token: str | None = end
+        else:
+            token = leading_token(rest.lstrip(CLOSING), self.template.added)
         if end is None or token is None:
             raise self._unclear(index, "ends")
         return said[1] + rest.find(token) + len(token)
 
     def _behind_header(self, index: int, at: int) -> int:
-        """Where turn `index` begins at or behind `at`, if the template knows no generation prompt: a header that it writes
-        before the words of a reply is its own; white space is not, and neither is the beginning of a call."""
-        said, content = self._words(index), self.messages[index]["content"]
+        """Where turn `index` begins at or behind `at`, if the template knows no generation prompt:
+        a header that it writes before the words of a reply is its own; white space is not, and
+        neither is the beginning of a call.
+        """
+        said = self._words(index)
+        content = self.messages[index]["content"]
         if said is None or not content.strip() or not writes(self.text[slice(*said)], content):
             return at
         return said[0] if self.text[at : said[0]].strip() else at
 
     def _begun(self, count: int, *, prompt: bool) -> str | None:
-        """The first `count` messages rendered alone; None where there are none, and where the template refuses them."""
+        """The first `count` messages rendered alone; None where there are none, and where the
+        template refuses them.
+        """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _words(self, index: int) -> Span | None:
@@ -134,13 +166,21 @@ class _Talk:
         return self.words[index]
 
     def _after_words(self, index: int, shown: str | None) -> str | None:
-        """What follows the words of message `index` in `shown`, the conversation up to it; None where it is refused."""
+        """What follows the words of message `index` in `shown`, the conversation up to it; None
+        where it is refused.
+        """
         talk = [*self.messages[:index], _other_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
-        return None if shown is None or other is None else shown[_changed(shown, other)[1] :]
+        if shown is None or other is None:
+            return None
+        return shown[_changed(shown, other)[1] :]
 
     def _find_words(self, index: int) -> Span | None:
-        talk = [*self.messages[:index], _other_words(self.messages[index]), *self.messages[index + 1 :]]
+        talk = [
+            *self.messages[:index],
+            _other_words(self.messages[index]),
+            *self.messages[index + 1 :],
+        ]
         other = _try_render(self.template, talk, self.tools, False)
         if other is None or other == self.text:
             return None
@@ -153,26 +193,35 @@ class _Talk:
         return found if found >= 0 else len(self.text)
 
     def _after_header(self, header: str, at: int) -> int:
-        """Where a generation prompt that begins at `at` ends, or parts from what is written there (an empty think block)."""
+        """Where a generation prompt that begins at `at` ends, or parts from what is written there
+        (an empty think block).
+        """
         rest = self.text[at:]
         shared = common_prefix(self.template.encode(header), self.template.encode(rest))
         return at + _characters(self.template, rest, shared)
 
     def _unclear(self, index: int, where: str) -> DataError:
         return DataError(
-            f"the chat template of {self.template.name} renders message {index + 1} so that it does not show where the "
+            f"the chat template of {self.template.name} renders message {index + 1} so that it "
+            f"does not show where the "
             f"assistant's part {where}; put {{% generation %}} markers into the template"
         )
 
 
 def _other_words(message: Message) -> Message:
-    """The same message with other words: content, reasoning and arguments of calls, where it has them."""
+    """The same message with other words: content, reasoning and arguments of calls, where it has
+    them.
+    """
     calls = message.get("tool_calls") or []
-    keys = ([REASONING] if message.get(REASONING) else []) + (["content"] if message["content"] or not calls else [])
+    keys = ([REASONING] if message.get(REASONING) else []) + (
+        ["content"] if message["content"] or not calls else []
+    )
     changed = {**message, **dict.fromkeys(keys, OTHER)}
     if calls:
         functions = [{**call["function"], "arguments": {"x": OTHER}} for call in calls]
-        changed["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+        changed["tool_calls"] = [
+            {**call, "function": f} for call, f in zip(calls, functions, strict=True)
+        ]
     return changed
 
 
@@ -182,7 +231,9 @@ def _changed(text: str, other: str) -> Span:
     return min(common_start(text, other), stop), stop
 
 
-def _try_render(template: Template, messages: Sequence[Message], tools: Any, prompt: bool) -> str | None:
+def _try_render(
+    template: Template, messages: Sequence[Message], tools: Any, prompt: bool
+) -> str | None:
     try:
         return template.render(messages, tools, prompt) if messages else None
     except DataError:
@@ -194,8 +245,11 @@ def _characters(template: Template, text: str, tokens: int) -> int:
     found = template.offsets(text)
     if found is not None:
         return found[1][tokens][0] if tokens < len(found[1]) else len(text)
-    low, high = 0, len(text)
+    low = 0
+    high = len(text)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if len(template.encode(text[:middle])) <= tokens else (low, middle - 1)
+        low, high = (
+            (middle, high) if len(template.encode(text[:middle])) <= tokens else (low, middle - 1)
+        )
     return low

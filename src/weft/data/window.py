@@ -13,8 +13,9 @@ from weft.data.prefix import common_prefix
 
 @dataclass(frozen=True)
 class Window:
-    """Part of a sequence of more than `size` tokens with `probability`; `head` are ids that stay in front of it where the
-    sequence begins with them."""
+    """Part of a sequence of more than `size` tokens with `probability`; `head` are ids that stay in
+    front of it where the sequence begins with them.
+    """
 
     size: int
     probability: float
@@ -22,8 +23,11 @@ class Window:
     bos_id: int | None = None
 
     def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
-        """The sample, or a window of it. Every place with a trained token in it is as likely; a window's first token is trained
-        only where something stands before it."""
+        """The sample, or a window of it.
+
+        Every place with a trained token in it is as likely; a window's first token is trained only
+        where something stands before it.
+        """
         if len(encoded.completions) != 1:
             return encoded
         ids = np.asarray([*encoded.prompt, *encoded.completions[0]], dtype=np.int64)
@@ -43,7 +47,8 @@ class Window:
         ids = np.concatenate([ids[:head], ids[start : start + room]])
         mask = np.concatenate([np.zeros(head, dtype=np.bool_), mask[start : start + room]])
         mask[0] = False
-        first, last = int(np.argmax(mask)), len(mask) - int(np.argmax(mask[::-1]))
+        first = int(np.argmax(mask))
+        last = len(mask) - int(np.argmax(mask[::-1]))
         return replace(
             encoded,
             prompt=ids[:first].tolist(),
@@ -53,4 +58,6 @@ class Window:
 
     def _head(self, ids: np.ndarray) -> int:
         """How many ids stay in front; the last of `head` may have merged with what follows."""
-        return common_prefix(self.head, ids.tolist()) or int(self.bos_id is not None and ids[0] == self.bos_id)
+        return common_prefix(self.head, ids.tolist()) or int(
+            self.bos_id is not None and ids[0] == self.bos_id
+        )

@@ -13,11 +13,18 @@ from weft.options import option
 
 @dataclass
 class LoRASpec:
-    r: int = option(0, "rank of the adapters; 0: no adapters, train all parameters", at_least=0, at_most=MOST_RANK)
+    r: int = option(
+        0,
+        "rank of the adapters; 0: no adapters, train all parameters",
+        at_least=0,
+        at_most=MOST_RANK,
+    )
     alpha: float = option(16.0, "adapters are scaled by alpha / r", at_least=0.0)
     dropout: float = option(0.0, "dropout on the adapters' input", at_least=0.0, below=1.0)
     targets: list[str] = option(
-        [], "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); empty: all"
+        [],
+        "linear layers that get adapters, by their canonical name (q, k, v, o, gate, up, down); "
+        "empty: all",
     )
 
 
@@ -48,7 +55,8 @@ def check_adapters(spec: Role) -> None:
     """Raises `ConfigError` for options that leave no sense together with adapters or a prefix."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
-            "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set one of them"
+            "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set "
+            "one of them"
         )
     if spec.prefix.num_tokens:
         _check_prefix(spec)
@@ -60,20 +68,27 @@ def _check_prefix(spec: Role) -> None:
         raise ConfigError(f"{asked} and lora.r={spec.lora.r} exclude each other; set one of them")
     if spec.freezes:
         raise ConfigError(
-            f"{asked} excludes freeze_layers and train_last_layers: a prefix leaves every weight frozen; set one of them"
+            f"{asked} excludes freeze_layers and train_last_layers: a prefix leaves every weight "
+            f"frozen; set one of them"
         )
     if spec.backend == "hf":
         raise ConfigError(
-            f"{asked}: backend=hf runs the module as it is, which has no prefix; use backend=torch, or lora.r in its place"
+            f"{asked}: backend=hf runs the module as it is, which has no prefix; use "
+            f"backend=torch, or lora.r in its place"
         )
     if spec.init_from_scratch:
         raise ConfigError(
-            f"{asked}, init_from_scratch=true: a prefix is saved without the weights it belongs to, and random ones are saved "
+            f"{asked}, init_from_scratch=true: a prefix is saved without the weights it belongs "
+            f"to, and random ones are saved "
             "nowhere; leave one of them out"
         )
-    for name, value in (("tokenizer.add_tokens", spec.tokenizer.add_tokens), ("rope_scaling", spec.rope_scaling)):
+    for name, value in (
+        ("tokenizer.add_tokens", spec.tokenizer.add_tokens),
+        ("rope_scaling", spec.rope_scaling),
+    ):
         if value:
             raise ConfigError(
-                f"{asked}, {name}={value!r}: a prefix is saved without the weights it belongs to, and this changes them; leave "
+                f"{asked}, {name}={value!r}: a prefix is saved without the weights it belongs to, "
+                f"and this changes them; leave "
                 "one of them out, or take lora.r"
             )

@@ -1,4 +1,7 @@
-"""The engine's contract: one role's network on one layout. Signatures are frozen (docs/architecture.md)."""
+"""The engine's contract: one role's network on one layout.
+
+Signatures are frozen (docs/architecture.md).
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,33 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 16384  # of one forward pass, where a call does not say
 
 __all__ = [
-    "DEFAULT_MAX_TOKENS", "Engine", "Generator", "Loss", "Max", "Min", "Output", "Partial", "Request", "Stat", "StepStats",
-    "Sum", "TokenEvent",
-]  # fmt: skip
+    "DEFAULT_MAX_TOKENS",
+    "Engine",
+    "Generator",
+    "Loss",
+    "Max",
+    "Min",
+    "Output",
+    "Partial",
+    "Request",
+    "Stat",
+    "StepStats",
+    "Sum",
+    "TokenEvent",
+]
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step did. `metrics` holds the loss's reduced statistics plus `loss`, `grad_norm`,
-    `learning_rate`, `num_tokens` (tokens that went through the network, prompts included) and `seconds`."""
+    """What one optimizer step did.
+
+    `metrics` holds the loss's reduced statistics plus `loss`, `grad_norm`, `learning_rate`,
+    `num_tokens` (tokens that went through the network, prompts included) and `seconds`.
+    """
 
     metrics: Mapping[str, float]
-    skipped: str | None = None  # why a veto (or a non-finite loss, where allowed) kept the optimizer from stepping
+    # why a veto (or a non-finite loss, where allowed) kept the optimizer from stepping
+    skipped: str | None = None
     seen: SequenceSample | None = (
         None  # `logprobs` or `scores` of a few ids as the loss read them, for people to look at
     )
@@ -43,9 +61,11 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample: `k` is its index among the completions of `id`; `step` seeds its draws.
+    """One completion to sample: `k` is its index among the completions of `id`; `step` seeds its
+    draws.
 
-    `generated` holds tokens sampled before an abort, with their log-probs and versions; sampling goes on after them.
+    `generated` holds tokens sampled before an abort, with their log-probs and versions; sampling
+    goes on after them.
     """
 
     id: str
@@ -54,8 +74,10 @@ class Request:
     step: int = 0
     generated: Partial | None = None
     max_new_tokens: int | None = None  # lower than the settings' where a request wants less
-    sampling: GenerationSpec | None = None  # settings of its own (see `SettingsTable.index`); else the generator's
-    draws_as: str | None = None  # the id that names its draws, where that is another: two requests may then draw alike
+    # settings of its own (see `SettingsTable.index`); else the generator's
+    sampling: GenerationSpec | None = None
+    # the id that names its draws, where that is another: two requests may then draw alike
+    draws_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,10 @@ class Partial:
 
 
 class TokenEvent(NamedTuple):
-    """One sampled token. `finish` is "stop" (end token or stop text), "length", or None while it goes on."""
+    """One sampled token.
+
+    `finish` is "stop" (end token or stop text), "length", or None while it goes on.
+    """
 
     id: str
     k: int
@@ -80,7 +105,8 @@ class TokenEvent(NamedTuple):
     version: int
     finish: Literal["stop", "length"] | None = None
     support: Sequence[int] = ()  # ids kept by top-k/top-p/min-p, where the spec records them
-    top: Sequence[tuple[int, float]] = ()  # the likeliest ids and their log-probs, where the spec asks for them
+    # the likeliest ids and their log-probs, where the spec asks for them
+    top: Sequence[tuple[int, float]] = ()
 
 
 class Generator(Protocol):
@@ -88,8 +114,10 @@ class Generator(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def abort(self, ids: Iterable[str]) -> list[Partial]: ...
     def weights_changed(self, version: int, *, keep_kv: bool) -> None:
-        """To be called before the next step where weights are written to, or moved, while the generator is open: tokens may
-        have been computed ahead with the old ones, and are then forgotten."""
+        """To be called before the next step where weights are written to, or moved, while the
+        generator is open: tokens may have been computed ahead with the old ones, and are then
+        forgotten.
+        """
         ...
 
     @property
@@ -101,8 +129,8 @@ class Generator(Protocol):
 class Engine(Protocol):
     """SPMD: every rank of the layout calls it with its data-parallel part.
 
-    `temperature` divides the logits, as in the sampler. `max_tokens` is the most tokens of one forward pass: a batch of more is
-    cut into micro-batches.
+    `temperature` divides the logits, as in the sampler. `max_tokens` is the most tokens of one
+    forward pass: a batch of more is cut into micro-batches.
     """
 
     layout: Layout
@@ -146,16 +174,22 @@ class Engine(Protocol):
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]: ...
     def slices(self) -> Mapping[str, Slice]: ...
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]: ...
-    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None: ...
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0
+    ) -> None: ...
     def save_state(self, d: Path) -> None: ...
     def load_state(self, d: Path) -> None: ...
     def offload(self, what: Literal["weights", "optimizer"]) -> None: ...
     def onload(self, what: Literal["weights", "optimizer"]) -> None: ...
     def save_model(self, d: Path, tokenizer: Any) -> None:
-        """Write a Hugging Face directory (weights, config, generation config, tokenizer) that `transformers` loads."""
+        """Write a Hugging Face directory (weights, config, generation config, tokenizer) that
+        `transformers` loads.
+        """
         ...
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Facts for the run's report: family, num_parameters, num_trainable, vocab_size, num_layers, flops_per_token."""
+        """Facts for the run's report: family, num_parameters, num_trainable, vocab_size,
+        num_layers, flops_per_token.
+        """
         ...

@@ -1,4 +1,7 @@
-"""Tensors and plain values on disk, exactly: safetensors and JSON, never pickle. Used for an engine's recoverable state."""
+"""Tensors and plain values on disk, exactly: safetensors and JSON, never pickle.
+
+Used for an engine's recoverable state.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,40 @@ from weft.writing import write
 PLACES = "places"  # in a file's metadata: which part of a whole tensor each is, as JSON
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Slice] | None = None) -> None:
-    """Write the tensors as they are, from whatever device; `places` say of which part of a whole tensor each is. Raises
-    `RunError` where the disk does not take them."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Slice] | None = None
+) -> None:
+    """Write the tensors as they are, from whatever device; `places` say of which part of a whole
+    tensor each is. Raises `RunError` where the disk does not take them.
+    """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     metadata = None
     if places is not None:
-        metadata = {PLACES: json.dumps({name: [[p.start, p.stop] for p in place] for name, place in places.items()})}
+        metadata = {
+            PLACES: json.dumps(
+                {name: [[p.start, p.stop] for p in place] for name, place in places.items()}
+            )
+        }
     try:
         save_file(held, path, metadata)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"{path} could not be written ({error}); what was saved before is untouched") from error
+        raise RunError(
+            f"{path} could not be written ({error}); what was saved before is untouched"
+        ) from error
 
 
 class Saved:
-    """The tensors that one rank or several wrote to `{stem}.safetensors` or `{stem}-{rank}.safetensors`, put together again.
+    """The tensors that one rank or several wrote to `{stem}.safetensors` or
+    `{stem}-{rank}.safetensors`, put together again.
 
-    `names` are all there are. Raises `CheckpointError` for files that are missing or were cut short.
+    `names` are all there are. Raises `CheckpointError` for files that are missing or were cut
+    short.
     """
 
     def __init__(self, directory: Path, stem: str) -> None:
-        files = sorted(directory.glob(f"{stem}*.safetensors")) or [directory / f"{stem}.safetensors"]
+        files = sorted(directory.glob(f"{stem}*.safetensors")) or [
+            directory / f"{stem}.safetensors"
+        ]
         self._directory = directory
         self._pieces: dict[str, list[tuple[Path, Slice | None]]] = {}
         for file in files:
@@ -48,7 +64,9 @@ class Saved:
         self.names = list(self._pieces)
 
     def read(self, name: str, where: Slice | None) -> Tensor:
-        """The part `where` of a tensor on the CPU; all of it where that is None or the tensor was not cut."""
+        """The part `where` of a tensor on the CPU; all of it where that is None or the tensor was
+        not cut.
+        """
         pieces = self._pieces[name]
         if where is None or pieces[0][1] is None:
             with _opened(pieces[0][0]) as file:
@@ -58,17 +76,24 @@ class Saved:
         missing = math.prod(part.stop - part.start for part in where)
         for path, place in pieces:
             assert place is not None
-            common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(where, place, strict=True)]
+            common = [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(where, place, strict=True)
+            ]
             if any(part.start >= part.stop for part in common):
                 continue
             with _opened(path) as file:
-                part = file.get_slice(name)[tuple(_from(c, p) for c, p in zip(common, place, strict=True))]
+                part = file.get_slice(name)[
+                    tuple(_from(c, p) for c, p in zip(common, place, strict=True))
+                ]
             if found is None:
                 found = part.new_empty([part.stop - part.start for part in where])
             found[tuple(_from(c, w) for c, w in zip(common, where, strict=True))] = part
             missing -= part.numel()
         if found is None or missing:
-            raise CheckpointError(f"{self._directory}: a part of {name!r} was not saved; a rank's file is missing")
+            raise CheckpointError(
+                f"{self._directory}: a part of {name!r} was not saved; a rank's file is missing"
+            )
         return found
 
 
@@ -80,7 +105,9 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); it is missing or was cut short") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it is missing or was cut short"
+        ) from error
 
 
 def _places(path: Path) -> dict[str, Slice | None]:
@@ -94,11 +121,16 @@ def _places(path: Path) -> dict[str, Slice | None]:
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write JSON values. Floats survive exactly: Python writes the shortest text that reads back as the same number."""
+    """Write JSON values.
+
+    Floats survive exactly: Python writes the shortest text that reads back as the same number.
+    """
     try:
         write(path, json.dumps(values, indent=1, sort_keys=True) + "\n")
     except OSError as error:
-        raise RunError(f"{path} could not be written ({error}); what was saved before is untouched") from error
+        raise RunError(
+            f"{path} could not be written ({error}); what was saved before is untouched"
+        ) from error
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -106,6 +138,8 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); it is missing or was cut short") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); it is missing or was cut short"
+        ) from error
     assert isinstance(values, dict)
     return values

@@ -1,4 +1,7 @@
-"""The device at hand: which one, how fast, how full, and whether it repeats itself. Keeps no state of its own."""
+"""The device at hand: which one, how fast, how full, and whether it repeats itself.
+
+Keeps no state of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,22 @@ MATMUL_REPEATS = 3
 
 
 def best_device() -> torch.device:
-    """The accelerator that weft is tested on (CUDA, ROCm under its name) where there is one, else the CPU.
+    """The accelerator that weft is tested on (CUDA, ROCm under its name) where there is one, else
+    the CPU.
 
-    Apple's `mps` has no float64, in which tokens are sampled, so it is taken only where it is asked for.
+    Apple's `mps` has no float64, in which tokens are sampled, so it is taken only where it is asked
+    for.
     """
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device that the option `device` names; the best one when it is None. Raises `ConfigError`."""
+    """The device that the option `device` names; the best one when it is None.
+
+    Raises `ConfigError`.
+    """
     return best_device() if name is None else _named(name)
 
 
@@ -48,15 +58,21 @@ def _named(name: str) -> torch.device:
         raise ConfigError(
             f"device={name!r} cannot be used on this machine ({reason}); leave it out, or say cpu"
         ) from error
-    return best_device() if device.type == "cuda" and device.index is None else device
+    if device.type == "cuda" and device.index is None:
+        return best_device()
+    return device
 
 
 def using(device: torch.device) -> AbstractContextManager[None]:
-    """In this thread streams, captures and kernels are the device's meanwhile. CUDA has a current device for each thread, 0
-    until it is told, and what runs on another one than its tensors' gives garbage without a word."""
-    current: AbstractContextManager[None] = (
-        torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    )
+    """In this thread streams, captures and kernels are the device's meanwhile.
+
+    CUDA has a current device for each thread, 0 until it is told, and what runs on another one than
+    its tensors' gives garbage without a word.
+    """
+    if device.type == "cuda":
+        current: AbstractContextManager[None] = torch.cuda.device(device)
+    else:
+        current = contextlib.nullcontext()
     return current
 
 
@@ -73,14 +89,18 @@ def wait(device: torch.device) -> None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory held at once since `reset_peak_memory` (CUDA) or since the process began (CPU), in GiB."""
+    """Most memory held at once since `reset_peak_memory` (CUDA) or since the process began (CPU),
+    in GiB.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
     return observe_memory.peak_memory_gb()
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the device; of a CPU what its process may use, which a control group (a container's) may limit."""
+    """Memory of the device; of a CPU what its process may use, which a control group (a
+    container's) may limit.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -88,22 +108,37 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that nobody holds, what torch keeps of this process's freed tensors included."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """Memory of a CUDA device that nobody holds, what torch keeps of this process's freed tensors
+    included.
+    """
+    return (
+        torch.cuda.mem_get_info(device)[0]
+        + torch.cuda.memory_reserved(device)
+        - torch.cuda.memory_allocated(device)
+    )
 
 
-def cgroup_limits(mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Memory limits, in bytes, of this process's control group and those above it, version 2 or 1; none off Linux."""
+def cgroup_limits(
+    mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """Memory limits, in bytes, of this process's control group and those above it, version 2 or 1;
+    none off Linux.
+    """
     limits = []
     lines = groups.read_text().splitlines() if groups.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
+        root, name = (
+            (mounted / "memory", "memory.limit_in_bytes")
+            if controllers
+            else (mounted, "memory.max")
+        )
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root):
-                with contextlib.suppress(OSError, ValueError):  # none there: the root group has no file; or "max"
+                # none there: the root group has no file; or "max"
+                with contextlib.suppress(OSError, ValueError):
                     limits.append(int((group / name).read_text()))
     return limits
 
@@ -120,20 +155,24 @@ def set_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if enabled or torch.are_deterministic_algorithms_enabled():  # torch loads its compiler to set this: over a second
+    # torch loads its compiler to set this: over a second
+    if enabled or torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(enabled)
 
 
 def keep_sums_wide(device: torch.device) -> None:
-    """Have a GPU's products of half precision add their parts in float32: by default those of split sums are rounded first."""
+    """Have a GPU's products of half precision add their parts in float32: by default those of split
+    sums are rounded first.
+    """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
-    """Have this process use the flash attention that the option `flash_attention` asks for; what to say of it, if anything.
-    Raises `ConfigError` where it cannot be had."""
+    """Have this process use the flash attention that the option `flash_attention` asks for; what to
+    say of it, if anything. Raises `ConfigError` where it cannot be had.
+    """
     try:
         note = flash.choose(device, asked)
     except RuntimeError as refused:
@@ -142,20 +181,26 @@ def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
 
 
 def set_threads(count: int) -> None:
-    """How many threads torch computes with. Left alone where it holds already: once it was set, MKL's small products wait for
-    each other."""
+    """How many threads torch computes with.
+
+    Left alone where it holds already: once it was set, MKL's small products wait for each other.
+    """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let a GPU round what it multiplies in float32 to 10 bits of mantissa; left alone where it is not asked for."""
+    """Let a GPU round what it multiplies in float32 to 10 bits of mantissa; left alone where it is
+    not asked for.
+    """
     if enabled and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
 
 def numerics(device: torch.device) -> dict[str, Any]:
-    """What bitwise repetition depends on beside the inputs; stored with a recovery point and compared on restart."""
+    """What bitwise repetition depends on beside the inputs; stored with a recovery point and
+    compared on restart.
+    """
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
         **({"tf32": True} if rounded else {}),
@@ -168,8 +213,9 @@ def numerics(device: torch.device) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """For people: the device's `name`, its `memory` in bytes, and of a GPU its `driver` and what its maker promises
-    (`tflops`, `gb_per_s`), of a CPU its `cores`; what nobody knows is left out."""
+    """For people: the device's `name`, its `memory` in bytes, and of a GPU its `driver` and what
+    its maker promises (`tflops`, `gb_per_s`), of a CPU its `cores`; what nobody knows is left out.
+    """
     if device.type != "cuda":
         return {
             "name": _processor() if device.type == "cpu" else device.type,
@@ -186,8 +232,10 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def hardware_line(facts: Mapping[str, Any], called: str) -> str:
-    """`hardware` in a line: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15, 79.25 GiB, at
-    most 312 bfloat16 TFLOP/s and 2,039 GB/s). `called` is the device's short name."""
+    """`hardware` in a line: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver
+    550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s). `called` is the device's
+    short name.
+    """
     parts = [] if facts["name"] == called else [str(facts["name"])]
     if "cores" in facts:
         parts.append(f"{facts['cores']} {'core' if facts['cores'] == 1 else 'cores'}")
@@ -195,7 +243,9 @@ def hardware_line(facts: Mapping[str, Any], called: str) -> str:
         parts.append(f"driver {facts['driver']}")
     parts.append(f"{facts['memory'] / GIGABYTE:.2f} GiB")
     if "tflops" in facts:
-        parts.append(f"at most {facts['tflops']:g} bfloat16 TFLOP/s and {facts['gb_per_s']:,.0f} GB/s")
+        parts.append(
+            f"at most {facts['tflops']:g} bfloat16 TFLOP/s and {facts['gb_per_s']:,.0f} GB/s"
+        )
     return f"{called} ({', '.join(parts)})"
 
 
@@ -208,25 +258,37 @@ def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _cores() -> int:
     """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """Of NVIDIA's kernel module; None where it does not tell."""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text()) if version.is_file() else None
+    if version.is_file():
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
+    else:
+        found = None
     return None if found is None else found[0]
 
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large product of random matrices, the best of some, measured once."""
-    return max(_rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"]))
+    """Floating-point operations a second of a large product of random matrices, the best of some,
+    measured once.
+    """
+    return max(
+        _rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])
+    )
 
 
 def _rate(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # Equal numbers switch fewer transistors than a network's, so a GPU multiplies them at a higher clock: by 13% on an H100.
+    # Equal numbers switch fewer transistors than a network's, so a GPU multiplies them at a higher
+    # clock: by 13% on an H100.
     random = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=random) for _ in range(2))
+    left, right = (
+        torch.randn(size, size, device=device, dtype=dtype, generator=random) for _ in range(2)
+    )
     seconds = []
     for _ in range(MATMUL_REPEATS + 1):  # the first one warms up
         synchronise(device)

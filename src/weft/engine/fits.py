@@ -1,6 +1,8 @@
-"""Which GPU holds a training run, and what would make it fit a smaller one: plain values in, lines for people out, no torch.
+"""Which GPU holds a training run, and what would make it fit a smaller one: plain values in, lines
+for people out, no torch.
 
-Every way is estimated as the run itself is (`weft.engine.memory`), with one thing changed after the other.
+Every way is estimated as the run itself is (`weft.engine.memory`), with one thing changed after the
+other.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from dataclasses import dataclass, replace
 from weft.engine.memory import NetworkShape, Settings, Work, estimate, total
 from weft.extras import install
 
-GIB, MIB = 2.0**30, 2.0**20
-# What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch take some.
+GIB = 2.0**30
+MIB = 2.0**20
+# What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch
+# take some.
 GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
 TAKEN = 1.5  # GiB
 RANK = 16  # of the adapters that are offered
@@ -51,11 +55,15 @@ class Way:
 
 
 def ways(cases: Cases) -> list[Way]:
-    """As it is set, and what would take less: recomputation, and with it one thing more. What is set already is left out, and
-    so are adapters where they are refused (fp8)."""
+    """As it is set, and what would take less: recomputation, and with it one thing more.
+
+    What is set already is left out, and so are adapters where they are refused (fp8).
+    """
     option = "gradient_checkpointing=true"
     again = _changed(cases, lambda s: replace(s, recompute=1))
-    narrow = _changed(again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s)
+    narrow = _changed(
+        again, lambda s: replace(s, state_dtype="8bit") if s.optimizer == "adamw" else s
+    )
     on_host = _changed(again, lambda s: replace(s, offload_optimizer=True))
     adapted = {name: _adapted(case) for name, case in again.items()}
     found = [Way("as set", _total(cases))]
@@ -77,7 +85,11 @@ def ways(cases: Cases) -> list[Way]:
 
 def lacking(*options: str) -> str:
     """The command that installs what these options need, where it is not there; else ""."""
-    extras = [EXTRAS[option][1] for option in options if option in EXTRAS and not _is_there(EXTRAS[option][0])]
+    extras = [
+        EXTRAS[option][1]
+        for option in options
+        if option in EXTRAS and not _is_there(EXTRAS[option][0])
+    ]
     return install(",".join(extras)) if extras else ""
 
 
@@ -86,7 +98,9 @@ def _is_there(package: str) -> bool:
 
 
 def lines(cases: Cases, begin: str) -> Iterator[str]:
-    """Which GPU holds the run, in a line that begins so; where that is not the smallest, which ways lead to smaller ones."""
+    """Which GPU holds the run, in a line that begins so; where that is not the smallest, which ways
+    lead to smaller ones.
+    """
     if not any(case.settings.trained for case in cases.values()):
         return
     first, *others = ways(cases)
@@ -101,7 +115,9 @@ def lines(cases: Cases, begin: str) -> Iterator[str]:
 
 
 def smaller(cases: Cases, usable: float) -> Iterator[str]:
-    """The ways to hold in `usable` bytes what does not fit; where there is none the one that needs least."""
+    """The ways to hold in `usable` bytes what does not fit; where there is none the one that needs
+    least.
+    """
     others = ways(cases)[1:]
     found = [way for way in others if way.size <= usable]
     if found:
@@ -116,7 +132,8 @@ def table(found: Sequence[Way]) -> list[str]:
     """All ways, one a line."""
     width = max(len(way.options) for way in found)
     return [
-        f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  {_held(way)}{_needs(way)}"
+        f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
+        f"{_held(way)}{_needs(way)}"
         for way in found
     ]
 
@@ -127,16 +144,24 @@ def _needs(way: Way) -> str:
 
 def _held(way: Way) -> str:
     many = f"{way.devices} GPUs" if way.devices > 1 else "a GPU"
-    return f"fits {many} of {way.gpu} GB" if way.gpu is not None else f"more than {many} of {GPUS[-1][0]} GB"
+    if way.gpu is not None:
+        return f"fits {many} of {way.gpu} GB"
+    return f"more than {many} of {GPUS[-1][0]} GB"
 
 
 def _size(number: float) -> str:
-    return f"{number / GIB:.1f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.0f} MiB"
+    if number >= 0.1 * GIB:
+        return f"{number / GIB:.1f} GiB"
+    return f"{number / MIB:.0f} MiB"
 
 
 def _total(cases: Cases) -> float:
     """Bytes of a GPU that has all roles, or of each of several."""
-    return float(total({name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}))
+    return float(
+        total(
+            {name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}
+        )
+    )
 
 
 def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
@@ -148,7 +173,9 @@ def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
 
 
 def _adapted(case: Case) -> Case:
-    """With adapters on all matrices of the blocks in place of training all parameters; not with experts."""
+    """With adapters on all matrices of the blocks in place of training all parameters; not with
+    experts.
+    """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8
     if not case.settings.trained or refused or shape.trainable != shape.parameters:

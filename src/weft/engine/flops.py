@@ -1,4 +1,6 @@
-"""How many floating-point operations a network's training takes, which is what `mfu` counts; and what GPUs' makers promise."""
+"""How many floating-point operations a network's training takes, which is what `mfu` counts; and
+what GPUs' makers promise.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,28 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Cost:
-    """`products`: parameters that a token meets in matrix products (experts it is routed to; the embedding look-up is none),
-    of which `late` ones only where an output is asked for (the head, and what follows attention in the last layer);
-    `attention`: layers x heads x head size. `backward` is how much a backward pass costs in forward passes: 2, or 1 where most
-    weights are frozen and need no gradient."""
+    """`products`: parameters that a token meets in matrix products (experts it is routed to; the
+    embedding look-up is none), of which `late` ones only where an output is asked for (the head,
+    and what follows attention in the last layer); `attention`: layers x heads x head size.
+    `backward` is how much a backward pass costs in forward passes: 2, or 1 where most weights are
+    frozen and need no gradient.
+    """
 
     products: int
     attention: int
     backward: int = 2
     late: int = 0
 
-    def training(self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0) -> float:
-        """Operations of one forward and backward pass over segments of these lengths; recomputation is not counted.
+    def training(
+        self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
+    ) -> float:
+        """Operations of one forward and backward pass over segments of these lengths; recomputation
+        is not counted.
 
-        2 a parameter and token, and 4 a head entry and (query, key) pair, of which causal attention has L (L + 1) / 2
-        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all L^2), and `across` more lie between segments.
-        Outputs are read at `rows` tokens; at all where it is None.
+        2 a parameter and token, and 4 a head entry and (query, key) pair, of which causal attention
+        has L (L + 1) / 2 (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all
+        L^2), and `across` more lie between segments. Outputs are read at `rows` tokens; at all
+        where it is None.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
@@ -37,7 +45,10 @@ class Cost:
     def shared(self, ranks: int) -> Cost:
         """What one of `ranks` does that share the tokens of every pack."""
         return replace(
-            self, products=self.products // ranks, attention=self.attention // ranks, late=self.late // ranks
+            self,
+            products=self.products // ranks,
+            attention=self.attention // ranks,
+            late=self.late // ranks,
         )
 
     @property
@@ -47,7 +58,9 @@ class Cost:
 
 
 class ProductRate:
-    """The best rate seen of matrix products on a device: measured beforehand, or that of a step that was faster."""
+    """The best rate seen of matrix products on a device: measured beforehand, or that of a step
+    that was faster.
+    """
 
     def __init__(self, measure: Callable[[], float]) -> None:
         self._measure = measure
@@ -66,8 +79,9 @@ class ProductRate:
 
 @dataclass(frozen=True)
 class Peak:
-    """What a GPU's maker promises: `tflops` of dense products in bfloat16 (float16 where it has none), summed in float32;
-    `gb_per_s` of its memory."""
+    """What a GPU's maker promises: `tflops` of dense products in bfloat16 (float16 where it has
+    none), summed in float32; `gb_per_s` of its memory.
+    """
 
     tflops: float
     gb_per_s: float
@@ -106,8 +120,9 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def model_of(name: str) -> str | None:
-    """The model, such as A100 80GB SXM, of the GPU that the driver calls `NVIDIA A100-SXM4-80GB`; None of one that is not in
-    the table."""
+    """The model, such as A100 80GB SXM, of the GPU that the driver calls `NVIDIA A100-SXM4-80GB`;
+    None of one that is not in the table.
+    """
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)
 

@@ -1,4 +1,6 @@
-"""How far options of a model and of sampling go: what lies beyond is taken for a mistake, or computes nothing finite."""
+"""How far options of a model and of sampling go: what lies beyond is taken for a mistake, or
+computes nothing finite.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,22 @@ from collections.abc import Sequence
 from weft.errors import ConfigError
 
 MOST_RANK = 2**16  # of adapters
-MOST_SAMPLES, MOST_PASSES = 2**16, 10_000  # completions of a prompt, passes over a batch
+MOST_SAMPLES = 2**16
+MOST_PASSES = 10_000  # completions of a prompt, passes over a batch
 MOST_CACHE_GB = 1e6
 LEAST_TEMPERATURE = 1e-4
 
 
 def stop_problem(texts: Sequence[str]) -> str | None:
-    return "an empty text ends every completion at once; take it out" if "" in texts else None
+    if "" in texts:
+        return "an empty text ends every completion at once; take it out"
+    return None
 
 
 def stop_ids_problem(ids: Sequence[int]) -> str | None:
-    return None if all(0 <= id < 2**31 for id in ids) else "must hold ids of tokens, 0 or more"
+    if all(0 <= id < 2**31 for id in ids):
+        return None
+    return "must hold ids of tokens, 0 or more"
 
 
 def cache_problem(gb: float) -> str | None:
@@ -29,9 +36,12 @@ def cache_problem(gb: float) -> str | None:
 def check_temperature(temperature: float, greedy: bool) -> None:
     """Raises `ConfigError` for one by which logits cannot be divided."""
     if temperature == 0.0 and not greedy:
-        raise ConfigError("gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token")
+        raise ConfigError(
+            "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"
+        )
     if 0.0 < temperature < LEAST_TEMPERATURE and not greedy:
         raise ConfigError(
-            f"gen.temperature={temperature:g}: logits divided by it are not finite; write {LEAST_TEMPERATURE:g} or more, or "
+            f"gen.temperature={temperature:g}: logits divided by it are not finite; write "
+            f"{LEAST_TEMPERATURE:g} or more, or "
             "set gen.greedy=true for the likeliest token"
         )

@@ -1,4 +1,6 @@
-"""A layout of many devices: what an engine asks of the other ranks (`weft.engine.spread.Spread`), answered by collectives."""
+"""A layout of many devices: what an engine asks of the other ranks (`weft.engine.spread.Spread`),
+answered by collectives.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> what i
 
 @dataclass(frozen=True)
 class ManyDevices:
-    """Implements `Spread` for one rank of `mesh`. `holdings` say what each rank has of every parameter; `stored` where this
-    rank's part lies; `config` is that of the whole network, None where it is not split; `shards` where FSDP2 shards it."""
+    """Implements `Spread` for one rank of `mesh`.
+
+    `holdings` say what each rank has of every parameter; `stored` where this rank's part lies;
+    `config` is that of the whole network, None where it is not split; `shards` where FSDP2 shards
+    it.
+    """
 
     mesh: RankMesh
     network: nn.Module
@@ -40,7 +46,8 @@ class ManyDevices:
     pipeline: Pipeline | None = None
     tied: bool = False  # the embedding is the output matrix too
     shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
-    sums_once: bool = False  # of sharded gradients, after the last micro-batch; otherwise after each
+    # of sharded gradients, after the last micro-batch; otherwise after each
+    sums_once: bool = False
 
     # -- a training step
 
@@ -49,10 +56,14 @@ class ManyDevices:
         total = self._sum([own[name] for name in names], "data")
         return dict(zip(names, total, strict=True))
 
-    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
+    def run(
+        self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool
+    ) -> list[T]:
         in_step = self.shards is not None or self.mesh.layout.expert > 1
         count = self._most(len(parts)) if in_step else len(parts)
-        prepared = (work.prepare(parts[n]) if n < len(parts) else work.filler() for n in range(count))
+        prepared = (
+            work.prepare(parts[n]) if n < len(parts) else work.filler() for n in range(count)
+        )
         if self.pipeline is not None:
             return self._staged(self.pipeline, list(prepared), work, trains=trains)
         done = []
@@ -62,7 +73,9 @@ class ManyDevices:
             done.append(passed(network, each, work, trains=trains, always=self.shards is not None))
         return done
 
-    def _staged(self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool) -> list[T]:
+    def _staged(
+        self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool
+    ) -> list[T]:
         """Through the stages of a pipeline."""
         if not prepared:
             return []
@@ -76,10 +89,16 @@ class ManyDevices:
 
         if trains:
             last = pipeline.placement.num_stages - 1
-            pipeline.train(given, loss, lambda stage, n: None if stage == last else work.stage_loss(prepared[n]))
+            pipeline.train(
+                given,
+                loss,
+                lambda stage, n: None if stage == last else work.stage_loss(prepared[n]),
+            )
             return done
         outputs = pipeline.share_outputs(pipeline.forward(given))
-        return [work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)]
+        return [
+            work.finish(each, each.spread(out)) for each, out in zip(prepared, outputs, strict=True)
+        ]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         axes: tuple[str, ...] = ("data", "context")
@@ -88,21 +107,32 @@ class ManyDevices:
             axes = ("context",)
         if self.mesh.size(*axes) > 1:
             apart = self._experts_apart()
-            self._sum_gradients([p for p in parameters if id(p) not in apart], self.mesh.group(*axes))
+            self._sum_gradients(
+                [p for p in parameters if id(p) not in apart], self.mesh.group(*axes)
+            )
             if apart and (same := self.mesh.expert_copies) is not None:
                 self._sum_gradients([p for p in parameters if id(p) in apart], same)
-        two_copies = self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
+        two_copies = (
+            self.tied and self.pipeline is not None and self.pipeline.placement.last_rank > 0
+        )
         if two_copies and self.mesh.ends is not None:
-            copies = (
-                [self.stored()["embed.weight"].parameter] if "embed.weight" in self.holdings[self.mesh.rank] else []
+            if "embed.weight" in self.holdings[self.mesh.rank]:
+                copies = [self.stored()["embed.weight"].parameter]
+            else:
+                copies = []
+            sum_tied_gradients(
+                [copy for copy in copies if copy.requires_grad], self.mesh.ends, self._device
             )
-            sum_tied_gradients([copy for copy in copies if copy.requires_grad], self.mesh.ends, self._device)
         if self.mesh.size("tensor") > 1:
             group = self.mesh.group("tensor")
-            tensor.sum_gradients(self.stored(), self.config, group, self._device, shares_rows=self.shares_rows)
+            tensor.sum_gradients(
+                self.stored(), self.config, group, self._device, shares_rows=self.shares_rows
+            )
 
     def _experts_apart(self) -> set[int]:
-        """The parameters of experts, by identity, where ranks hold some each and data-parallel sums are still to be made."""
+        """The parameters of experts, by identity, where ranks hold some each and data-parallel sums
+        are still to be made.
+        """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
         return {id(part.parameter) for name, part in self.stored().items() if of_experts(name)}
@@ -110,12 +140,14 @@ class ManyDevices:
     def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._agree(parameters, group)
         for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)  # from masters' home
+            # from masters' home
+            flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
             dist.all_reduce(flat, group=group)
             tensor.put_back(flat, bucket)
 
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        own, dtype = 0.0, torch.float32
+        own = 0.0
+        dtype = torch.float32
         if gradients:
             values = list(gradients.values())
             norms = torch.stack(torch._foreach_norm(values, 2, torch.float64))
@@ -136,17 +168,26 @@ class ManyDevices:
     # -- parameters
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """On the mesh's first rank, in host memory, one tensor after the other: only pieces that it lacks are sent."""
-        first, group = self.mesh.mesh.ranks[0], self.mesh.everyone
+        """On the mesh's first rank, in host memory, one tensor after the other: only pieces that it
+        lacks are sent.
+        """
+        first = self.mesh.mesh.ranks[0]
+        group = self.mesh.everyone
         dtypes: list[dict[str, torch.dtype]] = [{} for _ in self.mesh.mesh.ranks]
-        dist.all_gather_object(dtypes, {name: value.dtype for name, value in own.items()}, group=group)
+        dist.all_gather_object(
+            dtypes, {name: value.dtype for name, value in own.items()}, group=group
+        )
         dtype = {name: kind for each in dtypes for name, kind in each.items()}
         whole: dict[str, Tensor] = {}
         for name in (name for name in self.shapes if name in dtype):
             for rank, where in self._pieces(name, first):
                 if self.mesh.rank == first:
-                    target = whole.setdefault(name, torch.empty(self.shapes[name], dtype=dtype[name]))
-                    target[where] = own[name] if rank == first else self._receive(where, dtype[name], rank)
+                    target = whole.setdefault(
+                        name, torch.empty(self.shapes[name], dtype=dtype[name])
+                    )
+                    target[where] = (
+                        own[name] if rank == first else self._receive(where, dtype[name], rank)
+                    )
                 elif self.mesh.rank == rank:
                     dist.send(own[name].detach().to(self._device).contiguous(), first, group=group)
         return whole if self.mesh.rank == first else None
@@ -164,7 +205,9 @@ class ManyDevices:
         return buffer.cpu()
 
     def _pieces(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
-        """The different rectangles of a parameter, each with a rank that holds it: `first` where it does."""
+        """The different rectangles of a parameter, each with a rank that holds it: `first` where it
+        does.
+        """
         found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
             if name in self.holdings[rank]:
@@ -198,7 +241,9 @@ class ManyDevices:
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         """Give a parameter that has a gradient on another rank one of zeros here."""
-        flags = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self._device)
+        flags = torch.tensor(
+            [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
+        )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         for parameter, some in zip(parameters, flags.tolist(), strict=True):
             if some and parameter.grad is None:
@@ -213,7 +258,9 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype together, in the order given, up to `BUCKET` elements or one tensor."""
     bucket: list[Tensor] = []
     for each in tensors:
-        if bucket and (each.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + each.numel() > BUCKET):
+        if bucket and (
+            each.dtype != bucket[0].dtype or sum(t.numel() for t in bucket) + each.numel() > BUCKET
+        ):
             yield bucket
             bucket = []
         bucket.append(each)

@@ -1,8 +1,9 @@
 """How much memory a run takes, from sizes alone: plain values in, bytes out, no torch.
 
-What one role holds all the time (parameters, masters, optimizer state) adds up over the roles of a device. What a call needs
-while it runs (activations, gradients, a cache of keys and values, and what of its role lies in host memory between calls) is
-counted once, for the call that needs most, because calls run one after another.
+What one role holds all the time (parameters, masters, optimizer state) adds up over the roles of a
+device. What a call needs while it runs (activations, gradients, a cache of keys and values, and
+what of its role lies in host memory between calls) is counted once, for the call that needs most,
+because calls run one after another.
 """
 
 from __future__ import annotations
@@ -11,25 +12,33 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # values an optimizer keeps for each trained parameter
-STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}  # of each; in 8 bits with a scale a block
+# of each; in 8 bits with a scale a block
+STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
-TRAINING_CHUNKS, SCORING_CHUNKS = 3, 2  # the head's chunks of logits and what is made of them, alive at once
+# the head's chunks of logits and what is made of them, alive at once
+TRAINING_CHUNKS = 3
+SCORING_CHUNKS = 2
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
-PACKED = 0.75  # of the largest matrix that a packing product holds in its own form at once, as measured
+# of the largest matrix that a packing product holds in its own form at once, as measured
+PACKED = 0.75
 CAPPED_CHUNKS = 2  # more of them where logits have a soft cap
 ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
 
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """Sizes of a packed decoder. `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
-    experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value or score head;
-    `embedding`: elements of the embedding's matrix; `adapters`: elements that a layer's adapters keep of a token; `fused`: the
-    MLP computes the activation and its product with the gated part again in place of keeping them; `capped`: logits have a
-    soft cap; `row_ranks` that share the rows of the stream of states; `shards`: ranks that share the parameters, of which this
-    one holds `parameters` and puts a block's together when it is computed; `rounded` elements are held in few bits,
-    `rounded_bytes` in all, one matrix at a time made whole."""
+    """Sizes of a packed decoder.
+
+    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
+    experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value
+    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements that a
+    layer's adapters keep of a token; `fused`: the MLP computes the activation and its product with
+    the gated part again in place of keeping them; `capped`: logits have a soft cap; `row_ranks`
+    that share the rows of the stream of states; `shards`: ranks that share the parameters, of which
+    this one holds `parameters` and puts a block's together when it is computed; `rounded` elements
+    are held in few bits, `rounded_bytes` in all, one matrix at a time made whole.
+    """
 
     parameters: int
     trainable: int
@@ -52,7 +61,9 @@ class NetworkShape:
 
     @property
     def ends(self) -> int:
-        """Elements of the whole embedding and output matrix, which are put together for all of a pass."""
+        """Elements of the whole embedding and output matrix, which are put together for all of a
+        pass.
+        """
         return min(self.whole, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
@@ -65,20 +76,32 @@ class NetworkShape:
         return -(-(self.whole - self.ends) // max(1, self.layers))
 
     def kept_per_token(self) -> int:
-        """Elements that a layer keeps of a token for its backward pass: the stream before attention and before the MLP, both
-        norms' results, q, k, v, attention's result, what the MLP's first matrices give, and, where it is not fused, as many
-        again: the activation and the product. Norms' results are kept as attention and MLP read them, of all rows."""
-        return 2 * (self.stream + self.hidden) + 2 * self.query + 2 * self.key + self._gate_up + self.adapters
+        """Elements that a layer keeps of a token for its backward pass: the stream before attention
+        and before the MLP, both norms' results, q, k, v, attention's result, what the MLP's first
+        matrices give, and, where it is not fused, as many again: the activation and the product.
+        Norms' results are kept as attention and MLP read them, of all rows.
+        """
+        return (
+            2 * (self.stream + self.hidden)
+            + 2 * self.query
+            + 2 * self.key
+            + self._gate_up
+            + self.adapters
+        )
 
     def last_layer(self, tokens: int, rows: int) -> int:
-        """Elements that the last layer keeps, which computes what follows attention for `rows` of its tokens alone: of those
-        attention's result once more, of the others neither the stream before the MLP nor what comes of it, adapters' too."""
+        """Elements that the last layer keeps, which computes what follows attention for `rows` of
+        its tokens alone: of those attention's result once more, of the others neither the stream
+        before the MLP nor what comes of it, adapters' too.
+        """
         late = self.stream + self.hidden + self._gate_up + self.adapters
         return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
 
     @property
     def stream(self) -> int:
-        """Elements of a token's state between attention and MLP, on each of the ranks that share them."""
+        """Elements of a token's state between attention and MLP, on each of the ranks that share
+        them.
+        """
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -92,17 +115,22 @@ class NetworkShape:
         return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 
     def working_per_token(self) -> int:
-        """Elements of a token alive at once within one layer, at the widest place of its backward pass."""
+        """Elements of a token alive at once within one layer, at the widest place of its backward
+        pass.
+        """
         return 3 * self.hidden + (4 if self.gated else 3) * self.inner
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a role's spec says, and the device: `chunk_rows` tokens' logits are held at once; every `recompute`-th layer is
-    computed again (0: none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave` and
-    `optimizer_leaves`: they are in host memory between the role's calls; `packs`: products copy their right side into a form of
-    their own; `in_place`: logits become their statistics and gradients without a copy (weft's own kernels); `adds_rows`: a tied
-    embedding's look-up adds its rows to the head's gradient. The last three are for float32 on CPUs."""
+    """What a role's spec says, and the device: `chunk_rows` tokens' logits are held at once; every
+    `recompute`-th layer is computed again (0: none); `offload_optimizer`: masters and optimizer
+    state are never on the device; `weights_leave` and `optimizer_leaves`: they are in host memory
+    between the role's calls; `packs`: products copy their right side into a form of their own;
+    `in_place`: logits become their statistics and gradients without a copy (weft's own kernels);
+    `adds_rows`: a tied embedding's look-up adds its rows to the head's gradient. The last three are
+    for float32 on CPUs.
+    """
 
     dtype: str
     trained: bool
@@ -125,9 +153,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """The most that one call asks of a network at once. `tokens` and `rows` of the largest micro-batch; `parts`: whether a
-    minibatch has more than one; `cache_tokens`: slots of the cache times their length, of which no more than `cache_limit`
-    bytes are held; `sequences` decoded together."""
+    """The most that one call asks of a network at once.
+
+    `tokens` and `rows` of the largest micro-batch; `parts`: whether a minibatch has more than one;
+    `cache_tokens`: slots of the cache times their length, of which no more than `cache_limit` bytes
+    are held; `sequences` decoded together.
+    """
 
     tokens: int = 0
     rows: int = 0
@@ -141,8 +172,11 @@ class Work:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes. `call` is the most that a call needs on top of what is held; gradients and activations do not peak together.
-    `away` of what is held is in host memory between calls."""
+    """Bytes.
+
+    `call` is the most that a call needs on top of what is held; gradients and activations do not
+    peak together. `away` of what is held is in host memory between calls.
+    """
 
     parameters: int
     masters: int
@@ -187,22 +221,27 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
         + (_gathered(shape, settings, adds_up=adds_up) if calls else 0)
         + (shape.widest * width if shape.rounded else 0),
         kept=kept,
-        away=(parameters + masters + kept) * settings.weights_leave + state * settings.optimizer_leaves,
+        away=(parameters + masters + kept) * settings.weights_leave
+        + state * settings.optimizer_leaves,
     )
 
 
 def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
-    """What ranks that share parameters put together: embedding and output matrix, a block and the next one, which is on its
-    way, and that block's gradient before it is shared out; all parameters where they are not shared out in between, and all
-    gradients where those of several micro-batches add up whole (`adds_up`)."""
+    """What ranks that share parameters put together: embedding and output matrix, a block and the
+    next one, which is on its way, and that block's gradient before it is shared out; all parameters
+    where they are not shared out in between, and all gradients where those of several micro-batches
+    add up whole (`adds_up`).
+    """
     if shape.shards == 1:
         return 0
-    elements = min(shape.ends + 2 * shape.block, shape.whole) if settings.reshards else shape.whole
-    gradient = (
-        (shape.whole if adds_up else shape.block) * WIDE
-        if settings.trained and shape.trainable == shape.parameters
-        else 0
-    )
+    if settings.reshards:
+        elements = min(shape.ends + 2 * shape.block, shape.whole)
+    else:
+        elements = shape.whole
+    if settings.trained and shape.trainable == shape.parameters:
+        gradient = (shape.whole if adds_up else shape.block) * WIDE
+    else:
+        gradient = 0
     return elements * BYTES[settings.dtype] + gradient
 
 
@@ -221,11 +260,16 @@ def total(roles: Mapping[str, RoleMemory]) -> int:
     return stays + max((role.away + role.call for role in roles.values()), default=0)
 
 
-def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -> tuple[int, int, int]:
+def _call(
+    shape: NetworkShape, settings: Settings, trainable: int, work: Work
+) -> tuple[int, int, int]:
     """(activations, cache, most at once) of one call."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
-    packed = int(PACKED * shape.embedding * WIDE) if settings.packs and shape.vocab > 1 else 0
+    if settings.packs and shape.vocab > 1:
+        packed = int(PACKED * shape.embedding * WIDE)
+    else:
+        packed = 0
     if work.cache_tokens:
         cache = 2 * shape.layers * shape.key * work.cache_tokens * width
         cache = cache if work.cache_limit is None else min(cache, work.cache_limit)
@@ -235,7 +279,11 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     alone = 1 + CAPPED_CHUNKS * shape.capped
     ends = 2 * work.tokens * shape.stream * width + work.rows * shape.hidden * width
     if not work.backward:
-        working = work.tokens * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner)) * width
+        working = (
+            work.tokens
+            * (4 * shape.hidden + max(2 * shape.query + 2 * shape.key, 2 * shape.inner))
+            * width
+        )
         working += _narrow(shape, settings, work)
         chunks = alone if settings.in_place else SCORING_CHUNKS
         most = ends + max(working, chunks * head + packed)
@@ -245,20 +293,32 @@ def _call(shape: NetworkShape, settings: Settings, trainable: int, work: Work) -
     kept = (shape.layers - again) * layer + again * work.tokens * shape.stream * width
     if not again or shape.layers % settings.recompute:
         kept += shape.last_layer(work.tokens, work.rows) * width - layer
-    chunks = alone if settings.in_place else TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
-    working = work.tokens * shape.working_per_token() * width + (layer if again else 0) + _narrow(shape, settings, work)
+    if settings.in_place:
+        chunks = alone
+    else:
+        chunks = TRAINING_CHUNKS + ENTROPY_CHUNKS * work.entropy
+    working = (
+        work.tokens * shape.working_per_token() * width
+        + (layer if again else 0)
+        + _narrow(shape, settings, work)
+    )
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
-    # Early in a backward pass all activations are there and of the gradients that of the output matrix, as large as the
-    # embedding (or all, where another micro-batch came before); at its end the gradients and, where its rows are not added in
-    # place, the look-up's apart, with the head's where they are tied; where rows are shared, the states' gradients of all rows.
-    early = activations + (gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1))
+    # Early in a backward pass all activations are there and of the gradients that of the output
+    # matrix, as large as the embedding (or all, where another micro-batch came before); at its end
+    # the gradients and, where its rows are not added in place, the look-up's apart, with the head's
+    # where they are tied; where rows are shared, the states' gradients of all rows.
+    early = activations + (
+        gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1)
+    )
     ends += work.tokens * (shape.hidden - shape.stream) * width
     late = gradients + ends + (0 if settings.adds_rows else embedding * (1 + shape.tied))
     return activations, 0, max(early, late)
 
 
 def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
-    """Copies in 8 bits of the two sides of the widest product, each in the two orders that products read them in."""
+    """Copies in 8 bits of the two sides of the widest product, each in the two orders that products
+    read them in.
+    """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

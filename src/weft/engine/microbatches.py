@@ -1,4 +1,7 @@
-"""Cutting a batch into micro-batches by tokens, and undoing it. A micro-batch is what goes through the network at once."""
+"""Cutting a batch into micro-batches by tokens, and undoing it.
+
+A micro-batch is what goes through the network at once.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from weft.data.groups import PART
 from weft.data.sample import SequenceSample
 
 
-def cut(batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]) -> list[SequenceSample]:
-    """Parts of at most `max_tokens` tokens. `group` keeps an id whole; `sequence` cuts the completions of an id that is
-    too large for one part. Raises `ConfigError` naming `max_tokens_per_microbatch` where that cannot be done.
+def cut(
+    batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]
+) -> list[SequenceSample]:
+    """Parts of at most `max_tokens` tokens.
+
+    `group` keeps an id whole; `sequence` cuts the completions of an id that is too large for one
+    part. Raises `ConfigError` naming `max_tokens_per_microbatch` where that cannot be done.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -31,7 +38,13 @@ def sample_ids(part: SequenceSample) -> list[str]:
 
 
 def sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
-    """(id, index of the completion within its id) of every sequence, the same however groups were cut."""
+    """(id, index of the completion within its id) of every sequence, the same however groups were
+    cut.
+    """
     counts = [len(group) for group in part.seqlens["completion"]]
     cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)
-    return [(cut["id"], cut["first"] + k) for cut, count in zip(cuts, counts, strict=True) for k in range(count)]
+    return [
+        (cut["id"], cut["first"] + k)
+        for cut, count in zip(cuts, counts, strict=True)
+        for k in range(count)
+    ]

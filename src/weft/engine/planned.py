@@ -21,8 +21,10 @@ MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf
 def planned_facts(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """As `Engine.description` of the mesh's first rank, without weights and without the device. A backend of a user's own tells
-    its name alone. Raises `UserError` as the backend does."""
+    """As `Engine.description` of the mesh's first rank, without weights and without the device.
+
+    A backend of a user's own tells its name alone. Raises `UserError` as the backend does.
+    """
     spec = chosen(spec)
     if spec.backend not in MODULES:
         return {"family": spec.backend, "num_parameters": 0, "num_trainable": 0, "notes": []}

@@ -1,4 +1,6 @@
-"""A trace of what a device's thread does, by torch's profiler: kernels, operators, and the calls that they belong to."""
+"""A trace of what a device's thread does, by torch's profiler: kernels, operators, and the calls
+that they belong to.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,22 @@ def labelled(name: str) -> AbstractContextManager[object]:
 
 
 class Trace:
-    """Begins when it is made; must be ended in the same thread, which is the one whose operators it has."""
+    """Begins when it is made; must be ended in the same thread, which is the one whose operators it
+    has.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        ]
         self._profiler: Any = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
     def end(self, path: Path) -> None:
-        """Write it to `path`, which ends in .json.gz: Chrome's format, which ui.perfetto.dev shows too."""
+        """Write it to `path`, which ends in .json.gz: Chrome's format, which ui.perfetto.dev shows
+        too.
+        """
         self._profiler.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name("." + path.name)

@@ -10,14 +10,17 @@ from weft.extras import install
 
 
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
-    """Raises `ConfigError` where `quantize` does not go with what else is asked, or its library is not installed."""
+    """Raises `ConfigError` where `quantize` does not go with what else is asked, or its library is
+    not installed.
+    """
     if spec.quantize is None:
         return
     dot = f"{role}." if role else ""
     asked = f"{dot}quantize={spec.quantize}"
     if spec.trained and spec.lora.r == 0:
         raise ConfigError(
-            f"{asked}: weights in few bits cannot be trained; train adapters beside them ({dot}lora.r=16), or leave it out"
+            f"{asked}: weights in few bits cannot be trained; train adapters beside them "
+            f"({dot}lora.r=16), or leave it out"
         )
     others = {
         "backend": spec.backend if spec.backend not in (AUTO, "torch") else None,
@@ -27,6 +30,10 @@ def check_quantize(spec: ModelSpec, role: str = "") -> None:
     }
     for name, value in others.items():
         if value:
-            raise ConfigError(f"{asked} and {dot}{name}={str(value).lower()} exclude each other; set one of them")
+            raise ConfigError(
+                f"{asked} and {dot}{name}={str(value).lower()} exclude each other; set one of them"
+            )
     if spec.quantize == "4bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
-        raise ConfigError(f"{asked}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}")
+        raise ConfigError(
+            f"{asked}: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
+        )

@@ -1,4 +1,6 @@
-"""The option `rope_scaling`: positions beyond those a model was trained on (`{type: linear, factor: 2}`)."""
+"""The option `rope_scaling`: positions beyond those a model was trained on (`{type: linear, factor:
+2}`).
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,7 @@ def problem(value: Any) -> str | None:
         or not isinstance(number, int | float)
         or not 1 <= number <= MOST
     ):
-        return (
-            f"rope_scaling={value!r}: type {value['type']} takes {name}, a number from 1 to {MOST:,}, and nothing else"
-        )
+        return f"rope_scaling={value!r}: type {value['type']} takes {name}, a number from 1 to {MOST:,}, and nothing else"
     return None
 
 

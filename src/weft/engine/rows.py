@@ -1,8 +1,10 @@
-"""From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the `RowBatch` of algorithms/base.py).
+"""From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the
+`RowBatch` of algorithms/base.py).
 
-Completion s of a group is laid out as its prompt and then its tokens; sequences that begin alike repeat that, or share it where
-that is asked for. The row of a completion token is the hidden state before it. Where the prompt is empty nothing comes before
-the first token: its row stands on the token itself, with mask 0, log-prob 0 and value 0.
+Completion s of a group is laid out as its prompt and then its tokens; sequences that begin alike
+repeat that, or share it where that is asked for. The row of a completion token is the hidden state
+before it. Where the prompt is empty nothing comes before the first token: its row stands on the
+token itself, with mask 0, log-prob 0 and value 0.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ from weft.models.network.support import Support
 Index = npt.NDArray[np.int64]
 
 
-LEAST_PROMPT = 16  # tokens of a prompt that is worth sharing, but for its last one; a shorter one is repeated
+# tokens of a prompt that is worth sharing, but for its last one; a shorter one is repeated
+LEAST_PROMPT = 16
 
 
 @dataclass(frozen=True)
 class PackLayout:
     """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`.
 
-    Sequences may share a prefix of their prompts, which stands in the pack once, before all of them. A prompt's last token
-    always stands before its own completion (the generator computes it so, and rounding is then the same).
+    Sequences may share a prefix of their prompts, which stands in the pack once, before all of
+    them. A prompt's last token always stands before its own completion (the generator computes it
+    so, and rounding is then the same).
     """
 
     group: Index  # the id a sequence belongs to
@@ -52,10 +56,13 @@ class PackLayout:
     def of(cls, sample: SequenceSample) -> PackLayout:
         """Every completion with its own prompt.
 
-        Raises `DataError` where there are no completions, or one that is empty together with its prompt.
+        Raises `DataError` where there are no completions, or one that is empty together with its
+        prompt.
         """
         if "completion" not in sample.data:
-            raise DataError(f"the engine reads the key 'completion'; this batch holds {list(sample.keys)}")
+            raise DataError(
+                f"the engine reads the key 'completion'; this batch holds {list(sample.keys)}"
+            )
         group = sample.group_of("completion")
         length = sample.lengths["completion"].astype(np.int64)
         prompts = np.zeros(sample.num_ids, np.int64)
@@ -63,12 +70,16 @@ class PackLayout:
             prompts = sample.lengths["prompt"].astype(np.int64)
         empty = np.flatnonzero(length + prompts[group] == 0)
         if len(empty):
-            raise DataError(f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be computed")
+            raise DataError(
+                f"id {sample.ids[group[empty[0]]]!r}: a sequence without any token cannot be "
+                f"computed"
+            )
         return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
     def by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
-        """The same sequences; ids with several completions share a prompt of `least` tokens (`LEAST_PROMPT`) or more,
-        where that spares `spared` of them."""
+        """The same sequences; ids with several completions share a prompt of `least` tokens
+        (`LEAST_PROMPT`) or more, where that spares `spared` of them.
+        """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
         worth = (
@@ -76,17 +87,27 @@ class PackLayout:
             & (self.prompt >= (LEAST_PROMPT if least is None else least))
             & ((self.prompt - 1) * others >= spared)
         )
-        return replace(self, first=np.where(worth, first, self.first), prefix=np.where(worth, self.prompt - 1, 0))
+        return replace(
+            self,
+            first=np.where(worth, first, self.first),
+            prefix=np.where(worth, self.prompt - 1, 0),
+        )
 
     def by_prefix(self, sample: SequenceSample) -> PackLayout:
-        """The same sequences, those of `sample`; whatever their ids, prompts share what they begin with alike, from
-        `LEAST_PROMPT` - 1 tokens on and never their last one (`weft.engine.shared_prefixes`)."""
+        """The same sequences, those of `sample`; whatever their ids, prompts share what they begin
+        with alike, from `LEAST_PROMPT` - 1 tokens on and never their last one
+        (`weft.engine.shared_prefixes`).
+        """
         if "prompt" not in sample.data:
             return self
         prompts = [host_array(prompt) for prompt in sample.sequences("prompt")]
-        first, prefix = self.first.copy(), self.prefix.copy()
+        first = self.first.copy()
+        prefix = self.prefix.copy()
         for shared in shared_prefixes([prompts[id] for id in self.group], max(1, LEAST_PROMPT - 1)):
-            first[list(shared.sequences)], prefix[list(shared.sequences)] = shared.sequences[0], shared.size
+            first[list(shared.sequences)], prefix[list(shared.sequences)] = (
+                shared.sequences[0],
+                shared.size,
+            )
         return replace(self, first=first, prefix=prefix)
 
     @property
@@ -101,17 +122,23 @@ class PackLayout:
 
     @cached_property
     def order(self) -> Index:
-        """`[S]`: the sequences as they follow one another in the pack: those with one prefix together."""
+        """`[S]`: the sequences as they follow one another in the pack: those with one prefix
+        together.
+        """
         return np.argsort(self.first, kind="stable")
 
     @cached_property
     def lead(self) -> Index:
-        """`[S]`: tokens of a shared prefix that stand in the pack right before this sequence, the first to go on from it."""
+        """`[S]`: tokens of a shared prefix that stand in the pack right before this sequence, the
+        first to go on from it.
+        """
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
     def segments(self) -> Index:
-        """Lengths of what lies end to end in the pack: shared prefixes, what goes on from each, whole sequences; in order."""
+        """Lengths of what lies end to end in the pack: shared prefixes, what goes on from each,
+        whole sequences; in order.
+        """
         both = np.stack([self.lead, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
@@ -123,7 +150,9 @@ class PackLayout:
         return ends - self.length
 
     def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
-        """(index in the pack, whether it exists) of each sequence's rows: one a completion token, and `extra` after."""
+        """(index in the pack, whether it exists) of each sequence's rows: one a completion token,
+        and `extra` after.
+        """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         row = within - 1 + np.repeat(self.starts, counts)
@@ -146,16 +175,22 @@ class PackLayout:
         return float(((self.lengths - self.prefix) * self.prefix).sum())
 
 
-def pack(sample: SequenceSample, layout: PackLayout, device: torch.device, *, extra: int = 0) -> Packed:
-    """The network's input: every sequence once. `extra` rows a sequence after the last token (values have one).
+def pack(
+    sample: SequenceSample, layout: PackLayout, device: torch.device, *, extra: int = 0
+) -> Packed:
+    """The network's input: every sequence once.
+
+    `extra` rows a sequence after the last token (values have one).
 
     The label of an extra row is the sequence's last token, which nothing reads.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")
-    tokens, positions = [], []
+    tokens = []
+    positions = []
     for s in layout.order:
-        lead, prefix = int(layout.lead[s]), int(layout.prefix[s])
+        lead = int(layout.lead[s])
+        prefix = int(layout.prefix[s])
         if prompts is not None:
             prompt = prompts[layout.group[s]]
             tokens += [prompt[:lead], prompt[prefix:]]
@@ -185,7 +220,10 @@ def _context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
 
 
 class _Sum(torch.autograd.Function):
-    """[N] -> [S] over runs of rows. Its transpose is `_Spread`, so both directions add in row order and repeat bit for bit."""
+    """[N] -> [S] over runs of rows.
+
+    Its transpose is `_Spread`, so both directions add in row order and repeat bit for bit.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, lengths: Tensor) -> Tensor:
@@ -205,20 +243,34 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(lengths)
-        return sequences.repeat_interleave(lengths, output_size=num_rows)  # told the size, the device need not be asked
+        # told the size, the device need not be asked
+        return sequences.repeat_interleave(lengths, output_size=num_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        lengths, by_row = ctx.saved_tensors[0], gradients[0].contiguous()
-        return torch.segment_reduce(by_row, "sum", lengths=lengths, initial=0.0, unsafe=True), None, None
+        lengths = ctx.saved_tensors[0]
+        by_row = gradients[0].contiguous()
+        return (
+            torch.segment_reduce(by_row, "sum", lengths=lengths, initial=0.0, unsafe=True),
+            None,
+            None,
+        )
 
 
 class SampleRows:
-    """A micro-batch as a loss sees it; the fields are those of `weft.algorithms.base.RowBatch`. Floats are `dtype`."""
+    """A micro-batch as a loss sees it; the fields are those of `weft.algorithms.base.RowBatch`.
 
-    def __init__(self, sample: SequenceSample, layout: PackLayout, device: torch.device, dtype: torch.dtype) -> None:
-        self._sample, self._layout, self._device, self._dtype = sample, layout, device, dtype
+    Floats are `dtype`.
+    """
+
+    def __init__(
+        self, sample: SequenceSample, layout: PackLayout, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._sample = sample
+        self._layout = layout
+        self._device = device
+        self._dtype = dtype
         self._counts = self._on_device(layout.length)
         self.num_rows = int(layout.length.sum())
         self.num_sequences = len(layout.length)
@@ -227,7 +279,10 @@ class SampleRows:
         self.sequence = self._on_device(numbers)
         self._known: dict[str, Tensor] = {}
         self.exists = self._on_device(layout.rows()[1])
-        mask = self["loss_mask"] if "loss_mask" in self else torch.ones(self.num_rows, dtype=dtype, device=device)
+        if "loss_mask" in self:
+            mask = self["loss_mask"]
+        else:
+            mask = torch.ones(self.num_rows, dtype=dtype, device=device)
         self.mask = mask * self.exists
         self.lengths = self.sum(self.mask)
 
@@ -235,8 +290,8 @@ class SampleRows:
         return key in self._sample.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """[N] for one value a completion token (of L + 1 values the first L), [N, K] for K of them, [S] for one a sequence or
-        one an id.
+        """[N] for one value a completion token (of L + 1 values the first L), [N, K] for K of them,
+        [S] for one a sequence or one an id.
 
         Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
         """
@@ -245,10 +300,12 @@ class SampleRows:
         return self._known[key]
 
     def _read(self, key: str) -> Tensor:
-        sample, layout = self._sample, self._layout
+        sample = self._sample
+        layout = self._layout
         if key not in sample.data:
             raise KeyError(f"the batch has no key {key!r}; it holds {list(sample.data)}")
-        values, lengths = put(sample.data[key], self._device), sample.lengths[key]
+        values = put(sample.data[key], self._device)
+        lengths = sample.lengths[key]
         if values.is_floating_point():
             values = values.to(self._dtype)
         if np.array_equal(lengths, layout.length):
@@ -261,7 +318,8 @@ class SampleRows:
         if (lengths == 1).all() and len(lengths) == sample.num_ids:
             return values[self.group]
         raise DataError(
-            f"key {key!r} has neither one value a completion token nor one a sequence; a loss cannot read it"
+            f"key {key!r} has neither one value a completion token nor one a sequence; a loss "
+            f"cannot read it"
         )
 
     def sum(self, rows: Tensor) -> Tensor:
@@ -273,17 +331,24 @@ class SampleRows:
         return _Spread.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Indices ([P], [P]) of (better, worse): same group and comparison, smaller rank better; in index order.
+        """Indices ([P], [P]) of (better, worse): same group and comparison, smaller rank better; in
+        index order.
 
         Without the key `comparison` a group is one comparison.
         """
         rank = host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
-        comparison = host_array(self._sample.data["comparison"]) if "comparison" in self else zeros
+        if "comparison" in self:
+            comparison = host_array(self._sample.data["comparison"])
+        else:
+            comparison = zeros
         group = self._layout.group
-        better, worse = [], []
+        better = []
+        worse = []
         for first in range(self.num_sequences):
-            same = (group == group[first]) & (comparison == comparison[first]) & (rank > rank[first])
+            same = (
+                (group == group[first]) & (comparison == comparison[first]) & (rank > rank[first])
+            )
             found = np.flatnonzero(same)
             better.append(np.full(len(found), first))
             worse.append(found)
@@ -294,26 +359,42 @@ class SampleRows:
 
 
 def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
-    """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it records none."""
+    """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it
+    records none.
+    """
     if "support" not in sample.data:
         return None
     counts = host_array(sample.data["support_counts"])
-    return Support(put(sample.data["support"], device), put(sample.data["support_counts"], device), counts)
+    return Support(
+        put(sample.data["support"], device), put(sample.data["support_counts"], device), counts
+    )
 
 
 def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
-    """int [N, K]: the ids whose log-probs are wanted at each row. Raises `DataError` where the batch has none."""
+    """int [N, K]: the ids whose log-probs are wanted at each row.
+
+    Raises `DataError` where the batch has none.
+    """
     if "given_ids" not in sample.data:
-        raise DataError(f"given_logprobs are those of the key 'given_ids'; this batch holds {list(sample.data)}")
+        raise DataError(
+            f"given_logprobs are those of the key 'given_ids'; this batch holds {list(sample.data)}"
+        )
     return put(sample.data["given_ids"], device)
 
 
-def as_sample(sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]) -> SequenceSample:
-    """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores, `[L]` of all others."""
+def as_sample(
+    sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]
+) -> SequenceSample:
+    """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores,
+    `[L]` of all others.
+    """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}
     for key in out:
-        lengths = np.ones_like(layout.length) if key == "scores" else layout.length + (key == "values")
+        if key == "scores":
+            lengths = np.ones_like(layout.length)
+        else:
+            lengths = layout.length + (key == "values")
         groups[key] = [part.tolist() for part in np.split(lengths, bounds)]
     return SequenceSample.from_groups(
         sample.ids, groups, {key: value.cpu() for key, value in out.items()}, sample.metadata

@@ -1,4 +1,6 @@
-"""What a checkpoint says of its tokens: which ones end a text, which one pads it, and how its model is sampled from."""
+"""What a checkpoint says of its tokens: which ones end a text, which one pads it, and how its model
+is sampled from.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,17 @@ from weft.engine.spec import ModelSpec
 
 
 def token_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
-    """The special tokens as config.json and generation_config.json name them: `eos_token_id` is all that ends a completion,
-    a list where that is several ids, so that other programs stop where weft does. None: the model has no such token."""
+    """The special tokens as config.json and generation_config.json name them: `eos_token_id` is all
+    that ends a completion, a list where that is several ids, so that other programs stop where weft
+    does. None: the model has no such token.
+    """
     stops = tokenizer.stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     ids["eos_token_id"] = stops[0] if len(stops) == 1 else stops or None
-    unknown = [] if head == "score" else [key for key, id in ids.items() if id is None]
+    if head == "score":
+        unknown = []
+    else:
+        unknown = [key for key, id in ids.items() if id is None]
     return {key: id for key, id in ids.items() if key not in unknown}
 
 
@@ -25,29 +32,39 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
-    """The padding token before which a reward model's score is read, where it is one that ends texts; else None.
+    """The padding token before which a reward model's score is read, where it is one that ends
+    texts; else None.
 
-    A reward model that was trained with `transformers` where EOS pads was read one token before the end, and still is.
-    weft's own checkpoints have a padding token that ends nothing (`padded`), so nothing is skipped.
+    A reward model that was trained with `transformers` where EOS pads was read one token before the
+    end, and still is. weft's own checkpoints have a padding token that ends nothing (`padded`), so
+    nothing is skipped.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None
     raw = model_values(spec.path, "config.json")
-    pad, names = raw.get("pad_token_id"), raw.get("architectures") or []
+    pad = raw.get("pad_token_id")
+    names = raw.get("architectures") or []
     trained = any("SequenceClassification" in str(name) for name in names)
     return pad if trained and pad in tokenizer.stop_ids() else None
 
 
 def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
-    """The tokenizer that a role's checkpoints hold: of reward models one whose padding token ends no text.
+    """The tokenizer that a role's checkpoints hold: of reward models one whose padding token ends
+    no text.
 
-    `transformers` reads a score at the last token that is no padding. Where the padding token is one that ends texts (EOS, as a
-    rule), it reads one token early: another special token that ends nothing becomes padding in the checkpoint. Where the
-    vocabulary has none, the checkpoint has no padding token, and `transformers` scores one sequence at a time.
+    `transformers` reads a score at the last token that is no padding. Where the padding token is
+    one that ends texts (EOS, as a rule), it reads one token early: another special token that ends
+    nothing becomes padding in the checkpoint. Where the vocabulary has none, the checkpoint has no
+    padding token, and `transformers` scores one sequence at a time.
     """
     stops = set(tokenizer.stop_ids())
     free = tokenizer.pad_id is not None and tokenizer.pad_id not in stops
-    if spec.head != "score" or pooling != "last" or free or skipped_padding(tokenizer, spec) is not None:
+    if (
+        spec.head != "score"
+        or pooling != "last"
+        or free
+        or skipped_padding(tokenizer, spec) is not None
+    ):
         return tokenizer
     hf = tokenizer.hf
     special = {token.content: id for id, token in hf.added_tokens_decoder.items() if token.special}
@@ -63,25 +80,34 @@ def notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...
     """What the user should know of the padding token in a trained role's checkpoints."""
     if spec.head == "score" and spec.trained and pooling == "mean":
         return (
-            "pooling=mean: scores are read from the mean over all tokens, which transformers cannot say; its classes would "
-            "read the last token of this checkpoint, so score with weft (rew.path), or train with pooling=last",
+            "pooling=mean: scores are read from the mean over all tokens, which transformers "
+            "cannot say; its classes would "
+            "read the last token of this checkpoint, so score with weft (rew.path), or train with "
+            "pooling=last",
         )
     if (skipped := skipped_padding(tokenizer, spec)) is not None:
         return (
-            f"this reward model pads with token {skipped}, which ends texts too: its scores are read one token before the end, "
+            f"this reward model pads with token {skipped}, which ends texts too: its scores are "
+            f"read one token before the end, "
             "as transformers reads them",
         )
     saved = padded(tokenizer, spec, pooling) if spec.trained else tokenizer
     if saved is tokenizer:
         return ()
-    own = "none" if tokenizer.pad_id is None else f"{tokenizer.hf.pad_token!r}, which ends texts too"
+    if tokenizer.pad_id is None:
+        own = "none"
+    else:
+        own = f"{tokenizer.hf.pad_token!r}, which ends texts too"
     if saved.pad_id is not None:
         return (
-            f"checkpoints have the padding token {saved.hf.pad_token!r} (the tokenizer's own: {own}), so that transformers "
+            f"checkpoints have the padding token {saved.hf.pad_token!r} (the tokenizer's own: "
+            f"{own}), so that transformers "
             "scores them as weft does",
         )
     return (
-        f"checkpoints have no padding token (the tokenizer's own: {own}): every special token of the vocabulary ends texts, so "
-        "transformers scores them one sequence at a time; for batches add a token to the vocabulary and name it in "
+        f"checkpoints have no padding token (the tokenizer's own: {own}): every special token of "
+        f"the vocabulary ends texts, so "
+        "transformers scores them one sequence at a time; for batches add a token to the "
+        "vocabulary and name it in "
         "model.tokenizer.pad_token",
     )

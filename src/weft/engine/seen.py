@@ -1,6 +1,8 @@
-"""What training saw of a few samples: the network's own outputs of them, kept for whoever looks at the run.
+"""What training saw of a few samples: the network's own outputs of them, kept for whoever looks at
+the run.
 
-Which ones does not depend on ranks or micro-batches: the samples of a run are the same in every layout.
+Which ones does not depend on ranks or micro-batches: the samples of a run are the same in every
+layout.
 """
 
 from __future__ import annotations
@@ -21,29 +23,47 @@ KEPT = ("logprobs", "scores")
 
 
 def choose_ids(ids: Iterable[str]) -> list[str]:
-    """Return the `IDS` ids that are kept. The choice among the choices of all ranks is the choice among all their ids."""
+    """Return the `IDS` ids that are kept.
+
+    The choice among the choices of all ranks is the choice among all their ids.
+    """
     return sorted(ids, key=lambda id: (zlib.crc32(id.encode("utf-8", "surrogatepass")), id))[:IDS]
 
 
-def keep_outputs(part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]) -> SequenceSample | None:
-    """Return outputs of the chosen ids of a micro-batch: by completion `logprobs` [L] and `scores` [1].
+def keep_outputs(
+    part: SequenceSample, out: Mapping[Any, Tensor], chosen: Collection[str]
+) -> SequenceSample | None:
+    """Return outputs of the chosen ids of a micro-batch: by completion `logprobs` [L] and `scores`
+    [1].
 
-    They have no gradient and stay on their device. Return None if there are no such ids, if a group was cut, or if the loss
-    reads neither of the two.
+    They have no gradient and stay on their device. Return None if there are no such ids, if a group
+    was cut, or if the loss reads neither of the two.
     """
     names = [name for name in KEPT if name in out]
     if not names or any(name in part.metadata for name in (PART, "completion_of")):
         return None
     offsets = part.offsets["completion"]  # [num_ids + 1], in completions
     tokens = part.starts["completion"][offsets]  # [num_ids + 1]
-    kept = [index for index, id in enumerate(part.ids) if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS]
+    kept = [
+        index
+        for index, id in enumerate(part.ids)
+        if id in chosen and tokens[index + 1] - tokens[index] <= TOKENS
+    ]
     if not kept:
         return None
     groups = [part.seqlens["completion"][index] for index in kept]
-    lengths = {"logprobs": [group.tolist() for group in groups], "scores": [[1] * len(group) for group in groups]}
+    lengths = {
+        "logprobs": [group.tolist() for group in groups],
+        "scores": [[1] * len(group) for group in groups],
+    }
     ends: dict[str, Any] = {"logprobs": tokens, "scores": offsets}
     data = {
-        name: torch.cat([out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])] for index in kept])
+        name: torch.cat(
+            [
+                out[name].detach()[int(ends[name][index]) : int(ends[name][index + 1])]
+                for index in kept
+            ]
+        )
         for name in names
     }
     return SequenceSample.from_groups(

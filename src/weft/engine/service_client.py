@@ -1,4 +1,6 @@
-"""Scores and log-probs of a model behind a URL: requests of some rows each, several in flight, sent again where that helps."""
+"""Scores and log-probs of a model behind a URL: requests of some rows each, several in flight, sent
+again where that helps.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,23 @@ T = TypeVar("T")
 Vector = npt.NDArray[np.float32]
 Row = tuple[list[int], int]  # token ids, of which so many are the prompt's
 
-NAMES: Mapping[str, Sequence[str]] = {"scores": ("rewards", "scores"), "logprobs": ("logprobs", "logits")}  # best first
+# best first
+NAMES: Mapping[str, Sequence[str]] = {
+    "scores": ("rewards", "scores"),
+    "logprobs": ("logprobs", "logits"),
+}
 LOGIT_ROWS = 8  # of a request whose answer is whole logits
-IDS, MASK, STARTS = "input_ids", "attention_mask", "prompt_length"
+IDS = "input_ids"
+MASK = "attention_mask"
+STARTS = "prompt_length"
 
 
 @dataclass
 class ServiceClient:
-    """`compute` is what an engine's `forward` is for the roles of this place. `role` is named in errors."""
+    """`compute` is what an engine's `forward` is for the roles of this place.
+
+    `role` is named in errors.
+    """
 
     role: str
     place: Place
@@ -47,28 +58,51 @@ class ServiceClient:
     def __post_init__(self) -> None:
         self._transport = transport(self.place, self.spec.timeout_s)
 
-    def compute(self, batch: SequenceSample, want: frozenset[Output], temperature: float) -> SequenceSample:
-        """`scores` [1] a completion or `logprobs` [L], float32. Raises `RunError` saying who, where and why where no
-        answer comes after all retries, and `ConfigError` for what such a model does not give."""
+    def compute(
+        self, batch: SequenceSample, want: frozenset[Output], temperature: float
+    ) -> SequenceSample:
+        """`scores` [1] a completion or `logprobs` [L], float32.
+
+        Raises `RunError` saying who, where and why where no answer comes after all retries, and
+        `ConfigError` for what such a model does not give.
+        """
         (wanted,) = want
         if wanted not in NAMES or "support" in batch.keys:
-            limited = " over the ids that a sampling limit kept" if "support" in batch.keys else ""
-            raise ConfigError(f"{self.role}.url: a server gives scores and log-probs, not {wanted}{limited}")
+            if "support" in batch.keys:
+                limited = " over the ids that a sampling limit kept"
+            else:
+                limited = ""
+            raise ConfigError(
+                f"{self.role}.url: a server gives scores and log-probs, not {wanted}{limited}"
+            )
         name = self._output(wanted, temperature)
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
         rows = [
             ([*prompts[int(group)], *completion.tolist()], len(prompts[int(group)]))
-            for group, completion in zip(batch.group_of("completion"), batch.sequences("completion"), strict=True)
+            for group, completion in zip(
+                batch.group_of("completion"), batch.sequences("completion"), strict=True
+            )
         ]
-        size = min(self.spec.rows, LOGIT_ROWS) if name == "logits" else self.spec.rows
+        if name == "logits":
+            size = min(self.spec.rows, LOGIT_ROWS)
+        else:
+            size = self.spec.rows
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-        made = [values for part in self._map(lambda part: self._ask(part, name, temperature), parts) for values in part]
+        made = [
+            values
+            for part in self._map(lambda part: self._ask(part, name, temperature), parts)
+            for values in part
+        ]
         if wanted == "scores":
-            return batch.one_per("completion", scores=np.array(made, np.float32)).select(keys=["scores"])
+            return batch.one_per("completion", scores=np.array(made, np.float32)).select(
+                keys=["scores"]
+            )
         flat = np.concatenate(made) if made else np.zeros(0, np.float32)
         return batch.like("completion", logprobs=flat.astype(np.float32)).select(keys=["logprobs"])
 
-    def _map(self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]) -> list[list[Any]]:
+    def _map(
+        self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
+    ) -> list[list[Any]]:
         """The answers in order; after one failure no more is asked."""
         self._closing.clear()
         with ThreadPoolExecutor(self.spec.concurrency) as pool:
@@ -87,12 +121,15 @@ class ServiceClient:
         found = [name for name in NAMES[wanted] if name in self._known.outputs]
         if not found or IDS not in self._known.inputs:
             raise ConfigError(
-                f"{self.role}.url={self.place.url}: this model takes {', '.join(self._known.inputs)} and gives "
-                f"{', '.join(self._known.outputs)}; it must take {IDS} and give {' or '.join(NAMES[wanted])}"
+                f"{self.role}.url={self.place.url}: this model takes "
+                f"{', '.join(self._known.inputs)} and gives "
+                f"{', '.join(self._known.outputs)}; it must take {IDS} and give "
+                f"{' or '.join(NAMES[wanted])}"
             )
         if temperature != 1.0 and found[0] == "logprobs" and STARTS not in self._known.inputs:
             raise ConfigError(
-                f"{self.role}.url={self.place.url}: this model gives log-probs at temperature 1, and completions are sampled "
+                f"{self.role}.url={self.place.url}: this model gives log-probs at temperature 1, "
+                f"and completions are sampled "
                 f"at {temperature:g}; sample at 1, or use weft serve or a model that gives logits"
             )
         return found[0]
@@ -101,13 +138,23 @@ class ServiceClient:
         """One number a row, or the log-probs of each row's completion."""
         assert self._known is not None
         inputs = self._inputs(rows, self._known.inputs)
-        own = {"temperature": float(temperature)} if name == "logprobs" and temperature != 1.0 else {}
+        if name == "logprobs" and temperature != 1.0:
+            own = {"temperature": float(temperature)}
+        else:
+            own = {}
         values = host_array(self._repeated(lambda: self._transport.infer(inputs, name, own)))
-        tokens, longest = len(rows), inputs[IDS].shape[1]
-        shapes = {"logprobs": (tokens, longest), "logits": (tokens, longest, values.shape[-1] if values.ndim else 0)}
-        if values.shape != shapes.get(name, values.shape) or (name not in shapes and values.size != tokens):
+        tokens = len(rows)
+        longest = inputs[IDS].shape[1]
+        shapes = {
+            "logprobs": (tokens, longest),
+            "logits": (tokens, longest, values.shape[-1] if values.ndim else 0),
+        }
+        if values.shape != shapes.get(name, values.shape) or (
+            name not in shapes and values.size != tokens
+        ):
             raise RunError(
-                f"{self._where()}: the output {name} has the shape {list(values.shape)} for {tokens} x {longest} tokens"
+                f"{self._where()}: the output {name} has the shape {list(values.shape)} for "
+                f"{tokens} x {longest} tokens"
             )
         if name not in shapes:
             return [float(value) for value in values.ravel()]
@@ -116,7 +163,9 @@ class ServiceClient:
             if name == "logprobs":
                 made.append(values[index, start : len(ids)].astype(np.float32))
             else:
-                made.append(_log_softmax(values[index, start - 1 : len(ids) - 1], ids[start:], temperature))
+                made.append(
+                    _log_softmax(values[index, start - 1 : len(ids) - 1], ids[start:], temperature)
+                )
         return made
 
     def _inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
@@ -127,7 +176,11 @@ class ServiceClient:
             MASK: np.array([[*[1] * len(ids), *[0] * (longest - len(ids))] for ids, _ in rows]),
             STARTS: np.array([[max(1, start)] for _, start in rows]),
         }
-        return {name: values.astype(DATATYPES[types[name]]) for name, values in made.items() if name in types}
+        return {
+            name: values.astype(DATATYPES[types[name]])
+            for name, values in made.items()
+            if name in types
+        }
 
     def _repeated(self, ask: Callable[[], T | Trouble]) -> T:
         """The answer, asked for again where that may help. Raises `RunError`."""
@@ -135,7 +188,10 @@ class ServiceClient:
         attempt = 0
         while isinstance(came := ask(), Trouble):
             last = (
-                not came.again or came.after > http.LONGEST_S or attempt == self.spec.retries or self._closing.is_set()
+                not came.again
+                or came.after > http.LONGEST_S
+                or attempt == self.spec.retries
+                or self._closing.is_set()
             )
             if last:
                 times = f" (asked {attempt + 1} times)" if attempt else ""
@@ -156,7 +212,9 @@ def transport(place: Place, timeout_s: float) -> Transport:
     try:
         from weft.engine.service_grpc import OverGRPC
     except ImportError as error:
-        raise ConfigError(f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}") from None
+        raise ConfigError(
+            f"{place.url}: gRPC needs the package {error.name}; run: {install('serve')}"
+        ) from None
     return OverGRPC(place, timeout_s)
 
 

@@ -17,42 +17,57 @@ from weft.protocol import messages
 from weft.protocol.tensors import Tensor
 
 AGAIN = (
-    grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ABORTED,
-    grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN,
-)  # fmt: skip
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
 FIXES = {
     grpc.StatusCode.UNAVAILABLE: "start the server, or correct url",
     grpc.StatusCode.DEADLINE_EXCEEDED: "raise service.timeout_s, lower service.rows, or check that the server works",
     grpc.StatusCode.UNAUTHENTICATED: "set the token that the server asks for in the environment variable of service.token_env",
     grpc.StatusCode.NOT_FOUND: "check the model's name at the end of url",
-}  # fmt: skip
+}
 LARGEST = -1  # bytes of a message: no bound
 
 
 class OverGRPC:
     def __init__(self, place: Place, timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
+        self._place = place
+        self._timeout_s = timeout_s
         options = [
             ("grpc.max_receive_message_length", LARGEST),
             ("grpc.max_send_message_length", LARGEST),
             ("grpc.enable_http_proxy", int(not place.loopback)),
         ]
         if place.scheme == "grpcs":
-            self._channel = grpc.secure_channel(place.address, grpc.ssl_channel_credentials(), options)
+            self._channel = grpc.secure_channel(
+                place.address, grpc.ssl_channel_credentials(), options
+            )
         else:
             self._channel = grpc.insecure_channel(place.address, options)
         self._calls = {name: self._call(name) for name in ("ModelMetadata", "ModelInfer")}
-        self._metadata = [("authorization", f"Bearer {place.token}")] if place.token is not None else []
+        if place.token is not None:
+            self._metadata = [("authorization", f"Bearer {place.token}")]
+        else:
+            self._metadata = []
 
     def metadata(self) -> Outputs | Trouble:
-        came = self._send("ModelMetadata", messages.message("ModelMetadataRequest")(name=self._place.model))
+        came = self._send(
+            "ModelMetadata", messages.message("ModelMetadataRequest")(name=self._place.model)
+        )
         if isinstance(came, Trouble):
             return came
         return Outputs(
-            {entry.name: entry.datatype for entry in came.inputs}, tuple(entry.name for entry in came.outputs)
+            {entry.name: entry.datatype for entry in came.inputs},
+            tuple(entry.name for entry in came.outputs),
         )
 
-    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble:
+    def infer(
+        self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
+    ) -> Tensor | Trouble:
         request = messages.message("ModelInferRequest")(model_name=self._place.model)
         messages.write_tensors(inputs, request.inputs, request.raw_input_contents)
         messages.write_parameters(parameters, request.parameters)
@@ -64,7 +79,9 @@ class OverGRPC:
             return np.asarray(messages.read_tensors(came.outputs, came.raw_output_contents)[output])
         except (DataError, KeyError):
             return Trouble(
-                "the answer lacks the output that was asked for", f"check the model at {self._place.url}", False
+                "the answer lacks the output that was asked for",
+                f"check the model at {self._place.url}",
+                False,
             )
 
     def close(self) -> None:
@@ -82,9 +99,10 @@ class OverGRPC:
             return self._calls[name](request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             code = error.code()
-            said = (
-                ""
-                if code == grpc.StatusCode.UNAUTHENTICATED
-                else http.without(error.details() or "", self._place.token)
+            if code == grpc.StatusCode.UNAUTHENTICATED:
+                said = ""
+            else:
+                said = http.without(error.details() or "", self._place.token)
+            return Trouble(
+                code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, said
             )
-            return Trouble(code.name, FIXES.get(code, "look at the server's log"), code in AGAIN, said)

@@ -25,16 +25,29 @@ class Place:
 
     @classmethod
     def of(cls, role: str, url: str, spec: ServiceSpec) -> Place:
-        """Raises `ConfigError`, without the token, for what is no URL of a model or would send the token to strangers."""
-        found = http.parts(f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE)
+        """Raises `ConfigError`, without the token, for what is no URL of a model or would send the
+        token to strangers.
+        """
+        found = http.parts(
+            f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE
+        )
         model = found.path.strip("/").removeprefix("v2/models/")
         if not model or "/" in model or not found.port:
-            raise ConfigError(f"{role}.url={url!r} must name host, port and model, such as {EXAMPLE}")
+            raise ConfigError(
+                f"{role}.url={url!r} must name host, port and model, such as {EXAMPLE}"
+            )
         token = http.secret(f"{role}.service.token_env", spec.token_env, TOKEN_VARIABLE)
         loopback = http.is_loopback(found.hostname or "")
-        if token is not None and found.scheme in ("http", "grpc") and not loopback and not spec.insecure:
+        if (
+            token is not None
+            and found.scheme in ("http", "grpc")
+            and not loopback
+            and not spec.insecure
+        ):
             raise ConfigError(
-                f"{role}.url={url!r} would send the token unencrypted to another machine; use https or grpcs, set "
-                f"{role}.service.token_env=null to send none, or {role}.service.insecure=true where the network is trusted"
+                f"{role}.url={url!r} would send the token unencrypted to another machine; use "
+                f"https or grpcs, set "
+                f"{role}.service.token_env=null to send none, or {role}.service.insecure=true "
+                f"where the network is trusted"
             )
         return cls(url.rstrip("/"), found.scheme, found.netloc, unquote(model), token, loopback)

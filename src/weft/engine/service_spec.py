@@ -1,4 +1,7 @@
-"""What a user sets for a role whose network is behind a URL: the `rew.*` and `ref.*` options. Plain values, no torch."""
+"""What a user sets for a role whose network is behind a URL: the `rew.*` and `ref.*` options.
+
+Plain values, no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,22 @@ NO_NETWORK = ("null", SERVICE)  # backends of roles that have no network here
 @dataclass
 class ServiceSpec:
     timeout_s: float = option(60.0, "maximum seconds of one request", at_least=0.001)
-    retries: int = option(6, "how often a failed request is sent again, with growing delays", at_least=0)
+    retries: int = option(
+        6, "how often a failed request is sent again, with growing delays", at_least=0
+    )
     concurrency: int = option(4, "requests in flight", at_least=1)
     rows: int = option(
-        16, "completions of one request; a server that answers with whole logits gets at most 8", at_least=1
+        16,
+        "completions of one request; a server that answers with whole logits gets at most 8",
+        at_least=1,
     )
     token_env: str | None = option(
-        TOKEN_VARIABLE, "environment variable with the token that the server asks for; null to send none"
+        TOKEN_VARIABLE,
+        "environment variable with the token that the server asks for; null to send none",
     )
-    insecure: bool = option(False, "send the token unencrypted to another machine, in a network that is trusted")
+    insecure: bool = option(
+        False, "send the token unencrypted to another machine, in a network that is trusted"
+    )
 
 
 @dataclass
@@ -32,7 +42,8 @@ class ServedSpec(ModelSpec):
 
     url: str | None = option(
         None,
-        "server that has this network, such as http://127.0.0.1:8000/MODEL or grpc://HOST:8001/MODEL (weft serve, Triton); "
+        "server that has this network, such as http://127.0.0.1:8000/MODEL or "
+        "grpc://HOST:8001/MODEL (weft serve, Triton); "
         "path then names the tokenizer alone",
     )
     service: ServiceSpec = option(ServiceSpec(), "requests to the server at url")

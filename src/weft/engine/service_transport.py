@@ -21,7 +21,7 @@ STATUS_FIXES = {
     401: "set the token that the server asks for in the environment variable that service.token_env names",
     404: "check the model's name at the end of url",
     413: "lower service.rows",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,21 @@ class Outputs:
 
 class Transport(Protocol):
     def metadata(self) -> Outputs | Trouble: ...
-    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble: ...
+    def infer(
+        self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
+    ) -> Tensor | Trouble: ...
     def close(self) -> None: ...
 
 
 class OverHTTP:
     def __init__(self, place: Place, timeout_s: float) -> None:
-        self._place, self._timeout_s = place, timeout_s
+        self._place = place
+        self._timeout_s = timeout_s
         self._base = f"{place.scheme}://{place.address}/v2/models/{quote(place.model, safe='')}"
-        headers = {"Authorization": f"Bearer {place.token}"} if place.token is not None else {}
+        if place.token is not None:
+            headers = {"Authorization": f"Bearer {place.token}"}
+        else:
+            headers = {}
         # Another host would get the token; a proxy cannot reach this machine's own ports.
         self._client = httpx.Client(
             headers=headers, timeout=timeout_s, follow_redirects=False, trust_env=not place.loopback
@@ -58,7 +64,9 @@ class OverHTTP:
             return Outputs(inputs, tuple(entry["name"] for entry in said["outputs"]))
         return _not_understood(self._place)
 
-    def infer(self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]) -> Tensor | Trouble:
+    def infer(
+        self, inputs: Mapping[str, Tensor], output: str, parameters: Mapping[str, Any]
+    ) -> Tensor | Trouble:
         head: dict[str, Any] = {"outputs": [{"name": output, "parameters": {"binary_data": True}}]}
         if parameters:
             head["parameters"] = dict(parameters)
@@ -69,7 +77,9 @@ class OverHTTP:
             return came
         with contextlib.suppress(DataError, ValueError, KeyError):
             size = came.headers.get(LENGTH_HEADER)
-            return np.asarray(unpack(came.content, None if size is None else int(size), "outputs")[1][output])
+            return np.asarray(
+                unpack(came.content, None if size is None else int(size), "outputs")[1][output]
+            )
         return _not_understood(self._place)
 
     def close(self) -> None:
@@ -90,18 +100,28 @@ class OverHTTP:
         status = response.status_code
         if status == 200:
             return response
-        said = "" if status in (401, 403) else http.without(response.text, self._place.token)
-        fix = STATUS_FIXES.get(status, "look at the server's log" if status >= 500 else "check url and the model")
+        if status in (401, 403):
+            said = ""
+        else:
+            said = http.without(response.text, self._place.token)
+        fix = STATUS_FIXES.get(
+            status, "look at the server's log" if status >= 500 else "check url and the model"
+        )
         return Trouble(
-            f"status {status}", fix, http.may_repeat(status), said, http.seconds(response.headers.get("Retry-After"))
+            f"status {status}",
+            fix,
+            http.may_repeat(status),
+            said,
+            http.seconds(response.headers.get("Retry-After")),
         )
 
 
 def _late(timeout_s: float) -> Trouble:
     return Trouble(
         f"no answer within service.timeout_s={timeout_s:g} seconds",
-        "raise it, lower service.rows, or check that the server works", True,
-    )  # fmt: skip
+        "raise it, lower service.rows, or check that the server works",
+        True,
+    )
 
 
 def _not_understood(place: Place) -> Trouble:

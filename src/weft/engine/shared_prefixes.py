@@ -1,8 +1,11 @@
-"""Which sequences of a micro-batch begin alike, and how much of that to compute once. Pure: no torch.
+"""Which sequences of a micro-batch begin alike, and how much of that to compute once.
 
-Rows of one template or one system prompt begin with the same tokens, whatever ids they belong to. Sorted by their tokens, those
-that begin alike stand together, and their common prefixes make a tree. A prefix that is chosen is computed once and spares its
-tokens to each sequence that goes on from it: those that no longer one is chosen for.
+Pure: no torch.
+
+Rows of one template or one system prompt begin with the same tokens, whatever ids they belong to.
+Sorted by their tokens, those that begin alike stand together, and their common prefixes make a
+tree. A prefix that is chosen is computed once and spares its tokens to each sequence that goes on
+from it: those that no longer one is chosen for.
 """
 
 from __future__ import annotations
@@ -35,19 +38,23 @@ class _Common:
     longer: list[_Common]  # of some of these sequences
     # Sizes of what these and more have in common, the shortest first; the first stands for nothing.
     shorter: list[int] = field(default_factory=lambda: [0])
-    # Whether to choose this where the longest chosen of `shorter` is the i-th, for each i; and which one it is.
+    # Whether to choose this where the longest chosen of `shorter` is the i-th, for each i; and
+    # which one it is.
     worth: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     chosen: int = 0
 
 
 def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
-    """Those that spare most tokens in all, each of `least` >= 1 tokens or more and without the last token of any prompt."""
+    """Those that spare most tokens in all, each of `least` >= 1 tokens or more and without the last
+    token of any prompt.
+    """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
     tree = _tree([_alike(prompts[a], prompts[b]) for a, b in pairwise(order)], least)
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
-    spared: dict[int, npt.NDArray[np.int64]] = {}  # at most, by where it starts and then as in `worth`
+    # at most, by where it starts and then as in `worth`
+    spared: dict[int, npt.NDArray[np.int64]] = {}
     for one in tree:
         alone = one.end - one.start - sum(longer.end - longer.start for longer in one.longer)
         below = alone * np.array([*one.shorter, one.size])
@@ -62,20 +69,31 @@ def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]
         for longer in one.longer:
             longer.chosen = len(one.shorter) if one.worth[one.chosen] else one.chosen
     places = {number: np.flatnonzero(belongs == number) for number in set(belongs.tolist()) - {-1}}
-    made = [SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size) for number, of in places.items()]
+    made = [
+        SharedPrefix(tuple(sorted(order[at] for at in of)), tree[number].size)
+        for number, of in places.items()
+    ]
     return sorted(made, key=lambda prefix: prefix.sequences)
 
 
 def _tree(common: Sequence[int], least: int) -> list[_Common]:
-    """All common prefixes, given those of neighbours; the longer ones of some sequences before the shorter ones of more."""
+    """All common prefixes, given those of neighbours; the longer ones of some sequences before the
+    shorter ones of more.
+    """
     made: list[_Common] = []
-    ends: dict[int, _Common] = {}  # by the first and by the last place of each that lies in no other yet
-    for at in sorted((at for at, size in enumerate(common) if size >= least), key=lambda at: -common[at]):
-        left, right = ends.pop(at, None), ends.pop(at + 1, None)
+    # by the first and by the last place of each that lies in no other yet
+    ends: dict[int, _Common] = {}
+    for at in sorted(
+        (at for at, size in enumerate(common) if size >= least), key=lambda at: -common[at]
+    ):
+        left = ends.pop(at, None)
+        right = ends.pop(at + 1, None)
         if left is not None and left.size == common[at]:
             one = left
         else:
-            one = _Common(at if left is None else left.start, at, common[at], [] if left is None else [left])
+            one = _Common(
+                at if left is None else left.start, at, common[at], [] if left is None else [left]
+            )
             made.append(one)
         if right is not None:
             one.longer.append(right)

@@ -1,4 +1,7 @@
-"""What a user sets for one role's network: plain values, no torch. These dataclasses are the `actor.*`, `model.*` options."""
+"""What a user sets for one role's network: plain values, no torch.
+
+These dataclasses are the `actor.*`, `model.*` options.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,17 @@ QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
-AUTO = "auto"  # the backend of a role for which nobody says: torch, or hf where weft has no family of the model's type
+# the backend of a role for which nobody says: torch, or hf where weft has no family of the model's
+# type
+AUTO = "auto"
 MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule in optimizer steps of the real run; the runtime makes it, the engine follows it."""
+    """A learning-rate schedule in optimizer steps of the real run; the runtime makes it, the engine
+    follows it.
+    """
 
     total_steps: int
     warmup_steps: int
@@ -43,27 +50,34 @@ class OptimizerSpec:
     type: str = option("adamw", "optimizer: adamw, sgd, or lion", choices=("adamw", "sgd", "lion"))
     state_dtype: str = option(
         "float32",
-        "what adamw's two moments are kept in: float32, bfloat16 (rounded at random, half the memory), or 8bit (a quarter; "
+        "what adamw's two moments are kept in: float32, bfloat16 (rounded at random, half the "
+        "memory), or 8bit (a quarter; "
         "embeddings keep float32; needs the extra 8bit)",
         choices=STATE_DTYPES,
     )
     lr: float | None = option(
         None,
-        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, of a prefix 1e-2; for critics 5e-6",
+        "peak learning rate; absent: 1e-5; for policies and DPO 1e-6, with adapters 1e-5, of a "
+        "prefix 1e-2; for critics 5e-6",
         at_least=0.0,
     )
     weight_decay: float = option(
         0.0, "decoupled weight decay of matrices; norms and biases are not decayed", at_least=0.0
     )
     beta1: float = option(0.9, "decay of the gradient's moving average", at_least=0.0, below=1.0)
-    beta2: float = option(0.95, "decay of the squared gradient's moving average", at_least=0.0, below=1.0)
+    beta2: float = option(
+        0.95, "decay of the squared gradient's moving average", at_least=0.0, below=1.0
+    )
     eps: float = option(1e-8, "added to the denominator of the update", at_least=0.0)
-    lr_scheduler_type: str = option("cosine", "shape of the learning rate after warm-up", choices=SCHEDULERS)
+    lr_scheduler_type: str = option(
+        "cosine", "shape of the learning rate after warm-up", choices=SCHEDULERS
+    )
     warmup_steps_proportion: float | None = option(
         None,
         "share of optimizer steps used for warm-up; absent: 0.02, unless another warm-up is set",
-        at_least=0.0, at_most=1.0,
-    )  # fmt: skip
+        at_least=0.0,
+        at_most=1.0,
+    )
     warmup_steps: int | None = option(
         None, "optimizer steps used for warm-up; excludes the other warm-up options", at_least=0
     )
@@ -71,55 +85,75 @@ class OptimizerSpec:
         None, "epochs used for warm-up; excludes the other warm-up options", at_least=0.0
     )
     min_lr_ratio: float | None = option(
-        None, "final learning rate as a share of lr; absent: 0, unless end_lr is set", at_least=0.0, at_most=1.0
+        None,
+        "final learning rate as a share of lr; absent: 0, unless end_lr is set",
+        at_least=0.0,
+        at_most=1.0,
     )
     end_lr: float | None = option(None, "final learning rate; excludes min_lr_ratio", at_least=0.0)
-    max_grad_norm: float = option(1.0, "clip the gradient to this L2 norm; 0 switches clipping off", at_least=0.0)
+    max_grad_norm: float = option(
+        1.0, "clip the gradient to this L2 norm; 0 switches clipping off", at_least=0.0
+    )
     offload: bool = option(
         False,
-        "keep masters (of what f shards a device's own rows) and optimizer state in host memory and update them there; the "
+        "keep masters (of what f shards a device's own rows) and optimizer state in host memory "
+        "and update them there; the "
         "device holds a copy to compute with",
     )
-    frozen_epochs: int = option(0, "", at_least=0, hidden=True)  # epochs at the start in which the role is not trained
+    # epochs at the start in which the role is not trained
+    frozen_epochs: int = option(0, "", at_least=0, hidden=True)
 
     def __post_init__(self) -> None:
         warmups = [
-            n for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs") if getattr(self, n) is not None
+            n
+            for n in ("warmup_steps_proportion", "warmup_steps", "warmup_epochs")
+            if getattr(self, n) is not None
         ]
         if len(warmups) > 1:
-            raise ConfigError(f"optimizer: {' and '.join(warmups)} exclude each other; set one of them")
+            raise ConfigError(
+                f"optimizer: {' and '.join(warmups)} exclude each other; set one of them"
+            )
         if self.state_dtype != "float32" and self.type != "adamw":
             raise ConfigError(
-                f"optimizer: state_dtype={self.state_dtype} is for type=adamw, and type is {self.type}; set one of the two"
+                f"optimizer: state_dtype={self.state_dtype} is for type=adamw, and type is "
+                f"{self.type}; set one of the two"
             )
         if self.min_lr_ratio is not None and self.end_lr is not None:
-            raise ConfigError("optimizer: min_lr_ratio and end_lr exclude each other; set one of them")
+            raise ConfigError(
+                "optimizer: min_lr_ratio and end_lr exclude each other; set one of them"
+            )
 
     def check_library(self) -> None:
         """Raises `ConfigError` where states are to be kept by a library that is not installed."""
         if self.state_dtype == "8bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
             raise ConfigError(
-                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; run: {install('8bit')}"
+                f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; "
+                f"run: {install('8bit')}"
             )
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """The schedule over `total_steps` optimizer steps, less those of frozen epochs. Raises `ConfigError` where none is
-        left."""
+        """The schedule over `total_steps` optimizer steps, less those of frozen epochs.
+
+        Raises `ConfigError` where none is left.
+        """
         frozen = round(self.frozen_epochs * steps_per_epoch)
         total_steps -= frozen
         if total_steps < 1:
             raise ConfigError(
-                f"the run has no optimizer steps after {self.frozen_epochs} epochs without training; raise total_train_epochs"
+                f"the run has no optimizer steps after {self.frozen_epochs} epochs without "
+                f"training; raise total_train_epochs"
                 if frozen
                 else "the run has no optimizer steps: the dataset is smaller than one batch, or max_steps is 0"
             )
-        warmup = (
-            self.warmup_steps
-            if self.warmup_steps is not None
-            else round(self.warmup_epochs * steps_per_epoch)
-            if self.warmup_epochs is not None
-            else round((0.02 if self.warmup_steps_proportion is None else self.warmup_steps_proportion) * total_steps)
-        )
+        if self.warmup_steps is not None:
+            warmup = self.warmup_steps
+        elif self.warmup_epochs is not None:
+            warmup = round(self.warmup_epochs * steps_per_epoch)
+        else:
+            warmup = round(
+                (0.02 if self.warmup_steps_proportion is None else self.warmup_steps_proportion)
+                * total_steps
+            )
         return Schedule(total_steps, min(warmup, total_steps), frozen)
 
     @property
@@ -129,7 +163,9 @@ class OptimizerSpec:
 
     @property
     def last_lr(self) -> float:
-        return self.end_lr if self.end_lr is not None else self.peak_lr * (self.min_lr_ratio or 0.0)
+        if self.end_lr is not None:
+            return self.end_lr
+        return self.peak_lr * (self.min_lr_ratio or 0.0)
 
 
 @dataclass
@@ -144,70 +180,94 @@ class ModelSpec:
     """One role's network, tokenizer and optimizer."""
 
     path: str | None = option(
-        None, "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40", check=url_problem
+        None,
+        "Hugging Face directory, hub name, or a run: runs/E/T, runs/E/T@step40",
+        check=url_problem,
     )
     type: str | None = option(None, "model family; read from config.json when absent")
-    init_from_scratch: bool = option(False, "take config and tokenizer from path, weights at random")
+    init_from_scratch: bool = option(
+        False, "take config and tokenizer from path, weights at random"
+    )
     dtype: str | None = option(
         None,
-        "dtype of the computation and of frozen weights; trained weights are float32, or float64 with float64, which serves to "
-        "compare layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the checkpoint's dtype on a GPU",
+        "dtype of the computation and of frozen weights; trained weights are float32, or float64 "
+        "with float64, which serves to "
+        "compare layouts. Absent: the actor's; for an actor or model, float32 on a CPU and the "
+        "checkpoint's dtype on a GPU",
         choices=DTYPES,
     )
     backend: str = option(
-        AUTO, "torch (weft's own network), hf (the transformers module), null (a tokenizer alone); auto: torch, else hf"
+        AUTO,
+        "torch (weft's own network), hf (the transformers module), null (a tokenizer alone); "
+        "auto: torch, else hf",
     )
-    gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third more time to train")
+    gradient_checkpointing: bool = option(
+        False, "recompute activations: less memory, a third more time to train"
+    )
     recompute_every: int | None = option(
         None,
-        "recompute only the activations of every n-th layer; 1 is the same as gradient_checkpointing=true, which it excludes",
+        "recompute only the activations of every n-th layer; 1 is the same as "
+        "gradient_checkpointing=true, which it excludes",
         at_least=1,
     )
     compile: bool = option(
         False,
-        "have torch compile each block in training and scoring, once for all lengths; takes half a minute or more at the start",
+        "have torch compile each block in training and scoring, once for all lengths; takes half "
+        "a minute or more at the start",
     )
     fp8: bool = option(
         False,
-        "8-bit matrix products in training and scoring; needs an H100 or later, torchao and compile=true",
+        "8-bit matrix products in training and scoring; needs an H100 or later, torchao and "
+        "compile=true",
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "torchao's recipe for fp8: one scale a tensor (fastest), one a row, or that with exact gradients of weights",
+        "torchao's recipe for fp8: one scale a tensor (fastest), one a row, or that with exact "
+        "gradients of weights",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
     )
     quantize: str | None = option(
         None,
-        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top (QLoRA: lora.r above 0); "
+        "hold frozen weight matrices in 8 or 4 bits (NF4), with or without adapters on top "
+        "(QLoRA: lora.r above 0); "
         "computation stays in dtype; 4bit needs the extra 8bit",
         choices=QUANTIZE,
     )
     offload: bool = option(False, "keep the weights in pinned host memory while the role is idle")
-    trust_remote_code: bool = option(False, "run Python code found in the model directory (hf backend); off by default")
+    trust_remote_code: bool = option(
+        False, "run Python code found in the model directory (hf backend); off by default"
+    )
     dropout: float | None = option(
         None, "dropout in training; absent: that of the model's config", at_least=0.0, below=1.0
     )
     residual_dropout: float = option(
         0.0,
-        "dropout of what attention and MLP add to the states, while training, in place of the config's own rate there",
+        "dropout of what attention and MLP add to the states, while training, in place of the "
+        "config's own rate there",
         at_least=0.0,
         below=1.0,
     )
     residual_dropout_lima: bool = option(
-        False, "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA does"
+        False,
+        "raise residual_dropout from 0 in the first layer to its full value in the last, as LIMA "
+        "does",
     )
     freeze_layers: int | None = option(
-        None, "do not train the embeddings and this many first layers: no gradient, no optimizer state", at_least=0
+        None,
+        "do not train the embeddings and this many first layers: no gradient, no optimizer state",
+        at_least=0,
     )
     train_last_layers: int | None = option(None, "train only this many last layers", at_least=0)
     rope_scaling: Any = option(
         None,
-        "extend the model's context: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; saved in config.json",
+        "extend the model's context: {type: linear|dynamic, factor: 2} or {type: ntk, alpha: 2}; "
+        "saved in config.json",
         check=rope_scaling.problem,
     )
     router_aux_loss_coef: float | None = option(
         None,
-        "weight of the loss that balances experts, a mean over sequences; config.json's own when absent, where it sets "
+        "weight of the loss that balances experts, a mean over sequences; config.json's own when "
+        "absent, where it sets "
         "output_router_logits, else 0",
         at_least=0.0,
     )
@@ -219,7 +279,8 @@ class ModelSpec:
     layout: str | None = option(None, "parallel layout such as d2t2p1; the same as parallel.*")
     zero_stage: int | None = option(
         None,
-        "what data-parallel ranks share, where the layout has no f: 0 nothing, 1 the optimizer, 2 and gradients, 3 and "
+        "what data-parallel ranks share, where the layout has no f: 0 nothing, 1 the optimizer, 2 "
+        "and gradients, 3 and "
         "parameters; absent: 3 for trained roles, 0 for others",
         at_least=0,
         at_most=3,
@@ -231,54 +292,79 @@ class ModelSpec:
     )
     pipeline_stages_per_rank: int | None = option(
         None,
-        "stages that each rank of a pipeline holds: 2 or more with the interleaved schedules, 2 with zbv, 1 with the others; "
+        "stages that each rank of a pipeline holds: 2 or more with the interleaved schedules, 2 "
+        "with zbv, 1 with the others; "
         "absent: the fewest",
         at_least=1,
     )
     sequence_parallel: bool = option(
         True,
-        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less memory, as many bytes sent "
+        "tensor-parallel ranks (t) each hold a part of the tokens between attention and MLP: less "
+        "memory, as many bytes sent "
         "(with recomputation a tenth more); with false each holds all of them",
     )
     device_mesh: str | None = option(
-        None, "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first ones"
+        None,
+        "devices of the layout, numbered over all machines, such as 4-7 or 0,2; absent: the first "
+        "ones",
     )
-    prompt_prefix: str = option("", "text before the prompt when this model reads the text in its own form")
-    prompt_suffix: str = option("", "text after the prompt when this model reads the text in its own form")
+    prompt_prefix: str = option(
+        "", "text before the prompt when this model reads the text in its own form"
+    )
+    prompt_suffix: str = option(
+        "", "text after the prompt when this model reads the text in its own form"
+    )
     parallel: ParallelSpec = option(ParallelSpec(), "degrees of parallelism; the same as layout")
     lora: LoRASpec = option(LoRASpec(), "low-rank adapters")
-    prefix: PrefixSpec = option(PrefixSpec(), "prefix tuning: keys and values of each layer before every sequence")
+    prefix: PrefixSpec = option(
+        PrefixSpec(), "prefix tuning: keys and values of each layer before every sequence"
+    )
     optimizer: OptimizerSpec = option(OptimizerSpec(), "optimizer of a trained role")
-    tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer; the one in path when its path is absent")
+    tokenizer: TokenizerSpec = option(
+        TokenizerSpec(), "tokenizer; the one in path when its path is absent"
+    )
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
-    allocated_by: str = option("", "", hidden=True)  # the option that gave it its layout, where it is not `layout`
+    # the option that gave it its layout, where it is not `layout`
+    allocated_by: str = option("", "", hidden=True)
     planned: bool = option(False, "", hidden=True)  # for a plan alone: its weights are not read
-    mirrors: bool = option(False, "", hidden=True)  # a frozen copy, on a layout of its own, of a role that is trained
-    # What the runtime fills in from the run's options, so that a backend is a function of (spec, layout) alone.
+    # a frozen copy, on a layout of its own, of a role that is trained
+    mirrors: bool = option(False, "", hidden=True)
+    # What the runtime fills in from the run's options, so that a backend is a function of (spec,
+    # layout) alone.
     schedule: Any = option(None, "", hidden=True)
     device: str | None = option(None, "", hidden=True)
     notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
     seed: int = option(1, "", hidden=True)  # of new weights and dropout
     flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
-    on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)  # a loss that is NaN or infinite
+    # a loss that is NaN or infinite
+    on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)
 
     def __post_init__(self) -> None:
         if self.gradient_checkpointing and self.recompute_every is not None:
             raise ConfigError(
-                f"recompute_every={self.recompute_every} and gradient_checkpointing=true exclude each other: the second "
+                f"recompute_every={self.recompute_every} and gradient_checkpointing=true exclude "
+                f"each other: the second "
                 "recomputes every layer; set one of them"
             )
         if self.pipeline_stages_per_rank is not None:
             self.placed(Layout())
         if self.residual_dropout_lima and not self.residual_dropout:
-            raise ConfigError("residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as 0.3")
+            raise ConfigError(
+                "residual_dropout_lima=true ramps residual_dropout, which is 0; set that, such as "
+                "0.3"
+            )
         if self.freeze_layers is not None and self.train_last_layers is not None:
-            raise ConfigError("freeze_layers and train_last_layers exclude each other; set one of them")
+            raise ConfigError(
+                "freeze_layers and train_last_layers exclude each other; set one of them"
+            )
         check_adapters(self)
 
     def resolve_layout(self) -> Layout:
-        """The layout that `layout` or `parallel.*` asks for. Raises `ConfigError` where both are set and differ."""
+        """The layout that `layout` or `parallel.*` asks for.
+
+        Raises `ConfigError` where both are set and differ.
+        """
         sizes = self.parallel
         sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
         named = Layout(
@@ -292,23 +378,33 @@ class ModelSpec:
         parsed = Layout.parse(self.layout, trained=sharded)
         if self.zero_stage is not None and parsed.data > 1 and (parsed.fsdp > 1) != sharded:
             raise ConfigError(
-                f"zero_stage={self.zero_stage} and layout={self.layout!r} differ: stage 0 is f=1, stages 1 to 3 a larger f; "
+                f"zero_stage={self.zero_stage} and layout={self.layout!r} differ: stage 0 is f=1, "
+                f"stages 1 to 3 a larger f; "
                 "set one of them"
             )
         if named.num_devices != 1 and named != parsed:
-            raise ConfigError(f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them")
+            raise ConfigError(
+                f"layout={self.layout!r} and parallel.* ({named}) differ; set one of them"
+            )
         return self.placed(parsed)
 
     def placed(self, layout: Layout) -> Layout:
-        """The layout with as many stages on a rank of a pipeline as the role's schedule has. Raises `ConfigError` for a number
-        that it does not take."""
-        placement = placement_of(cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank)
+        """The layout with as many stages on a rank of a pipeline as the role's schedule has.
+
+        Raises `ConfigError` for a number that it does not take.
+        """
+        placement = placement_of(
+            cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank
+        )
         if layout.pipeline == 1:
             return layout
         return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
-        """The layout on its devices. Raises `ConfigError` for a device mesh that cannot be read or does not fit."""
+        """The layout on its devices.
+
+        Raises `ConfigError` for a device mesh that cannot be read or does not fit.
+        """
         return parse_mesh(self.device_mesh, self.resolve_layout())
 
     @property
@@ -328,11 +424,15 @@ class ModelSpec:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the role has low-rank adapters or a prefix, trained or a copy of trained ones, beside frozen weights."""
+        """Whether the role has low-rank adapters or a prefix, trained or a copy of trained ones,
+        beside frozen weights.
+        """
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
-        """Of a copy of the role on another layout: weights that come from the role's own, and no optimizer."""
+        """Of a copy of the role on another layout: weights that come from the role's own, and no
+        optimizer.
+        """
         return replace(self, trained=False, mirrors=self.trained, schedule=None)
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
@@ -345,12 +445,14 @@ class GenerationSpec:
 
     max_new_tokens: int | None = option(
         None,
-        f"maximum tokens of a completion; absent: {MAX_NEW_TOKENS}, or half of the model's context if that is less",
+        f"maximum tokens of a completion; absent: {MAX_NEW_TOKENS}, or half of the model's "
+        f"context if that is less",
         at_least=1,
     )
     min_new_tokens: int = option(
         0,
-        "no stop before this many tokens; log-probs stay those of the whole vocabulary, the end tokens held back included",
+        "no stop before this many tokens; log-probs stay those of the whole vocabulary, the end "
+        "tokens held back included",
         at_least=0,
     )
     temperature: float = option(1.0, "logits are divided by it before sampling", at_least=0.0)
@@ -362,42 +464,57 @@ class GenerationSpec:
     )
     top_k: int = option(0, "sample from this many likeliest tokens; 0 is no limit", at_least=0)
     min_p: float = option(
-        0.0, "drop tokens below this share of the likeliest one's probability; 0 is no limit", at_least=0.0, at_most=1.0
+        0.0,
+        "drop tokens below this share of the likeliest one's probability; 0 is no limit",
+        at_least=0.0,
+        at_most=1.0,
     )
     greedy: bool = option(False, "take the likeliest token instead of sampling")
-    stop: list[str] = option([], "texts that end a completion, besides the end-of-sequence token", check=stop_problem)
+    stop: list[str] = option(
+        [], "texts that end a completion, besides the end-of-sequence token", check=stop_problem
+    )
     stop_ids: list[int] = option(
-        [], "token ids that end a completion, besides the end-of-sequence token", check=stop_ids_problem
+        [],
+        "token ids that end a completion, besides the end-of-sequence token",
+        check=stop_ids_problem,
     )
     max_support: int = option(
         1024,
-        "in training, the most ids that top-k/top-p/min-p keep at a position (the likeliest); all of them are recorded",
+        "in training, the most ids that top-k/top-p/min-p keep at a position (the likeliest); all "
+        "of them are recorded",
         at_least=1,
     )
     kv_cache_gb: float | None = option(
         None,
-        "GiB that keys and values take at most; a GPU keeps what they needed from one call to the next; absent: a quarter of "
+        "GiB that keys and values take at most; a GPU keeps what they needed from one call to the "
+        "next; absent: a quarter of "
         "the device's memory, on a GPU 90% of what is free where that is less",
         check=cache_problem,
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
     top_logprobs: int = option(0, "", hidden=True)  # likeliest ids that are told with every token
-    tokenizer: Any = option(None, "", hidden=True)  # what stop texts are read with; the generate interface sets it
+    # what stop texts are read with; the generate interface sets it
+    tokenizer: Any = option(None, "", hidden=True)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
-                f"gen.min_new_tokens={self.min_new_tokens} exceeds gen.max_new_tokens={self.max_new_tokens}; lower the first"
+                f"gen.min_new_tokens={self.min_new_tokens} exceeds "
+                f"gen.max_new_tokens={self.max_new_tokens}; lower the first"
             )
         check_temperature(self.temperature, self.greedy)
 
     @property
     def most_new_tokens(self) -> int:
         """`max_new_tokens`, or what holds where it is absent and no model's context is known."""
-        return MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        if self.max_new_tokens is None:
+            return MAX_NEW_TOKENS
+        return self.max_new_tokens
 
     @property
     def truncates(self) -> bool:
-        """Whether a limit on the vocabulary is in force, so that log-probs are normalised over the kept ids."""
+        """Whether a limit on the vocabulary is in force, so that log-probs are normalised over the
+        kept ids.
+        """
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

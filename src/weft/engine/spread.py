@@ -1,7 +1,9 @@
-"""What the ranks of one layout settle among themselves during a call: the one reduction point of a training step.
+"""What the ranks of one layout settle among themselves during a call: the one reduction point of a
+training step.
 
-An engine, its step and its optimizer are written for one rank. Whatever needs the other ranks is asked of a `Spread`; on one
-device every answer is the rank's own. A layout of many devices is another implementation of this protocol, and nothing else.
+An engine, its step and its optimizer are written for one rank. Whatever needs the other ranks is
+asked of a `Spread`; on one device every answer is the rank's own. A layout of many devices is
+another implementation of this protocol, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ Outputs = dict[Output, Tensor]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch as the network is called with it. `part` is None of a filler, whose outputs have weight 0; `spread` puts
-    the outputs of the rows that were computed among zeros. `rows` are what a loss reads of it, where one does."""
+    """A micro-batch as the network is called with it.
+
+    `part` is None of a filler, whose outputs have weight 0; `spread` puts the outputs of the rows
+    that were computed among zeros. `rows` are what a loss reads of it, where one does.
+    """
 
     part: SequenceSample | None
     layout: PackLayout
@@ -40,11 +45,15 @@ class Work(Protocol[T_co]):
 
     def prepare(self, part: SequenceSample) -> Prepared: ...
     def filler(self) -> Prepared:
-        """One token, for a rank that must pass the network as often as another that has more micro-batches."""
+        """One token, for a rank that must pass the network as often as another that has more
+        micro-batches.
+        """
         ...
 
     def finish(self, prepared: Prepared, out: Outputs) -> T_co:
-        """What becomes of a micro-batch's outputs; in training the scalar that the backward pass begins with."""
+        """What becomes of a micro-batch's outputs; in training the scalar that the backward pass
+        begins with.
+        """
         ...
 
     def stage_loss(self, prepared: Prepared) -> Tensor | None:
@@ -56,26 +65,36 @@ class Spread(Protocol):
     """Every rank of the layout calls each method, in the same order."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the data-parallel ranks, in float64; asked before the first forward pass of a minibatch."""
+        """Sums over the data-parallel ranks, in float64; asked before the first forward pass of a
+        minibatch.
+        """
         ...
 
-    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
-        """`work` on every micro-batch, with its backward pass where it trains; what it made of each, on a rank that has the
-        outputs."""
+    def run(
+        self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool
+    ) -> list[T]:
+        """`work` on every micro-batch, with its backward pass where it trains; what it made of
+        each, on a rank that has the outputs.
+        """
         ...
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum, in place, what each rank has only a part of, once all micro-batches are through. A parameter that has no
-        gradient here and one elsewhere gets one."""
+        """Sum, in place, what each rank has only a part of, once all micro-batches are through.
+
+        A parameter that has no gradient here and one elsewhere gets one.
+        """
         ...
 
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Scalar: the L2 norm over the gradients of all ranks, each element counted once; `gradients` by canonical name."""
+        """Scalar: the L2 norm over the gradients of all ranks, each element counted once;
+        `gradients` by canonical name.
+        """
         ...
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
-        """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks; with `stages` those of every
-        stage of each, where a pipeline's have different ones."""
+        """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks;
+        with `stages` those of every stage of each, where a pipeline's have different ones.
+        """
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -83,7 +102,9 @@ class Spread(Protocol):
         ...
 
     def kept(self, names: Iterable[str]) -> list[str]:
-        """Those of the tensors held here that this rank writes to a recovery point: each is written once."""
+        """Those of the tensors held here that this rank writes to a recovery point: each is written
+        once.
+        """
         ...
 
     def file(self, stem: str) -> str:
@@ -91,14 +112,22 @@ class Spread(Protocol):
         ...
 
 
-def passed(network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool, always: bool = False) -> T:
-    """One micro-batch through a network that is all here. With `always` a backward pass follows whatever the loss is made of:
-    other ranks may wait for its gradients."""
+def passed(
+    network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool, always: bool = False
+) -> T:
+    """One micro-batch through a network that is all here.
+
+    With `always` a backward pass follows whatever the loss is made of: other ranks may wait for its
+    gradients.
+    """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)
     value = work.finish(prepared, prepared.spread(out))
     if trains and isinstance(value, Tensor):
-        loss = value if value.requires_grad or not always else connected(value, out.values())
+        if value.requires_grad or not always:
+            loss: Tensor = value
+        else:
+            loss = connected(value, out.values())
         if loss.requires_grad:
             loss.backward()
     return value
@@ -110,7 +139,9 @@ class OneDevice:
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)
 
-    def run(self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool) -> list[T]:
+    def run(
+        self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool
+    ) -> list[T]:
         return [passed(network, work.prepare(part), work, trains=trains) for part in parts]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:

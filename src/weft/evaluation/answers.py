@@ -33,14 +33,19 @@ def sample(
     plain: bool = False,
     progress: Progress | None = None,
 ) -> list[list[list[Answer]]]:
-    """`[prompt][setting][sample]`. Greedy settings give one answer, for the others would be the same.
+    """`[prompt][setting][sample]`.
 
-    All requests share one generator, so a slow answer holds up no other. Raises `DataError` for a prompt that leaves no room in
-    the model's context.
+    Greedy settings give one answer, for the others would be the same.
+
+    All requests share one generator, so a slow answer holds up no other. Raises `DataError` for a
+    prompt that leaves no room in the model's context.
     """
     tokenizer = opened.tokenizer
     asked = [prompt.token_ids(tokenizer, system=system, plain=plain) for prompt in prompts]
-    specs = [replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.stop_ids()]) for each in settings]
+    specs = [
+        replace(each.spec, stop_ids=[*each.spec.stop_ids, *tokenizer.stop_ids()])
+        for each in settings
+    ]
     requests = [
         Request(
             f"{index}/{kind}",
@@ -83,6 +88,7 @@ def _room(opened: Opened, prompt: Prompt, ids: Sequence[int], most: int) -> int:
         return most
     if len(ids) >= opened.context:
         raise DataError(
-            f"prompt {prompt.id!r} has {len(ids)} tokens, and {opened.name} takes {opened.context} with its answer; shorten it"
+            f"prompt {prompt.id!r} has {len(ids)} tokens, and {opened.name} takes "
+            f"{opened.context} with its answer; shorten it"
         )
     return min(most, opened.context - len(ids))

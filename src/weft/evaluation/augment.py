@@ -1,7 +1,8 @@
 """Rankings in which bad replies stand last: those of a weak model, and those made worse on purpose.
 
-They are written part by part. What is interrupted goes on with the same rows: a part holds its options in its first line, and
-the draws of a part of the rows depend on the seed and on where they stand.
+They are written part by part. What is interrupted goes on with the same rows: a part holds its
+options in its first line, and the draws of a part of the rows depend on the seed and on where they
+stand.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ AT_ONCE = 64  # rows of a part
 
 @dataclass(frozen=True)
 class Plan:
-    """What is made: `kinds` of `weft.data.bad_replies`, `samples` of a weak model a row of which the best by a reward model is
-    kept where there is one, for a `share` of the rows."""
+    """What is made: `kinds` of `weft.data.bad_replies`, `samples` of a weak model a row of which
+    the best by a reward model is kept where there is one, for a `share` of the rows.
+    """
 
     kinds: tuple[str, ...] = ()
     samples: int = 1
@@ -58,9 +60,16 @@ class Made:
 
 
 def read(paths: Sequence[str]) -> list[Replied]:
-    """The rows with replies of some files, ids made unique. Raises `DataError` naming each row that has none."""
-    found, wrong, seen = list[Replied](), list[str](), dict[str, int]()
-    for place, row in (each for path in paths for file in find_files(path) for each in read_rows(file)):
+    """The rows with replies of some files, ids made unique.
+
+    Raises `DataError` naming each row that has none.
+    """
+    found = list[Replied]()
+    wrong = list[str]()
+    seen = dict[str, int]()
+    for place, row in (
+        each for path in paths for file in find_files(path) for each in read_rows(file)
+    ):
         try:
             if isinstance(row, Unreadable):
                 raise BadRow(row.wrong)
@@ -79,20 +88,31 @@ def read(paths: Sequence[str]) -> list[Replied]:
 
 
 def write(
-    rows: Sequence[Replied], plan: Plan, weak: Weak | None, file: Path, said: Mapping[str, Any],
+    rows: Sequence[Replied],
+    plan: Plan,
+    weak: Weak | None,
+    file: Path,
+    said: Mapping[str, Any],
     progress: Progress | None = None,
-) -> Made:  # fmt: skip
-    """Write `file`, or go on with the part of it that is there. `said`: the options it is made with; a part of others is not
-    gone on with. Raises `ConfigError` where the file is there already."""
+) -> Made:
+    """Write `file`, or go on with the part of it that is there.
+
+    `said`: the options it is made with; a part of others is not gone on with. Raises `ConfigError`
+    where the file is there already.
+    """
     if file.exists():
-        raise ConfigError(f"{file}: is there already, and nothing is written over; name another file, or remove it")
+        raise ConfigError(
+            f"{file}: is there already, and nothing is written over; name another file, or remove "
+            f"it"
+        )
     part = file.with_name(f"{file.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     first = json.dumps(dict(said), sort_keys=True)
     lines = _begun(part, first)
     done = Made()
     for start in range(0, len(rows), AT_ONCE):
-        chunk, number = rows[start : start + AT_ONCE], start // AT_ONCE
+        chunk = rows[start : start + AT_ONCE]
+        number = start // AT_ONCE
         if number < len(lines):
             made = lines[number]
         else:
@@ -107,20 +127,26 @@ def write(
             done.left_out += said_here["left_out"]
             for row in said_here["rows"]:
                 bad = "augmented" in row or "rejected" in row
-                done.augmented, done.plain = done.augmented + bad, done.plain + (not bad)
+                done.augmented = done.augmented + bad
+                done.plain = done.plain + (not bad)
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     part.unlink()
     return done
 
 
 def _begun(part: Path, first: str) -> list[str]:
-    """The whole lines of a part that was begun with the same options; a new part where there is none."""
+    """The whole lines of a part that was begun with the same options; a new part where there is
+    none.
+    """
     if not part.exists():
         writing.write(part, first + "\n")
         return []
     lines = part.read_text(encoding="utf-8").split("\n")
     if lines[0] != first:
-        raise ConfigError(f"{part}: was begun with other options or rows; give those, remove it, or name another file")
+        raise ConfigError(
+            f"{part}: was begun with other options or rows; give those, remove it, or name "
+            f"another file"
+        )
     whole = lines[1:-1]  # after the last line end there is nothing, or a line that was cut
     writing.write(part, "\n".join([first, *whole, ""]))
     return whole
@@ -128,43 +154,73 @@ def _begun(part: Path, first: str) -> list[str]:
 
 def _made(
     chunk: Sequence[Replied], rows: Sequence[Replied], plan: Plan, weak: Weak | None, number: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The rows that `chunk`, the part of this number, becomes."""
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
-    sampled = iter(_sampled(drawn, plan, weak, number) if weak is not None and drawn else [None] * len(drawn))
-    made, left_out = list[dict[str, Any]](), 0
+    sampled = iter(
+        _sampled(drawn, plan, weak, number) if weak is not None and drawn else [None] * len(drawn)
+    )
+    made = list[dict[str, Any]]()
+    left_out = 0
     for row, taken in zip(chunk, chosen, strict=True):
-        bad = [found for kind in plan.kinds if taken and (found := worse(kind, row, rows, plan.seed)) is not None]
+        bad = [
+            found
+            for kind in plan.kinds
+            if taken and (found := worse(kind, row, rows, plan.seed)) is not None
+        ]
         answer = next(sampled) if taken else None
         bad += [] if answer is None or row.has(answer) else [row.alike(answer)]
         written = list(_written(row, bad, plan.pairs))
-        made, left_out = made + written, left_out + (not written)
+        made = made + written
+        left_out = left_out + (not written)
     return {"left_out": left_out, "rows": made}
 
 
 def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
-    """A ranking with the bad replies beside it, or a pair of the best reply and each. One reply alone is no ranking."""
+    """A ranking with the bad replies beside it, or a pair of the best reply and each.
+
+    One reply alone is no ranking.
+    """
     if pairs:
         for place, reply in enumerate(bad):
-            yield {"id": f"{row.id}/{place}", **row.asked, "chosen": row.replies[0], "rejected": reply}
+            yield {
+                "id": f"{row.id}/{place}",
+                **row.asked,
+                "chosen": row.replies[0],
+                "rejected": reply,
+            }
     elif bad or len(row.replies) > 1:
-        yield {"id": row.id, **row.asked, "replies": list(row.replies), **({"augmented": list(bad)} if bad else {})}
+        yield {
+            "id": row.id,
+            **row.asked,
+            "replies": list(row.replies),
+            **({"augmented": list(bad)} if bad else {}),
+        }
 
 
 def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> list[str | None]:
-    """A reply of the weak model to each row, of several the one that the reward model likes best; None where it says nothing
-    or has no room for the prompt."""
+    """A reply of the weak model to each row, of several the one that the reward model likes best;
+    None where it says nothing or has no room for the prompt.
+    """
     prompts = {place: _prompt(row) for place, row in enumerate(rows) if row.messages}
     opened, context = weak.opened, weak.opened.context
     if context is not None:
-        prompts = {n: each for n, each in prompts.items() if len(each.token_ids(opened.tokenizer)) < context}
+        prompts = {
+            n: each
+            for n, each in prompts.items()
+            if len(each.token_ids(opened.tokenizer)) < context
+        }
     spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + number)
-    answers = (
-        sample(opened, list(prompts.values()), [replace(weak.settings, spec=spec)], samples=plan.samples)
-        if prompts
-        else []
-    )
+    if prompts:
+        answers = sample(
+            opened,
+            list(prompts.values()),
+            [replace(weak.settings, spec=spec)],
+            samples=plan.samples,
+        )
+    else:
+        answers = []
     said = {
         place: texts
         for place, of_prompt in zip(prompts, answers, strict=True)
@@ -173,13 +229,18 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
     if weak.reward is None:
         return [said[place][0] if place in said else None for place in range(len(rows))]
     scores = rewards.score(weak.reward, [prompts[place] for place in said], list(said.values()))
-    best = {place: texts[int(found.argmax())] for (place, texts), found in zip(said.items(), scores, strict=True)}
+    best = {
+        place: texts[int(found.argmax())]
+        for (place, texts), found in zip(said.items(), scores, strict=True)
+    }
     return [best.get(place) for place in range(len(rows))]
 
 
 def _prompt(row: Replied) -> Prompt:
     """A model without a chat template reads a conversation's last message alone."""
-    return Prompt(row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages)
+    return Prompt(
+        row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages
+    )
 
 
 def _draw(row: Replied, seed: int) -> float:

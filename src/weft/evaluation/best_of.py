@@ -1,4 +1,6 @@
-"""Rejection sampling: of several answers to a prompt the one that a reward model likes best, as rows to train on."""
+"""Rejection sampling: of several answers to a prompt the one that a reward model likes best, as
+rows to train on.
+"""
 
 from __future__ import annotations
 
@@ -32,28 +34,36 @@ def choose(
     *,
     finished_only: bool = True,
 ) -> list[Choice]:
-    """A choice for each prompt that has an answer with words in it; with `finished_only` one that was cut by its length
-    counts only where none ended by itself. Equal answers are one."""
+    """A choice for each prompt that has an answer with words in it; with `finished_only` one that
+    was cut by its length counts only where none ended by itself. Equal answers are one.
+    """
     made = []
     for prompt, said, found in zip(prompts, answers, scores, strict=True):
         distinct = {
-            answer.text: (answer, float(value)) for answer, value in zip(said, found, strict=True) if answer.text
+            answer.text: (answer, float(value))
+            for answer, value in zip(said, found, strict=True)
+            if answer.text
         }
         kept = list(distinct.values())
         whole = [pair for pair in kept if pair[0].finish == "stop"]
         kept = whole if finished_only and whole else kept
         if kept:
             kept.sort(key=lambda pair: -pair[1])
-            made.append(Choice(prompt, tuple(answer for answer, _ in kept), tuple(value for _, value in kept)))
+            made.append(
+                Choice(
+                    prompt, tuple(answer for answer, _ in kept), tuple(value for _, value in kept)
+                )
+            )
     return made
 
 
 def save(choices: Sequence[Choice], folder: Path, *, least: float | None = None) -> dict[str, int]:
     """Write three files and return how many rows each has.
 
-    `selected.jsonl`: rows of the `chat` form, the prompt with its best answer, to train on with SFT (with `least`, those whose
-    score reaches it). `rejected.jsonl`: the same with the worst. `comparison.jsonl`: rows of the `preference` form, best and
-    worst where their scores differ, for a reward model or DPO. Each row keeps its scores.
+    `selected.jsonl`: rows of the `chat` form, the prompt with its best answer, to train on with SFT
+    (with `least`, those whose score reaches it). `rejected.jsonl`: the same with the worst.
+    `comparison.jsonl`: rows of the `preference` form, best and worst where their scores differ, for
+    a reward model or DPO. Each row keeps its scores.
     """
     good = [choice for choice in choices if least is None or choice.scores[0] >= least]
     several = [choice for choice in choices if choice.scores[0] > choice.scores[-1]]

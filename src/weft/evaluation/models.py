@@ -1,4 +1,6 @@
-"""Models as a command names them: a directory, an adapter, a run, a hub name; opened to sample from or to score with."""
+"""Models as a command names them: a directory, an adapter, a run, a hub name; opened to sample from
+or to score with.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ SCORED = (*kind.SCORED, "ForTokenClassification")  # architectures that give sco
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with its tokenizer. `name` is what the user knows it by, `context` the most tokens that it takes, where its
-    config says so; `adapter` the folder whose changes were added to it; `notes` are for the user."""
+    """A model with its tokenizer.
+
+    `name` is what the user knows it by, `context` the most tokens that it takes, where its config
+    says so; `adapter` the folder whose changes were added to it; `notes` are for the user.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -40,12 +45,16 @@ class Opened:
 
 
 def open_policy(spec: ModelSpec) -> Opened:
-    """The model at `spec.path`, to sample from. Raises `UserError` for what has no words to give."""
+    """The model at `spec.path`, to sample from.
+
+    Raises `UserError` for what has no words to give.
+    """
     check_talks(str(spec.path))
     adapter = _adapter_at(str(spec.path))
     if adapter and spec.quantize is not None:
         raise CheckpointError(
-            f"{adapter} is an adapter, which rounding to few bits would blur; leave quantize={spec.quantize} out, or "
+            f"{adapter} is an adapter, which rounding to few bits would blur; leave "
+            f"quantize={spec.quantize} out, or "
             "merge it into its model first: weft convert merge"
         )
     if adapter:
@@ -60,11 +69,14 @@ def open_scorer(spec: ModelSpec) -> Opened:
     """The reward model at `spec.path`. Raises `UserError` where it has no score head."""
     path = str(spec.path)
     if _adapter_at(path):
-        raise CheckpointError(f"{path} is an adapter; merge it into its reward model first: weft convert merge")
+        raise CheckpointError(
+            f"{path} is an adapter; merge it into its reward model first: weft convert merge"
+        )
     kinds = _architectures(path)
     if kinds and not is_scorer(path):
         raise CheckpointError(
-            f"{path} is no reward model ({kinds[0]} has no score head); train one with weft quickstart rw"
+            f"{path} is no reward model ({kinds[0]} has no score head); train one with weft "
+            f"quickstart rw"
         )
     return _open(spec.with_head("score", trained=False), None)
 
@@ -78,7 +90,8 @@ def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
     from weft.topology import Layout
 
     validate(spec)
-    path, spec = str(spec.path), chosen(spec)
+    path = str(spec.path)
+    spec = chosen(spec)
     prefix = read_prefix(path)
     if prefix is not None and not _tokenizes(Path(path)) and spec.tokenizer.path is None:
         spec = replace(spec, tokenizer=replace(spec.tokenizer, path=prefix.base))
@@ -93,7 +106,8 @@ def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
 def context_length(values: Mapping[str, Any]) -> int | None:
     """`max_position_embeddings` of a config.json, by any of its names; None where nothing says."""
     found = (
-        values.get(name) for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+        values.get(name)
+        for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
     )
     return next((value for value in found if isinstance(value, int)), None)
 
@@ -116,14 +130,20 @@ def check_talks(path: str) -> None:
     for each in _architectures(path):
         if any(name in each for name in SCORED):
             raise CheckpointError(
-                f"{path} is a reward or value model ({each}): it gives scores, not text; name an actor"
+                f"{path} is a reward or value model ({each}): it gives scores, not text; name an "
+                f"actor"
             )
 
 
 def _adapter_at(path: str) -> Path | None:
-    """The path where it is a directory of low-rank adapters. A prefix is a model of its own: it is read with its base."""
+    """The path where it is a directory of low-rank adapters.
+
+    A prefix is a model of its own: it is read with its base.
+    """
     folder = Path(path).expanduser()
-    return folder if (folder / ADAPTER).exists() and not holds_prefix(folder) else None
+    if (folder / ADAPTER).exists() and not holds_prefix(folder):
+        return folder
+    return None
 
 
 def _tokenizes(folder: Path) -> bool:
@@ -131,23 +151,35 @@ def _tokenizes(folder: Path) -> bool:
 
 
 def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
-    """The model that an adapter belongs to, with the adapter's tokenizer where it has one. Raises `CheckpointError`."""
+    """The model that an adapter belongs to, with the adapter's tokenizer where it has one.
+
+    Raises `CheckpointError`.
+    """
     from weft.checkpoints.peft_io import read_adapter_config
 
     settings = read_adapter_config(adapter)
     if settings["task_type"] != "CAUSAL_LM":
-        raise CheckpointError(f"{adapter} is the adapter of a reward or value model: it gives scores, not text")
+        raise CheckpointError(
+            f"{adapter} is the adapter of a reward or value model: it gives scores, not text"
+        )
     base = settings.get("base_model_name_or_path")
     if not base:
         raise CheckpointError(
-            f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge --base"
+            f"{adapter / ADAPTER} does not name its base model; merge it with weft convert merge "
+            f"--base"
         )
-    own = TokenizerSpec(path=str(adapter)) if _tokenizes(adapter) else model.tokenizer
+    if _tokenizes(adapter):
+        own = TokenizerSpec(path=str(adapter))
+    else:
+        own = model.tokenizer
     return replace(model, path=str(base), tokenizer=own)
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Write what the adapter changes into the engine's weights. Raises `CheckpointError` where it changes their shapes."""
+    """Write what the adapter changes into the engine's weights.
+
+    Raises `CheckpointError` where it changes their shapes.
+    """
     import torch
 
     from weft.checkpoints import hf_io, peft_io
@@ -156,13 +188,21 @@ def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
     from weft.topology import whole
 
     stored = hf_io.Reader(hf_io.resolve(base), "lm").dtype
-    network = peft_io.load_adapted(base, adapter, "lm", torch.promote_types(stored, torch.float32), exact=True)
+    network = peft_io.load_adapted(
+        base, adapter, "lm", torch.promote_types(stored, torch.float32), exact=True
+    )
     if network.config != hf_io.read_config(base)[1]:
         raise CheckpointError(
-            f"{adapter} has another vocabulary than {base}, or an output matrix apart from the embedding; merge it into its "
+            f"{adapter} has another vocabulary than {base}, or an output matrix apart from the "
+            f"embedding; merge it into its "
             "base first: weft convert merge"
         )
     scales = lora.scales(network)
     merged = lora.merge(values(network), scales)
-    names = {f"{layer}.weight" for layer in scales} | {*peft_io.replaced_whole(adapter, network).values()}
-    engine.write(((name, whole(tuple(merged[name].shape)), merged[name]) for name in sorted(names)), version=0)
+    names = {f"{layer}.weight" for layer in scales} | {
+        *peft_io.replaced_whole(adapter, network).values()
+    }
+    engine.write(
+        ((name, whole(tuple(merged[name].shape)), merged[name]) for name in sorted(names)),
+        version=0,
+    )

@@ -23,21 +23,32 @@ class Prompt:
     text: str
     messages: tuple[Message, ...]
 
-    def token_ids(self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False) -> list[int]:
-        """What the model goes on from. `plain`, or a tokenizer without a chat template: the text as it stands."""
+    def token_ids(
+        self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False
+    ) -> list[int]:
+        """What the model goes on from.
+
+        `plain`, or a tokenizer without a chat template: the text as it stands.
+        """
         if plain or tokenizer.chat_template is None:
             return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
         own = any(message["role"] == "system" for message in self.messages)
-        first: list[Message] = [{"role": "system", "content": system}] if system and not own else []
+        if system and not own:
+            first: list[Message] = [{"role": "system", "content": system}]
+        else:
+            first = []
         return tokenizer.encode_chat([*first, *self.messages], add_generation_prompt=True)
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt file with a prompt a line.
+    """The prompts of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt
+    file with a prompt a line.
 
-    Rows hold a prompt or messages in the columns that datasets go by. Raises `DataError` naming each row that does not.
+    Rows hold a prompt or messages in the columns that datasets go by. Raises `DataError` naming
+    each row that does not.
     """
-    prompts, wrong = list[Prompt](), list[str]()
+    prompts = list[Prompt]()
+    wrong = list[str]()
     for place, row in prompt_rows(path):
         if limit is not None and len(prompts) >= limit:
             break
@@ -61,5 +72,8 @@ def _prompt(row: Any, number: str) -> Prompt:
         raise BadRow("it is no JSON object")
     key = need_prompt(row, None, "prompt")
     asked = tuple(conversation(row, key))
-    text = prompt_text(row, key) if isinstance(row[key], str) else str(asked[-1]["content"])
+    if isinstance(row[key], str):
+        text = prompt_text(row, key)
+    else:
+        text = str(asked[-1]["content"])
     return Prompt(str(row.get("id", number)), text, asked)

@@ -1,4 +1,6 @@
-"""How well a reward model orders replies that people have ordered: accuracy and Kendall's tau, over all and by category."""
+"""How well a reward model orders replies that people have ordered: accuracy and Kendall's tau, over
+all and by category.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Group:
-    """What a reward model made of one row: its pairs' outcomes, and how far the best was above the worst."""
+    """What a reward model made of one row: its pairs' outcomes, and how far the best was above the
+    worst.
+    """
 
     category: str
     right: int
@@ -39,9 +43,9 @@ class Group:
 class Summary:
     """How the replies of all rows were ordered.
 
-    `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over rows. `best_accuracy`: share
-    of rows whose best reply scores above the worst. `kendalltau`: mean over rows of (right - wrong) / pairs. `margin`: mean of
-    the best reply's score less the worst's.
+    `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
+    rows. `best_accuracy`: share of rows whose best reply scores above the worst. `kendalltau`: mean
+    over rows of (right - wrong) / pairs. `margin`: mean of the best reply's score less the worst's.
     """
 
     rows: int
@@ -60,8 +64,11 @@ class Summary:
         gaps = np.array([group.gap for group in groups])
         accuracy = float(right.sum() / pairs.sum())
         spread = np.sqrt(((right - accuracy * pairs) ** 2).sum()) / pairs.sum()
-        best, tau = float((gaps > 0).mean()), float(((right - wrong) / pairs).mean())
-        return cls(len(groups), int(pairs.sum()), accuracy, float(spread), best, tau, float(gaps.mean()))
+        best = float((gaps > 0).mean())
+        tau = float(((right - wrong) / pairs).mean())
+        return cls(
+            len(groups), int(pairs.sum()), accuracy, float(spread), best, tau, float(gaps.mean())
+        )
 
 
 def evaluate(
@@ -75,24 +82,35 @@ def evaluate(
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups rows, `name` what
-    to call them while they are read.
+    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups
+    rows, `name` what to call them while they are read.
 
-    Raises `ConfigError` for a form without an order of replies, `DataError` for rows that cannot be used.
+    Raises `ConfigError` for a form without an order of replies, `DataError` for rows that cannot be
+    used.
     """
     if kind not in ORDERED:
-        raise ConfigError(f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}")
+        raise ConfigError(
+            f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}"
+        )
     made: type[TableDataset] = datasets.get(kind)
     limits = {} if opened.context is None else {"max_seqlen": opened.context}
-    table = made(DatasetUtility(opened.tokenizer, name=name), path=path, split=split, **limits, **(args or {})).table
+    table = made(
+        DatasetUtility(opened.tokenizer, name=name),
+        path=path,
+        split=split,
+        **limits,
+        **(args or {}),
+    ).table
     categories = _categories(path, split, category)
     groups = list[Group]()
     for start in range(0, len(table), IDS_AT_ONCE):
         indices = range(start, min(start + IDS_AT_ONCE, len(table)))
         batch = table.at(indices)
         out = opened.engine.forward(batch, frozenset({"scores"}))
-        scores, owner = host_array(out.data["scores"]).astype(np.float64), batch.group_of("rank")
-        rank, comparison = host_array(batch.data["rank"]), host_array(batch.data["comparison"])
+        scores = host_array(out.data["scores"]).astype(np.float64)
+        owner = batch.group_of("rank")
+        rank = host_array(batch.data["rank"])
+        comparison = host_array(batch.data["comparison"])
         for place, index in enumerate(indices):
             at = owner == place
             group = categories[int(table.rows[index])] if categories else ""
@@ -105,15 +123,24 @@ def evaluate(
 
 
 def _groups(
-    category: str, scores: npt.NDArray[np.float64], rank: npt.NDArray[np.int64], comparison: npt.NDArray[np.int64]
+    category: str,
+    scores: npt.NDArray[np.float64],
+    rank: npt.NDArray[np.int64],
+    comparison: npt.NDArray[np.int64],
 ) -> list[Group]:
-    """One group a row, over all pairs within a comparison that differ in rank; none where there is no such pair."""
+    """One group a row, over all pairs within a comparison that differ in rank; none where there is
+    no such pair.
+    """
     better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
     if not better.any():
         return []
     gap = (scores[:, None] - scores[None, :])[better]
     ends = scores[rank == rank.min()].mean() - scores[rank == rank.max()].mean()
-    return [Group(category, int((gap > 0).sum()), int((gap < 0).sum()), int((gap == 0).sum()), float(ends))]
+    return [
+        Group(
+            category, int((gap > 0).sum()), int((gap < 0).sum()), int((gap == 0).sum()), float(ends)
+        )
+    ]
 
 
 def _categories(path: str, split: str | None, column: str | None) -> list[str]:
@@ -131,4 +158,6 @@ def _categories(path: str, split: str | None, column: str | None) -> list[str]:
 def by_category(groups: Sequence[Group]) -> dict[str, Summary]:
     """Category -> summary, sorted by name; one entry "" where there are no categories."""
     names = sorted({group.category for group in groups})
-    return {name: Summary.of([group for group in groups if group.category == name]) for name in names}
+    return {
+        name: Summary.of([group for group in groups if group.category == name]) for name in names
+    }

@@ -21,12 +21,16 @@ from weft.evaluation.prompts import Prompt
 IDS_AT_ONCE = 64
 
 
-def score(opened: Opened, prompts: Sequence[Prompt], replies: Sequence[Sequence[str]]) -> list[npt.NDArray[np.float64]]:
-    """One score a reply, `[prompt][reply]`: what `weft quickstart rw` trains and PPO's reward call computes.
+def score(
+    opened: Opened, prompts: Sequence[Prompt], replies: Sequence[Sequence[str]]
+) -> list[npt.NDArray[np.float64]]:
+    """One score a reply, `[prompt][reply]`: what `weft quickstart rw` trains and PPO's reward call
+    computes.
 
-    A reward model with a chat template reads messages, one without reads the prompt's text with the reply after it; both end
-    with the end token. What is longer than the model's context is cut as training rows are: the prompt from its left. Raises
-    `DataError` naming a prompt that the model's template refuses.
+    A reward model with a chat template reads messages, one without reads the prompt's text with the
+    reply after it; both end with the end token. What is longer than the model's context is cut as
+    training rows are: the prompt from its left. Raises `DataError` naming a prompt that the model's
+    template refuses.
     """
     lengths = Lengths(max_seqlen=opened.context)
     encoded = list[Encoded]()
@@ -35,16 +39,20 @@ def score(opened: Opened, prompts: Sequence[Prompt], replies: Sequence[Sequence[
         short, _ = fit(whole, lengths, opened.tokenizer.bos_id)
         if short is None:
             raise DataError(
-                f"prompt {prompt.id!r}: nothing of its replies fits into the {opened.context} tokens of the model"
+                f"prompt {prompt.id!r}: nothing of its replies fits into the {opened.context} "
+                f"tokens of the model"
             )
         encoded.append(short)
-    table = TokenTable.build([str(index) for index in range(len(encoded))], encoded, range(len(encoded)), Report())
+    table = TokenTable.build(
+        [str(index) for index in range(len(encoded))], encoded, range(len(encoded)), Report()
+    )
     scores = list[npt.NDArray[np.float64]]()
     for start in range(0, len(table), IDS_AT_ONCE):
         made = opened.engine.forward(
             table.at(range(start, min(start + IDS_AT_ONCE, len(table)))), frozenset({"scores"})
         )
-        flat, owners = host_array(made.data["scores"]).astype(np.float64), made.group_of("scores")
+        flat = host_array(made.data["scores"]).astype(np.float64)
+        owners = made.group_of("scores")
         scores += [flat[owners == index] for index in range(made.num_ids)]
     return scores
 
@@ -52,7 +60,9 @@ def score(opened: Opened, prompts: Sequence[Prompt], replies: Sequence[Sequence[
 def _encode(tokenizer: Tokenizer, prompt: Prompt, replies: Sequence[str]) -> Encoded:
     try:
         if tokenizer.chat_template is not None:
-            turns: list[list[Message]] = [[{"role": "assistant", "content": reply}] for reply in replies]
+            turns: list[list[Message]] = [
+                [{"role": "assistant", "content": reply}] for reply in replies
+            ]
             return continued(tokenizer, prompt.messages, turns, None, may_be_empty=True)
         sequences = [ended(tokenizer, prompt.text + reply) for reply in replies]
         return answered(tokenizer.encode(prompt.text), sequences)

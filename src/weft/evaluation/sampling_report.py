@@ -1,7 +1,9 @@
-"""Sampling reports: what a model answers to a file of prompts under named settings, as JSON and as one HTML page.
+"""Sampling reports: what a model answers to a file of prompts under named settings, as JSON and as
+one HTML page.
 
-The JSON is in the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts: [{prompt, results:
-[{sampling_config, sampling_params, outputs}]}]}`, with `scores` beside `outputs` once a reward model has read them.
+The JSON is in the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts:
+[{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`, with `scores` beside `outputs`
+once a reward model has read them.
 """
 
 from __future__ import annotations
@@ -48,18 +50,43 @@ def build(
             }
             for chosen, said in zip(settings, of_prompt, strict=True)
         ]
-        rows.append({"id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages), "results": results})
-    return {"model_name": model, "date": time.strftime("%Y-%m-%dT%H:%M:%S"), "args": dict(args), "prompts": rows}
+        rows.append(
+            {
+                "id": prompt.id,
+                "prompt": prompt.text,
+                "messages": list(prompt.messages),
+                "results": results,
+            }
+        )
+    return {
+        "model_name": model,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "args": dict(args),
+        "prompts": rows,
+    }
 
 
 def _params(settings: Settings) -> dict[str, Any]:
     spec = settings.spec
-    names = ("temperature", "top_p", "top_k", "min_p", "greedy", "max_new_tokens", "min_new_tokens", "stop", "seed")
+    names = (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "greedy",
+        "max_new_tokens",
+        "min_new_tokens",
+        "stop",
+        "seed",
+    )
     return {name: getattr(spec, name) for name in names}
 
 
 def read(path: Path) -> Report:
-    """A report that was written before, by weft or by Open-Assistant. Raises `DataError` for another file."""
+    """A report that was written before, by weft or by Open-Assistant.
+
+    Raises `DataError` for another file.
+    """
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
     wrong = _problem(report)
     if wrong:
@@ -68,7 +95,11 @@ def read(path: Path) -> Report:
 
 
 def _problem(report: Any) -> str | None:
-    if not isinstance(report, Mapping) or not isinstance(report.get("prompts"), list) or not report["prompts"]:
+    if (
+        not isinstance(report, Mapping)
+        or not isinstance(report.get("prompts"), list)
+        or not report["prompts"]
+    ):
         return "it has no list of prompts"
     for number, row in enumerate(report["prompts"], 1):
         if (
@@ -114,7 +145,10 @@ def means(report: Report) -> dict[str, tuple[float, float, int]]:
     made = {}
     for name, groups in by_setting.items():
         each = np.array([np.mean(group) for group in groups])
-        error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
+        if len(each) > 1:
+            error = float(each.std(ddof=1) / np.sqrt(len(each)))
+        else:
+            error = 0.0
         made[name] = (float(each.mean()), error, sum(map(len, groups)))
     return made
 
@@ -130,7 +164,10 @@ def write(path: Path, text: str) -> None:
 
 
 def page(reports: Sequence[Report]) -> str:
-    """One HTML page that lays models and settings side by side, prompt by prompt. It asks the network for nothing."""
+    """One HTML page that lays models and settings side by side, prompt by prompt.
+
+    It asks the network for nothing.
+    """
     columns = _columns(reports)
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
     return Template((HERE / "sampling_report.html").read_text(encoding="utf-8")).substitute(
@@ -149,7 +186,9 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def short(name: str) -> str:
-    """The end of a path that tells a model from others: `chat/a/actor/step40` of a run's checkpoint, or the folder's name."""
+    """The end of a path that tells a model from others: `chat/a/actor/step40` of a run's
+    checkpoint, or the folder's name.
+    """
     parts = [part for part in name.split("/") if part]
     if "checkpoints" in parts:
         at = parts.index("checkpoints")
@@ -159,11 +198,16 @@ def short(name: str) -> str:
 
 
 def _columns(reports: Sequence[Report]) -> list[str]:
-    """Model and setting of each column, in the order of the reports; a setting that one model lacks has no column there."""
+    """Model and setting of each column, in the order of the reports; a setting that one model lacks
+    has no column there.
+    """
     found: dict[str, None] = {}
     for index, report in enumerate(reports):
         for row in report["prompts"]:
-            found |= {_column(reports, index, result["sampling_config"]): None for result in row["results"]}
+            found |= {
+                _column(reports, index, result["sampling_config"]): None
+                for result in row["results"]
+            }
     return list(found)
 
 
@@ -179,10 +223,13 @@ def _texts(reports: Sequence[Report]) -> list[str]:
 
 def _models(reports: Sequence[Report]) -> str:
     """The rows of models and settings, with a cell for the mean reward where any report has one."""
-    rows, has_rewards = list[str](), any(map(means, reports))
+    rows = list[str]()
+    has_rewards = any(map(means, reports))
     for index, report in enumerate(reports):
         scored = means(report)
-        settings = dict.fromkeys(result["sampling_config"] for row in report["prompts"] for result in row["results"])
+        settings = dict.fromkeys(
+            result["sampling_config"] for row in report["prompts"] for result in row["results"]
+        )
         for setting in settings:
             mean, error, _ = scored.get(setting, (None, None, 0))
             shown = "" if mean is None else f"{mean:.3f} &plusmn; {error:.3f}"
@@ -204,7 +251,8 @@ def _prompt(text: str, reports: Sequence[Report], columns: Sequence[str]) -> str
 
 
 def _outputs(result: Mapping[str, Any]) -> str:
-    outputs, scores = result["outputs"], result.get("scores") or []
+    outputs = result["outputs"]
+    scores = result.get("scores") or []
     finishes = result.get("finish") or []
     made = []
     for number, output in enumerate(outputs):

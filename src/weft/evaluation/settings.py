@@ -21,11 +21,18 @@ SHIPPED: Mapping[str, Mapping[str, Any]] = {
     "warm": {"temperature": 0.7, "top_p": 0.9},
     "free": {},
 }
-# Options of `transformers` that weft's sampler has no part for, and the value at which they do nothing.
+# Options of `transformers` that weft's sampler has no part for, and the value at which they do
+# nothing.
 NEUTRAL: Mapping[str, Any] = {
-    "num_beams": 1, "typical_p": 1.0, "repetition_penalty": 1.0, "penalty_alpha": 0.0, "no_repeat_ngram_size": 0,
-    "diversity_penalty": 0.0, "length_penalty": 1.0, "early_stopping": False,
-}  # fmt: skip
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "penalty_alpha": 0.0,
+    "no_repeat_ngram_size": 0,
+    "diversity_penalty": 0.0,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,12 @@ def shipped(name: str, base: GenerationSpec) -> Settings:
 
 
 def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], list[str]]:
-    """(settings, notes on those left out) of names and files, in order. Raises `ConfigError`, and where two have one name."""
-    chosen, notes = list[Settings](), list[str]()
+    """(settings, notes on those left out) of names and files, in order.
+
+    Raises `ConfigError`, and where two have one name.
+    """
+    chosen = list[Settings]()
+    notes = list[str]()
     for word in words:
         if word.endswith((".yaml", ".yml", ".json")):
             found, left_out = read_file(word, base)
@@ -57,27 +68,39 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], 
     names = [settings.name for settings in chosen]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"two sampling settings are called {twice!r}; give one of them another name")
+        raise ConfigError(
+            f"two sampling settings are called {twice!r}; give one of them another name"
+        )
     if not chosen:
         raise ConfigError("\n".join(["no sampling setting is left", *notes]))
     return chosen, notes
 
 
 def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str]]:
-    """(settings, notes) of a file `{NAME: {top_k: 50, ...}}`, or in Open-Assistant's form: `{default: {generate_args},
-    configurations: [{name, generate_args}]}`.
+    """(settings, notes) of a file `{NAME: {top_k: 50, ...}}`, or in Open-Assistant's form:
+    `{default: {generate_args}, configurations: [{name, generate_args}]}`.
 
-    A setting that needs beam search, a repetition penalty or another thing that weft does not sample with is left out, with a
-    note. Raises `ConfigError` for unknown names and values off their rules.
+    A setting that needs beam search, a repetition penalty or another thing that weft does not
+    sample with is left out, with a note. Raises `ConfigError` for unknown names and values off
+    their rules.
     """
     values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:
-        raise ConfigError(f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}")
-    found, notes = list[Settings](), list[str]()
+        raise ConfigError(
+            f"{path}: must hold settings by name, such as {{warm: {{temperature: 0.7}}}}"
+        )
+    found = list[Settings]()
+    notes = list[str]()
     for name, given in _entries(path, values):
-        missing = [f"{key}={given[key]}" for key, value in NEUTRAL.items() if key in given and given[key] != value]
+        missing = [
+            f"{key}={given[key]}"
+            for key, value in NEUTRAL.items()
+            if key in given and given[key] != value
+        ]
         if missing:
-            notes.append(f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}")
+            notes.append(
+                f"{path}: {name} is left out: weft does not sample with {', '.join(missing)}"
+            )
             continue
         found.append(_settings(name, given, base, f"{path}: {name}"))
     return found, notes
@@ -87,12 +110,19 @@ def _entries(path: str, values: Mapping[str, Any]) -> list[tuple[str, Mapping[st
     if "configurations" not in values:
         entries = [(str(name), value) for name, value in values.items()]
     else:
-        common = _mapping(path, "default", _mapping(path, "default", values.get("default")).get("generate_args"))
+        common = _mapping(
+            path, "default", _mapping(path, "default", values.get("default")).get("generate_args")
+        )
         listed = values["configurations"]
-        if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) and "name" in each for each in listed):
+        if not isinstance(listed, Sequence) or not all(
+            isinstance(each, Mapping) and "name" in each for each in listed
+        ):
             raise ConfigError(f"{path}: configurations must be a list of {{name, generate_args}}")
         entries = [
-            (str(each["name"]), {**common, **_mapping(path, str(each["name"]), each.get("generate_args"))})
+            (
+                str(each["name"]),
+                {**common, **_mapping(path, str(each["name"]), each.get("generate_args"))},
+            )
             for each in listed
         ]
     return [(name, _mapping(path, name, value)) for name, value in entries]
@@ -105,7 +135,9 @@ def _mapping(path: str, name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: str) -> Settings:
-    values = {key: value for key, value in given.items() if key not in NEUTRAL and value is not None}
+    values = {
+        key: value for key, value in given.items() if key not in NEUTRAL and value is not None
+    }
     sampled = values.pop("do_sample", None)
     if sampled is not None and "greedy" not in values:
         values["greedy"] = not sampled
@@ -116,7 +148,8 @@ def _settings(name: str, given: Mapping[str, Any], base: GenerationSpec, where: 
         if key not in known:
             close = nearest(key, known)
             raise ConfigError(
-                f"{where}: no sampling option {key!r}; {f'did you mean {close[0]}?' if close else ', '.join(known)}"
+                f"{where}: no sampling option {key!r}; "
+                f"{f'did you mean {close[0]}?' if close else ', '.join(known)}"
             )
     try:
         spec = read(replace(base), values)

@@ -1,4 +1,6 @@
-"""From what an algorithm decided (roles, nodes, data) and the run options to one checked `Experiment`."""
+"""From what an algorithm decided (roles, nodes, data) and the run options to one checked
+`Experiment`.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ ROW_KEYS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What one algorithm makes of its options. Fields are those of `Experiment`; `evaluation` lists the nodes of its graph."""
+    """What one algorithm makes of its options.
+
+    Fields are those of `Experiment`; `evaluation` lists the nodes of its graph.
+    """
 
     roles: Mapping[str, ModelSpec]
     nodes: Sequence[Node]
@@ -58,10 +63,15 @@ class Plan:
 
 
 def assemble(config: RunConfig, plan: Plan) -> Experiment:
-    """The experiment, checked as far as no torch is needed. Raises `UserError` with the option, its value and the rule."""
+    """The experiment, checked as far as no torch is needed.
+
+    Raises `UserError` with the option, its value and the rule.
+    """
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
-    specs = allocated(plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1))
+    specs = allocated(
+        plan.roles, config.allocation_mode, config.n_nodes * (config.n_gpus_per_node or 1)
+    )
     roles = {name: replace(_at_home(spec), trained=name in trained) for name, spec in specs.items()}
     options = _settled(config, plan)
     for name, spec in roles.items():
@@ -87,7 +97,9 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place(experiment, config, plan.roles)
     experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
-    placement = {node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()}
+    placement = {
+        node.name: experiment.mesh_of(node).layout for node in experiment.graph.model_calls()
+    }
     _check_calls(experiment)
     return replace(experiment, placement=placement)
 
@@ -95,14 +107,16 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
 def _allocation_notes(config: RunConfig) -> list[str]:
     if config.allocation_mode in (HEURISTIC, SEARCH) and config.n_gpus_per_node is None:
         return [
-            f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device of each machine is used"
+            f"allocation_mode={config.allocation_mode}: n_gpus_per_node is not set, so one device "
+            f"of each machine is used"
         ]
     return []
 
 
 def check(config: Run) -> Run:
-    """The configuration with its models found (`weft.experiments._models`), once what holds for every experiment is checked;
-    an algorithm's `build` calls it before it looks at its own options."""
+    """The configuration with its models found (`weft.experiments._models`), once what holds for
+    every experiment is checked; an algorithm's `build` calls it before it looks at its own options.
+    """
     validate(config)
     import_user_code(config.imports)  # names that the options use may be registered there
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
@@ -110,14 +124,18 @@ def check(config: Run) -> Run:
     data = getattr(config, "dataset", None)
     if isinstance(data, DatasetSpec) and data.sample_mixing and config.algorithm != "sft":
         raise ConfigError(
-            f"dataset.sample_mixing={data.sample_mixing}: {config.algorithm} counts the ids of its batches, and only sft mixes "
+            f"dataset.sample_mixing={data.sample_mixing}: {config.algorithm} counts the ids of "
+            f"its batches, and only sft mixes "
             "samples; leave it out"
         )
     return settled(config)
 
 
 def batches(dataset: DatasetSpec) -> DatasetSpec:
-    """The dataset options with the batch sizes that hold where none are set. Raises `ConfigError` where they clash."""
+    """The dataset options with the batch sizes that hold where none are set.
+
+    Raises `ConfigError` where they clash.
+    """
     checks.check_dataset(dataset)
     size = dataset.train_bs_n_seqs
     if size is None and dataset.train_tokens_per_batch is None:
@@ -125,7 +143,8 @@ def batches(dataset: DatasetSpec) -> DatasetSpec:
     valid = dataset.valid_bs_n_seqs
     if valid is None and dataset.valid_tokens_per_batch is None:
         valid = size or DEFAULT_BATCH
-    train_path, valid_path = checks.at_home(dataset.train_path or dataset.path), checks.at_home(dataset.valid_path)
+    train_path = checks.at_home(dataset.train_path or dataset.path)
+    valid_path = checks.at_home(dataset.valid_path)
     sized = replace(dataset, train_bs_n_seqs=size, valid_bs_n_seqs=valid)
     return replace(sized, train_path=train_path, valid_path=valid_path, path=None)
 
@@ -137,12 +156,17 @@ def _at_home(spec: ModelSpec) -> ModelSpec:
 
 
 def batch_size(dataset: DatasetSpec) -> int:
-    """Ids a node takes at a time; 0 where the loader lays batches out by tokens, or by samples and pairs of them."""
+    """Ids a node takes at a time; 0 where the loader lays batches out by tokens, or by samples and
+    pairs of them.
+    """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
 def type_of(dataset: DatasetSpec, usual: str) -> str:
-    """The dataset type that is asked for, or the algorithm's usual one. Raises `ConfigError` on unknown names."""
+    """The dataset type that is asked for, or the algorithm's usual one.
+
+    Raises `ConfigError` on unknown names.
+    """
     name = dataset.type or usual
     if name not in datasets:
         raise unknown_name("dataset type", name, datasets.names())
@@ -153,20 +177,28 @@ def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
     """The same calls on validation rows: what trains is evaluated instead."""
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
-    return [replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n for n in resized]
+    return [
+        replace(n, method="evaluate") if isinstance(n, MFCDef) and n.trains else n for n in resized
+    ]
 
 
 def has_validation(dataset: DatasetSpec) -> bool:
     """Whether there are rows to evaluate on; sources bring their own."""
     sources = sources_of(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
-    named = [source for source in sources if source.named is not None and source.valid_split is None]
-    own = own or any(find(source.named or "", dataset.named_file).valid is not None for source in named)
+    named = [
+        source for source in sources if source.named is not None and source.valid_split is None
+    ]
+    own = own or any(
+        find(source.named or "", dataset.named_file).valid is not None for source in named
+    )
     return own or dataset.valid_path is not None or dataset.valid_split > 0
 
 
 def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The options as plain values, with what holds where an option was left out: learning rates and lengths."""
+    """The options as plain values, with what holds where an option was left out: learning rates and
+    lengths.
+    """
     values = to_mapping(config)
     for name, spec in plan.roles.items():
         own = values.get(name)
@@ -177,7 +209,9 @@ def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
     samples = [n for n in plan.nodes if isinstance(n, MFCDef) and n.method == "generate"]
     if samples and config.generation:
         group, _, name = config.generation.rpartition(".")
-        (values[group] if group else values)[name]["max_new_tokens"] = samples[0].args["max_new_tokens"]
+        (values[group] if group else values)[name]["max_new_tokens"] = samples[0].args[
+            "max_new_tokens"
+        ]
     return values
 
 
@@ -185,10 +219,17 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
     if plan.longest is None:
         return  # what the rows hold is checked when they are read
     of_what = "dataset.max_seqlen, or dataset.max_prompt_len + gen.max_new_tokens"
-    checks.check_fits("max_tokens_per_microbatch", config.max_tokens_per_microbatch, plan.longest, of_what)
+    checks.check_fits(
+        "max_tokens_per_microbatch", config.max_tokens_per_microbatch, plan.longest, of_what
+    )
     for name in ("train_tokens_per_batch", "valid_tokens_per_batch"):
-        longest = plan.dataset.valid_max_seqlen if name == "valid_tokens_per_batch" else None
-        checks.check_fits(f"dataset.{name}", getattr(plan.dataset, name), longest or plan.longest, of_what)
+        if name == "valid_tokens_per_batch":
+            longest = plan.dataset.valid_max_seqlen
+        else:
+            longest = None
+        checks.check_fits(
+            f"dataset.{name}", getattr(plan.dataset, name), longest or plan.longest, of_what
+        )
     for spec in fields(config):
         value = getattr(config, spec.name)
         if isinstance(value, MFCOptions):
@@ -197,12 +238,20 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
 
 
 def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
-    """The run options. Raises `ConfigError` where evaluation is asked for and there is nothing to evaluate on."""
-    asked = [n for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs") if getattr(config, n) is not None]
+    """The run options.
+
+    Raises `ConfigError` where evaluation is asked for and there is nothing to evaluate on.
+    """
+    asked = [
+        n
+        for n in ("eval_freq_steps", "eval_freq_epochs", "eval_freq_secs")
+        if getattr(config, n) is not None
+    ]
     if asked and config.eval_prompts is None and not has_validation(dataset):
         raise ConfigError(
             f"{asked[0]}={getattr(config, asked[0])}: there is nothing to evaluate on; "
-            "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or eval_prompts"
+            "set dataset.valid_path, dataset.valid_split=0.05 to set training rows aside, or "
+            "eval_prompts"
         )
     return config.control()
 
@@ -215,7 +264,9 @@ def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
-    """`{role}.offload` is a hook after each of the role's calls, where a user sees it and can empty it."""
+    """`{role}.offload` is a hook after each of the role's calls, where a user sees it and can empty
+    it.
+    """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
     return node
@@ -230,18 +281,23 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
             continue
         if spec.name in names:
             node = experiment.node(spec.name)
-            assert isinstance(node, MFCDef), f"{spec.name} is a host function and has no call options"
+            assert isinstance(node, MFCDef), (
+                f"{spec.name} is a host function and has no call options"
+            )
             experiment = experiment.with_mfc(spec.name, **wanted.changes(node))
         elif wanted != type(wanted)():
             raise ConfigError(
-                f"{spec.name}.*: these options change a call that this graph does not make; its nodes are "
+                f"{spec.name}.*: these options change a call that this graph does not make; its "
+                f"nodes are "
                 f"{', '.join(experiment.graph.order)}"
             )
     return experiment
 
 
 def _check_calls(experiment: Experiment) -> None:
-    """That every interface and every loss is known and takes its arguments; losses are array maths and load no torch."""
+    """That every interface and every loss is known and takes its arguments; losses are array maths
+    and load no torch.
+    """
     for node in experiment.graph.model_calls():
         if node.interface not in interfaces:
             raise unknown_name("interface", node.interface, interfaces.names())

@@ -1,4 +1,6 @@
-"""What can be found wrong with a configuration without torch, in the first second: names, devices, paths, sizes."""
+"""What can be found wrong with a configuration without torch, in the first second: names, devices,
+paths, sizes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def file_problem(path: str) -> str | None:
-    return None if Path(path).expanduser().is_file() else "there is no such file"
+    if Path(path).expanduser().is_file():
+        return None
+    return "there is no such file"
 
 
 def mode_problem(mode: str) -> str | None:
@@ -48,17 +52,18 @@ def mode_problem(mode: str) -> str | None:
 
 
 def device_problem(device: str) -> str | None:
-    return (
-        None
-        if DEVICE.fullmatch(device)
-        else "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
-    )
+    if DEVICE.fullmatch(device):
+        return None
+    return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
 
 
 def check_flash(asked: str, mode: str) -> None:
     """That flash attention 3 is installed where it is asked for, on the machine that computes."""
     if asked == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
-        raise ConfigError(f"flash_attention=fa3: needs the package {FLASH_3}, which is not installed; leave it out")
+        raise ConfigError(
+            f"flash_attention=fa3: needs the package {FLASH_3}, which is not installed; leave it "
+            f"out"
+        )
 
 
 def profile_problem(steps: str) -> str | None:
@@ -74,9 +79,7 @@ def allocation_problem(mode: str) -> str | None:
         return None
     if not re.fullmatch(r"([a-z]\d+)+", mode):
         close = nearest(mode, MODES_OF_ALLOCATION, 1)
-        return (
-            f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
-        )
+        return f"must be manual, heuristic, search or a layout such as d1{f'; did you mean {close[0]}?' if close else ''}"
     return layout_problem(mode)
 
 
@@ -92,13 +95,18 @@ def check_names(**names: str) -> None:
     """`experiment_name` and `trial_name` become folders and, later, names of processes and jobs."""
     for option, name in names.items():
         if not name:
-            raise ConfigError(f"{option} is missing; write {option}=NAME (letters, digits, . and -)")
+            raise ConfigError(
+                f"{option} is missing; write {option}=NAME (letters, digits, . and -)"
+            )
         if (count := len(os.fsencode(name))) > LONGEST_NAME:
             unit = "letters" if name.isascii() else "bytes"
-            raise ConfigError(f"{option}: {count} {unit}; at most {LONGEST_NAME}, since a folder bears the name")
+            raise ConfigError(
+                f"{option}: {count} {unit}; at most {LONGEST_NAME}, since a folder bears the name"
+            )
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with a dot; "
+                f"{option}={name!r}: must hold letters, digits, . and - only, and not begin with "
+                f"a dot; "
                 f"write {option}={_mended(name)}"
             )
 
@@ -111,13 +119,17 @@ def _mended(name: str) -> str:
 
 
 def check_model(role: str, spec: ModelSpec) -> None:
-    """That a role has a model to load and one device to be on. Hub names are looked up later, local paths here."""
+    """That a role has a model to load and one device to be on.
+
+    Hub names are looked up later, local paths here.
+    """
     if spec.tokenizer.path is not None:
         check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
     if spec.backend in NO_NETWORK:
         if spec.path is None and spec.tokenizer.path is None:
             raise ConfigError(
-                f"{role}.backend={spec.backend} is a role of a tokenizer alone: set {role}.tokenizer.path"
+                f"{role}.backend={spec.backend} is a role of a tokenizer alone: set "
+                f"{role}.tokenizer.path"
             )
         return
     if spec.trained:
@@ -132,7 +144,9 @@ def check_model(role: str, spec: ModelSpec) -> None:
 
 def at_home(path: str | None) -> str | None:
     """A path with `~` in front read as the home directory."""
-    return str(Path(path).expanduser()) if path is not None and path.startswith("~") else path
+    if path is not None and path.startswith("~"):
+        return str(Path(path).expanduser())
+    return path
 
 
 def is_local(path: str) -> bool:
@@ -141,22 +155,33 @@ def is_local(path: str) -> bool:
 
 
 def check_local(option: str, path: str) -> Path | None:
-    """The path on this machine, or None for a hub name. Raises `CheckpointError` where nothing is there."""
+    """The path on this machine, or None for a hub name.
+
+    Raises `CheckpointError` where nothing is there.
+    """
     if not is_local(path):
         return None
     found = Path(path).expanduser()
     if found.exists():
         return found
-    siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
+    if found.parent.is_dir():
+        siblings = [p.name for p in found.parent.iterdir()]
+    else:
+        siblings = []
     close = nearest(found.name, siblings, 1)
-    hint = f"did you mean {found.parent / close[0]}?" if close else "check the spelling"
+    if close:
+        hint = f"did you mean {found.parent / close[0]}?"
+    else:
+        hint = "check the spelling"
     raise CheckpointError(f"{option}={path!r}: there is no such file or directory; {hint}")
 
 
 def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
     option = f"{role}.path={spec.path!r}"
     if not directory.is_dir():
-        raise CheckpointError(f"{option}: is a file; give the directory that holds config.json and the weights")
+        raise CheckpointError(
+            f"{option}: is a file; give the directory that holds config.json and the weights"
+        )
     if prefix := read_prefix(directory):
         _check_prefix(role, spec, prefix)
         return
@@ -166,23 +191,34 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
         values = values_of(str(spec.path))
     if spec.head == "lm" and gives_scores(values):
         raise CheckpointError(
-            f"{option}: is a reward or value model ({values['architectures'][0]}), which has no words; name a policy"
+            f"{option}: is a reward or value model ({values['architectures'][0]}), which has no "
+            f"words; name a policy"
         )
-    if not (spec.init_from_scratch or spec.planned) and not any(next(directory.glob(p), None) for p in WEIGHTS):
+    if not (spec.init_from_scratch or spec.planned) and not any(
+        next(directory.glob(p), None) for p in WEIGHTS
+    ):
         raise CheckpointError(
-            f"{option}: has no weights (*.safetensors); add them, or write {role}.init_from_scratch=true for random ones"
+            f"{option}: has no weights (*.safetensors); add them, or write "
+            f"{role}.init_from_scratch=true for random ones"
         )
 
 
 def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
-    """A trained prefix as a role's model: with the model that it belongs to, and trained on as it is or not at all."""
-    option, asked = f"{role}.path={spec.path!r}", spec.prefix.num_tokens
+    """A trained prefix as a role's model: with the model that it belongs to, and trained on as it
+    is or not at all.
+    """
+    option = f"{role}.path={spec.path!r}"
+    asked = spec.prefix.num_tokens
     if spec.backend == "hf":
-        raise ConfigError(f"{option}: is a prefix, which {role}.backend=hf does not compute; use backend=torch")
+        raise ConfigError(
+            f"{option}: is a prefix, which {role}.backend=hf does not compute; use backend=torch"
+        )
     if spec.trained and asked != found.num_tokens:
         raise ConfigError(
-            f"{option}: is a prefix of {found.num_tokens} tokens, and {role}.prefix.num_tokens={asked}; write "
-            f"{role}.prefix.num_tokens={found.num_tokens} to train it further, or {role}.path={found.base} for its model"
+            f"{option}: is a prefix of {found.num_tokens} tokens, and "
+            f"{role}.prefix.num_tokens={asked}; write "
+            f"{role}.prefix.num_tokens={found.num_tokens} to train it further, or "
+            f"{role}.path={found.base} for its model"
         )
     base = check_local(f"{role}.path={spec.path!r}: base_model_name_or_path", found.base)
     if base is not None:
@@ -191,12 +227,17 @@ def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
 
 def prefix_tokens(spec: ModelSpec) -> int:
     """Tokens of a context that a role's prefix takes."""
-    found = read_prefix(spec.path) if spec.path is not None and is_local(spec.path) else None
+    if spec.path is not None and is_local(spec.path):
+        found = read_prefix(spec.path)
+    else:
+        found = None
     return spec.prefix.num_tokens if found is None else found.num_tokens
 
 
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """The config.json of a role's model: on this machine or in the hub's cache; empty where it is in neither."""
+    """The config.json of a role's model: on this machine or in the hub's cache; empty where it is
+    in neither.
+    """
     return {} if spec.path is None else values_of(spec.path)
 
 
@@ -214,13 +255,22 @@ def check_dataset(dataset: DatasetSpec) -> None:
     for kind in ("train", "valid"):
         sizes = [f"{kind}_tokens_per_batch", f"{kind}_bs_n_seqs"]
         if all(getattr(dataset, name) is not None for name in sizes):
-            raise ConfigError(f"dataset.{sizes[0]} and dataset.{sizes[1]} exclude each other; set one of them")
-    if dataset.path is not None and dataset.train_path is not None and dataset.path != dataset.train_path:
-        raise ConfigError("dataset.path and dataset.train_path are the same option and differ; set one of them")
+            raise ConfigError(
+                f"dataset.{sizes[0]} and dataset.{sizes[1]} exclude each other; set one of them"
+            )
+    if (
+        dataset.path is not None
+        and dataset.train_path is not None
+        and dataset.path != dataset.train_path
+    ):
+        raise ConfigError(
+            "dataset.path and dataset.train_path are the same option and differ; set one of them"
+        )
     named = dataset.train_path or dataset.path
     if named is None and not dataset.sources and not dataset.named and not dataset.args:
         raise ConfigError(
-            "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a hub name"
+            "dataset.train_path is missing: give a JSON, JSONL or Parquet file, a directory, or a "
+            "hub name"
         )
     for source in sources_of(dataset):
         if source.named is not None:
@@ -232,7 +282,9 @@ def check_dataset(dataset: DatasetSpec) -> None:
 
 
 def _looks_like_file(path: str) -> bool:
-    """Whether a path is meant for this machine: all but `OWNER/NAME` and `OWNER/NAME:FOLDER` of the hub are."""
+    """Whether a path is meant for this machine: all but `OWNER/NAME` and `OWNER/NAME:FOLDER` of the
+    hub are.
+    """
     if Path(path).expanduser().exists() or DATA_FILE.search(path):
         return True
     return HUB_DATA.fullmatch(path) is None
@@ -242,9 +294,15 @@ def _check_data_file(option: str, path: str) -> None:
     refuse_url(path, f"{option}={path!r}", ConfigError)
     found = Path(path).expanduser()
     if not found.exists():
-        siblings = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
+        if found.parent.is_dir():
+            siblings = [p.name for p in found.parent.iterdir()]
+        else:
+            siblings = []
         close = nearest(found.name, siblings, 1)
-        hint = f"did you mean {found.parent / close[0]}?" if close else "check the spelling"
+        if close:
+            hint = f"did you mean {found.parent / close[0]}?"
+        else:
+            hint = "check the spelling"
         raise ConfigError(f"{option}={path!r}: there is no such file or directory; {hint}")
     if is_root(found):
         raise ConfigError(f"{option}={path!r}: {ROOT}")
@@ -256,16 +314,20 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
     """That a budget of tokens holds the longest sequence there may be."""
     if budget is not None and budget < longest:
         raise ConfigError(
-            f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); raise the first or lower those"
+            f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); "
+            f"raise the first or lower those"
         )
 
 
 def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
-    """Optimizer steps of one pass over `total` completions, in minibatches of `size`, or `count` of them."""
+    """Optimizer steps of one pass over `total` completions, in minibatches of `size`, or `count` of
+    them.
+    """
     if size is not None:
         if total % size:
             raise ConfigError(
-                f"{algorithm}.mini_batch_size={size}: must divide the {total} completions of a step "
+                f"{algorithm}.mini_batch_size={size}: must divide the {total} completions of a "
+                f"step "
                 f"(dataset.train_bs_n_seqs x samples a prompt); {_divisors(total)}"
             )
         return total // size
@@ -279,4 +341,6 @@ def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int
 
 def _divisors(total: int) -> str:
     found = [n for n in range(1, total + 1) if total % n == 0]
-    return f"{', '.join(map(str, found[:12]))} do" if len(found) < 13 else f"{', '.join(map(str, found[:12]))}, ... do"
+    if len(found) < 13:
+        return f"{', '.join(map(str, found[:12]))} do"
+    return f"{', '.join(map(str, found[:12]))}, ... do"

@@ -1,4 +1,7 @@
-"""The options that people set, algorithm by algorithm: what `--help` shows first. The others are a word away."""
+"""The options that people set, algorithm by algorithm: what `--help` shows first.
+
+The others are a word away.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ RUN = ("device", "seed", "save_freq_steps", "logger.wandb.mode")
 
 
 def _model(role: str) -> tuple[str, ...]:
-    return tuple(f"{role}.{name}" for name in ("dtype", "lora.r", "gradient_checkpointing", "tokenizer.chat_template"))
+    return tuple(
+        f"{role}.{name}"
+        for name in ("dtype", "lora.r", "gradient_checkpointing", "tokenizer.chat_template")
+    )
 
 
 def _learns(role: str) -> tuple[str, ...]:
@@ -25,7 +31,9 @@ def _learns(role: str) -> tuple[str, ...]:
 
 def _samples(algorithm: str, *others: str) -> tuple[str, ...]:
     """The sampling of an algorithm, then some of its own options."""
-    return tuple(f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others))
+    return tuple(
+        f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)
+    )
 
 
 TRAINS = (*ROWS, "dataset.max_seqlen", "dataset.train_bs_n_seqs")
@@ -61,7 +69,11 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "data": SAMPLES,
         "model": POLICY,
         "optimization": (
-            "actor.optimizer.lr", "critic.optimizer.lr", "ppo.ppo_n_minibatches", "ppo.ppo_epochs", *LENGTH,
+            "actor.optimizer.lr",
+            "critic.optimizer.lr",
+            "ppo.ppo_n_minibatches",
+            "ppo.ppo_epochs",
+            *LENGTH,
         ),
         "generation and PPO": _samples("ppo", "samples_per_prompt", "kl_ctl"),
         "run": RUN,
@@ -87,7 +99,9 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "data": SAMPLES,
         "model": POLICY,
         "optimization": ("actor.optimizer.lr", *LENGTH),
-        "generation and distillation": _samples("distill", "loss_type", "on_policy", "divergence_beta"),
+        "generation and distillation": _samples(
+            "distill", "loss_type", "on_policy", "divergence_beta"
+        ),
         "run": RUN,
     },
     "gen": {
@@ -97,29 +111,57 @@ COMMON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "generation": _samples("gen", "samples_per_prompt", "top_p", "top_k", "greedy", "stop"),
         "run": ("device", "seed"),
     },
-}  # fmt: skip
+}
 
 DATA = "dataset.path=data/{}.jsonl dataset.train_bs_n_seqs={}"
 EXAMPLES: Mapping[str, str] = {
-    "sft": f"model.path=data/model {DATA.format('sft', 64)} model.optimizer.lr=4e-3 total_train_epochs=10",
-    "rw": f"model.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} model.optimizer.lr=2e-3",
-    "dpo": f"actor.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} actor.optimizer.lr=1e-4",
-    "ppo": f"actor.path=runs/first/sft rew.path=runs/first/rw {DATA.format('prompts', 50)} ppo.gen.max_new_tokens=4",
-    "grpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} grpo.gen.max_new_tokens=4",
-    "online_dpo": f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} online_dpo.gen.max_new_tokens=4",
-    "distill": f"actor.path=data/model teacher.path=runs/first/sft {DATA.format('prompts', 50)} distill.gen.max_new_tokens=4",
+    "sft": (
+        f"model.path=data/model {DATA.format('sft', 64)} model.optimizer.lr=4e-3 "
+        f"total_train_epochs=10"
+    ),
+    "rw": (
+        f"model.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} "
+        f"model.optimizer.lr=2e-3"
+    ),
+    "dpo": (
+        f"actor.path=runs/first/sft dataset.type=preference {DATA.format('pairs', 64)} "
+        f"actor.optimizer.lr=1e-4"
+    ),
+    "ppo": (
+        f"actor.path=runs/first/sft rew.path=runs/first/rw {DATA.format('prompts', 50)} "
+        f"ppo.gen.max_new_tokens=4"
+    ),
+    "grpo": (
+        f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} "
+        f"grpo.gen.max_new_tokens=4"
+    ),
+    "online_dpo": (
+        f"actor.path=runs/first/sft reward=gsm8k {DATA.format('prompts', 50)} "
+        f"online_dpo.gen.max_new_tokens=4"
+    ),
+    "distill": (
+        f"actor.path=data/model teacher.path=runs/first/sft {DATA.format('prompts', 50)} "
+        f"distill.gen.max_new_tokens=4"
+    ),
     "gen": f"model.path=runs/first/sft {DATA.format('prompts', 50)} gen.max_new_tokens=4",
 }
 
 
 def common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Names by group, those that `config` has. A configuration of the user's has its own options in front."""
+    """Names by group, those that `config` has.
+
+    A configuration of the user's has its own options in front.
+    """
     known = {leaf.name for leaf in leaves(config)}
     chosen = {
         group: tuple(dict.fromkeys(name for name in names if name in known))
         for group, names in COMMON.get(config.algorithm, {}).items()
     }
-    kin = [cls for cls in type(config).__mro__ if cls.__module__.startswith("weft.") and is_dataclass(cls)]
+    kin = [
+        cls
+        for cls in type(config).__mro__
+        if cls.__module__.startswith("weft.") and is_dataclass(cls)
+    ]
     shipped = {spec.name for cls in kin for spec in fields(cls)}
     own = tuple(name for name in known if name.split(".")[0] not in shipped)
     return ({"of this configuration": tuple(sorted(own))} if own else {}) | chosen

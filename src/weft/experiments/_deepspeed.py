@@ -1,7 +1,9 @@
-"""A DeepSpeed configuration in weft's options: each key is mapped, only tunes DeepSpeed, or is refused by name.
+"""A DeepSpeed configuration in weft's options: each key is mapped, only tunes DeepSpeed, or is
+refused by name.
 
-DeepSpeed itself is not needed. The keys are those of its "DeepSpeed Configuration JSON"; `auto` is what Hugging Face's Trainer
-fills in from its own options, and so what weft's command line or its defaults say.
+DeepSpeed itself is not needed. The keys are those of its "DeepSpeed Configuration JSON"; `auto` is
+what Hugging Face's Trainer fills in from its own options, and so what weft's command line or its
+defaults say.
 """
 
 from __future__ import annotations
@@ -16,32 +18,87 @@ from weft.errors import nearest
 AUTO = "auto"
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 OPTIMIZERS = {
-    "adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw", "sgd": "sgd",
-    "lion": "lion", "fusedlion": "lion", "deepspeedcpulion": "lion",
-}  # fmt: skip
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw",
+    "sgd": "sgd",
+    "lion": "lion",
+    "fusedlion": "lion",
+    "deepspeedcpulion": "lion",
+}
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 # How DeepSpeed moves, prints and measures; weft has its own ways, with the same results.
-TUNING = frozenset((
-    "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer", "memory_breakdown",
-    "zero_force_ds_cpu_optimizer", "disable_allgather", "flops_profiler", "comms_logger", "csv_monitor", "aio", "checkpoint",
-    "use_node_local_storage", "nebula", "compile",
-))  # fmt: skip
-ZERO_TUNING = frozenset((
-    "contiguous_gradients", "overlap_comm", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-    "allgather_bucket_size", "sub_group_size", "round_robin_gradients", "load_from_fp32_weights", "elastic_checkpoint",
-    "ignore_unused_parameters", "memory_efficient_linear", "legacy_stage1", "use_multi_rank_bucket_allreduce",
-    "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters", "max_reuse_distance",
-    "prefetch_bucket_size", "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save",
-    "module_granularity_threshold",
-))  # fmt: skip
-OFFLOAD_TUNING = frozenset((
-    "device", "pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "pipeline_read", "pipeline_write",
-    "nvme_path",
-))  # fmt: skip
-LOSS_SCALING = frozenset((
-    "enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
-    "consecutive_hysteresis",
-))  # fmt: skip
+TUNING = frozenset(
+    (
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "dump_state",
+        "zero_allow_untested_optimizer",
+        "memory_breakdown",
+        "zero_force_ds_cpu_optimizer",
+        "disable_allgather",
+        "flops_profiler",
+        "comms_logger",
+        "csv_monitor",
+        "aio",
+        "checkpoint",
+        "use_node_local_storage",
+        "nebula",
+        "compile",
+    )
+)
+ZERO_TUNING = frozenset(
+    (
+        "contiguous_gradients",
+        "overlap_comm",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "round_robin_gradients",
+        "load_from_fp32_weights",
+        "elastic_checkpoint",
+        "ignore_unused_parameters",
+        "memory_efficient_linear",
+        "legacy_stage1",
+        "use_multi_rank_bucket_allreduce",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "prefetch_bucket_size",
+        "gather_16bit_weights_on_model_save",
+        "gather_fp16_weights_on_model_save",
+        "module_granularity_threshold",
+    )
+)
+OFFLOAD_TUNING = frozenset(
+    (
+        "device",
+        "pin_memory",
+        "buffer_count",
+        "buffer_size",
+        "fast_init",
+        "max_in_cpu",
+        "pipeline_read",
+        "pipeline_write",
+        "nvme_path",
+    )
+)
+LOSS_SCALING = frozenset(
+    (
+        "enabled",
+        "auto_cast",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "min_loss_scale",
+        "consecutive_hysteresis",
+    )
+)
 # Off is right; on is refused, with what to do.
 REFUSED = {
     "amp": "NVIDIA's apex; write bf16",
@@ -65,8 +122,9 @@ REFUSED = {
 
 @dataclass
 class Mapped:
-    """`options` are weft's, by name; `notes` are lines for the user; `tuning` are keys that only tune DeepSpeed; `refused` are
-    keys with the reason."""
+    """`options` are weft's, by name; `notes` are lines for the user; `tuning` are keys that only
+    tune DeepSpeed; `refused` are keys with the reason.
+    """
 
     roles: tuple[str, ...]  # that are trained
     max_seqlen: int | None  # most tokens of a row, if known
@@ -83,7 +141,9 @@ class Mapped:
 
     def names(self, name: str) -> tuple[str, ...]:
         """The option of each trained role where the name begins with a dot."""
-        return tuple(f"{role}{name}" for role in self.roles) if name.startswith(".") else (name,)
+        if name.startswith("."):
+            return tuple(f"{role}{name}" for role in self.roles)
+        return (name,)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         self.refused.append(f"{key}={value!r}: {why}")
@@ -93,10 +153,16 @@ class Mapped:
         for key, value in group.items():
             if key not in known and not _is_off(value):
                 close = nearest(key, known, 1)
-                self.refuse(f"{prefix}.{key}", value, f"unknown{f'; did you mean {close[0]}?' if close else ''}")
+                self.refuse(
+                    f"{prefix}.{key}",
+                    value,
+                    f"unknown{f'; did you mean {close[0]}?' if close else ''}",
+                )
 
 
-def map_config(config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None) -> Mapped:
+def map_config(
+    config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None
+) -> Mapped:
     """What a DeepSpeed configuration comes to for the trained roles."""
     done = Mapped(tuple(roles), max_seqlen)
     config = _with_numbers(config)
@@ -116,7 +182,9 @@ def map_config(config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int 
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return `value` with numbers and truths in place of texts that spell one, as Open-Assistant's files have them: "1e-5"."""
+    """Return `value` with numbers and truths in place of texts that spell one, as Open-Assistant's
+    files have them: "1e-5".
+    """
     if isinstance(value, Mapping):
         return {key: _with_numbers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -157,7 +225,9 @@ def _group(done: Mapped, key: str, value: Any) -> Mapping[str, Any]:
 
 def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
     """The global batch is weft's; what one device takes at a time is counted in tokens here."""
-    micro, accumulation = (config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    micro, accumulation = (
+        config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
     total = config.get("train_batch_size")
     sizes = {
         "train_batch_size": total,
@@ -168,7 +238,9 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
     done.batch = {key: int(sizes[key]) for key, fine in good.items() if fine}  # type: ignore[arg-type]
     if good["train_batch_size"]:
         done.put("dataset.train_bs_n_seqs", total)
-        done.tuning += ["gradient_accumulation_steps"] if good["gradient_accumulation_steps"] else []
+        done.tuning += (
+            ["gradient_accumulation_steps"] if good["gradient_accumulation_steps"] else []
+        )
     elif good["train_micro_batch_size_per_gpu"]:
         done.put("per_device_train_batch_size", micro)
         if good["gradient_accumulation_steps"]:
@@ -178,7 +250,8 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
             done.put("max_tokens_per_microbatch", micro * done.max_seqlen)
         else:
             done.notes.append(
-                "train_micro_batch_size_per_gpu: rows are packed by tokens here, as many as max_tokens_per_microbatch says"
+                "train_micro_batch_size_per_gpu: rows are packed by tokens here, as many as "
+                "max_tokens_per_microbatch says"
             )
 
 
@@ -196,7 +269,9 @@ def _optimizer(done: Mapped, value: Any) -> None:
             return
         done.put(".optimizer.type", kind)
     if params.get("adam_w_mode", True) is False:
-        done.refuse("optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out")
+        done.refuse(
+            "optimizer.params.adam_w_mode", False, "weight decay is decoupled here; leave it out"
+        )
     for key, option in (("lr", "lr"), ("eps", "eps"), ("weight_decay", "weight_decay")):
         if _number(done, f"optimizer.params.{key}", params.get(key)):
             done.put(f".optimizer.{option}", params[key])
@@ -209,14 +284,26 @@ def _optimizer(done: Mapped, value: Any) -> None:
         done.refuse("optimizer.params.betas", betas, "must be two numbers, or auto")
     if kind == "sgd" and _number(done, "optimizer.params.momentum", params.get("momentum", 0.0)):
         done.put(".optimizer.beta1", params.get("momentum", 0.0))
-    known = {"lr", "eps", "weight_decay", "betas", "adam_w_mode", "torch_adam", "bias_correction", "fused"}
-    done.rest("optimizer.params", params, frozenset(known | ({"momentum"} if kind == "sgd" else set())))
+    known = {
+        "lr",
+        "eps",
+        "weight_decay",
+        "betas",
+        "adam_w_mode",
+        "torch_adam",
+        "bias_correction",
+        "fused",
+    }
+    done.rest(
+        "optimizer.params", params, frozenset(known | ({"momentum"} if kind == "sgd" else set()))
+    )
     done.rest("optimizer", group, frozenset({"type", "params", "legacy_fusion"}))
 
 
 def _scheduler(done: Mapped, value: Any) -> None:
     group = _group(done, "scheduler", value)
-    name, params = str(group.get("type", AUTO)), group.get("params") or {}
+    name = str(group.get("type", AUTO))
+    params = group.get("params") or {}
     if name != AUTO:
         if name not in SCHEDULES:
             done.refuse("scheduler.type", name, f"weft has {', '.join(SCHEDULES)}")
@@ -224,9 +311,16 @@ def _scheduler(done: Mapped, value: Any) -> None:
         done.put(".optimizer.lr_scheduler_type", SCHEDULES[name])
     peak = params.get("warmup_max_lr")
     if _number(done, "scheduler.params.warmup_max_lr", peak):
-        own = done.options.get(f"{done.roles[0]}.optimizer.lr") if done.roles else None
+        if done.roles:
+            own = done.options.get(f"{done.roles[0]}.optimizer.lr")
+        else:
+            own = None
         if own not in (None, peak):
-            done.refuse("scheduler.params.warmup_max_lr", peak, f"optimizer.params.lr is {own}; give one of them")
+            done.refuse(
+                "scheduler.params.warmup_max_lr",
+                peak,
+                f"optimizer.params.lr is {own}; give one of them",
+            )
         done.put(".optimizer.lr", peak)
     if _number(done, "scheduler.params.warmup_num_steps", params.get("warmup_num_steps")):
         done.put(".optimizer.warmup_steps", params["warmup_num_steps"])
@@ -237,15 +331,32 @@ def _scheduler(done: Mapped, value: Any) -> None:
             done.refuse(f"scheduler.params.{key}", params[key], "the learning rate warms up from 0")
     if params.get("warmup_type", "linear") not in ("linear", AUTO):
         done.refuse(
-            "scheduler.params.warmup_type", params["warmup_type"], "the learning rate warms up in a straight line"
+            "scheduler.params.warmup_type",
+            params["warmup_type"],
+            "the learning rate warms up in a straight line",
         )
     if not _is_off(params.get("total_num_steps")):
-        done.refuse("scheduler.params.total_num_steps", params["total_num_steps"],
-                    "a schedule ends with the run; write auto, and max_steps=N to end it earlier")  # fmt: skip
-    done.rest("scheduler.params", params, frozenset((
-        "warmup_max_lr", "warmup_num_steps", "cos_min_ratio", "warmup_min_lr", "warmup_min_ratio", "warmup_type",
-        "total_num_steps", "last_batch_iteration",
-    )))  # fmt: skip
+        done.refuse(
+            "scheduler.params.total_num_steps",
+            params["total_num_steps"],
+            "a schedule ends with the run; write auto, and max_steps=N to end it earlier",
+        )
+    done.rest(
+        "scheduler.params",
+        params,
+        frozenset(
+            (
+                "warmup_max_lr",
+                "warmup_num_steps",
+                "cos_min_ratio",
+                "warmup_min_lr",
+                "warmup_min_ratio",
+                "warmup_type",
+                "total_num_steps",
+                "last_batch_iteration",
+            )
+        ),
+    )
     done.rest("scheduler", group, frozenset({"type", "params"}))
 
 
@@ -257,7 +368,11 @@ def _half(key: str, dtype: str) -> Callable[[Mapped, Any], None]:
             if other is not None:
                 done.refuse(f"{key}.enabled", True, f"{other} is asked for too; enable one of them")
             done.put(".dtype", dtype)
-            scaled = sorted(name for name in group if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name]))
+            scaled = sorted(
+                name
+                for name in group
+                if name in LOSS_SCALING - {"enabled"} and not _is_off(group[name])
+            )
             done.tuning += [f"{key}.{name}" for name in scaled]
         done.rest(key, group, LOSS_SCALING)
 
@@ -289,12 +404,25 @@ def _zero(done: Mapped, value: Any) -> None:
     if group.get("zero_hpz_partition_size", 1) not in (1, AUTO):
         size = group["zero_hpz_partition_size"]
         done.refuse(
-            "zero_optimization.zero_hpz_partition_size", size, f"shards of a node are the f of a layout: d16f{size}"
+            "zero_optimization.zero_hpz_partition_size",
+            size,
+            f"shards of a node are the f of a layout: d16f{size}",
         )
     if group.get("mics_shard_size", -1) not in (-1, AUTO):
         size = group["mics_shard_size"]
-        done.refuse("zero_optimization.mics_shard_size", size, f"shards of a group are the f of a layout: d16f{size}")
-    own = {"stage", "cpu_offload", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "mics_shard_size"}
+        done.refuse(
+            "zero_optimization.mics_shard_size",
+            size,
+            f"shards of a group are the f of a layout: d16f{size}",
+        )
+    own = {
+        "stage",
+        "cpu_offload",
+        "offload_optimizer",
+        "offload_param",
+        "zero_hpz_partition_size",
+        "mics_shard_size",
+    }
     tuning = {key for key in group if key.removeprefix("stage3_") in ZERO_TUNING}
     done.rest("zero_optimization", group, ZERO_TUNING | own | tuning)
 
@@ -317,14 +445,20 @@ def _activations(done: Mapped, value: Any) -> None:
     group = _group(done, "activation_checkpointing", value)
     for key, each in group.items():
         if key in ("partition_activations", "cpu_checkpointing") and each is True:
-            done.refuse(f"activation_checkpointing.{key}", each, "write MODEL.gradient_checkpointing=true instead")
+            done.refuse(
+                f"activation_checkpointing.{key}",
+                each,
+                "write MODEL.gradient_checkpointing=true instead",
+            )
         else:
             done.tuning.append(f"activation_checkpointing.{key}")
 
 
 def _factor(done: Mapped, value: Any) -> None:
     if value != 1:
-        done.refuse("gradient_predivide_factor", value, "gradients are summed in float32; leave it out")
+        done.refuse(
+            "gradient_predivide_factor", value, "gradients are summed in float32; leave it out"
+        )
 
 
 def _communication(done: Mapped, value: Any) -> None:

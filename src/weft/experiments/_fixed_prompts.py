@@ -1,4 +1,6 @@
-"""`eval_prompts`: a small graph beside a run's own, whose one call answers the same few prompts at every evaluation."""
+"""`eval_prompts`: a small graph beside a run's own, whose one call answers the same few prompts at
+every evaluation.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ KEPT = ("stop", "stop_ids", "kv_cache_gb")  # what the run's own sampling says o
 
 
 def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
-    """The graph that answers `eval_prompts` with the model that is trained; None where none are given.
+    """The graph that answers `eval_prompts` with the model that is trained; None where none are
+    given.
 
-    It is made where the run samples, if it does. Raises `ConfigError` for a run whose model writes no text.
+    It is made where the run samples, if it does. Raises `ConfigError` for a run whose model writes
+    no text.
     """
-    path, most = config.eval_prompts, config.eval_prompts_max_new_tokens
+    path = config.eval_prompts
+    most = config.eval_prompts_max_new_tokens
     if path is None:
         if most is not None:
             raise ConfigError(
-                f"eval_prompts_max_new_tokens={most}: there are no eval_prompts; set them, or leave it out"
+                f"eval_prompts_max_new_tokens={most}: there are no eval_prompts; set them, or "
+                f"leave it out"
             )
         return None
     own, role = _sampler(config, experiment, path)
@@ -35,35 +41,54 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
     context = model_context(spec)
     usual = int(given.get("max_new_tokens") or NEW_TOKENS)
     if most is None:
-        most = usual if own is not None or context is None else max(1, min(usual, context // 2))
+        if own is not None or context is None:
+            most = usual
+        else:
+            most = max(1, min(usual, context // 2))
     if context is not None and most >= context:
         raise ConfigError(
-            f"eval_prompts_max_new_tokens={most}: leaves no room for a prompt in the model's context of {context} tokens; "
+            f"eval_prompts_max_new_tokens={most}: leaves no room for a prompt in the model's "
+            f"context of {context} tokens; "
             "lower it"
         )
     plain = asdict(GenerationSpec())
     names = [each.name for each in fields(GenerationSpec) if not each.metadata.get("hidden")]
     args = {name: given.get(name, plain[name]) if name in KEPT else plain[name] for name in names}
     call = MFCDef(
-        NODE, role, "generate", "generate", 0, input_keys=("prompt",),
+        NODE,
+        role,
+        "generate",
+        "generate",
+        0,
+        input_keys=("prompt",),
         output_keys=("completion", "logprobs", "versions", "finished"),
         args={**args, "max_new_tokens": most, "greedy": True, "samples_per_prompt": 1},
-        layout=None if own is None else own.layout, device_mesh=None if own is None else own.device_mesh,
+        layout=None if own is None else own.layout,
+        device_mesh=None if own is None else own.device_mesh,
         post_hooks=(Offload("weights"),) if spec.offload else (),
-    )  # fmt: skip
+    )
     return Evaluation(DataflowGraph([call], ("prompt",)), 0)
 
 
 def _sampler(config: RunConfig, experiment: Experiment, path: str) -> tuple[MFCDef | None, str]:
-    """(the call of the run that samples with the trained policy, if there is one; the policy's role)."""
+    """(the call of the run that samples with the trained policy, if there is one; the policy's
+    role).
+    """
     calls = experiment.graph.model_calls()
-    trained = [call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"]
+    trained = [
+        call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"
+    ]
     if not trained and any(call.trains for call in calls):
         raise ConfigError(
-            f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores texts and writes none; leave "
+            f"eval_prompts={path}: {config.algorithm or 'this run'} trains a model that scores "
+            f"texts and writes none; leave "
             "eval_prompts out, or set it in a run that trains a policy (sft, dpo, ppo, grpo, ...)"
         )
     if not trained:
-        raise ConfigError(f"eval_prompts={path}: this run trains no model; give the prompts as dataset.path")
-    own = next((call for call in calls if call.role == trained[0] and call.method == "generate"), None)
+        raise ConfigError(
+            f"eval_prompts={path}: this run trains no model; give the prompts as dataset.path"
+        )
+    own = next(
+        (call for call in calls if call.role == trained[0] and call.method == "generate"), None
+    )
     return own, trained[0]

@@ -12,11 +12,19 @@ from weft.experiments import _checks as checks
 from weft.experiments.common import RunConfig
 
 # Keys of config.json that hold the most positions a model was made for, by family.
-CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+CONTEXT = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "seq_length",
+    "max_sequence_length",
+)
 
 
 def context_of(config: RunConfig) -> int | None:
-    """The shortest context of the run's models, in tokens; None where no config.json is at hand that states one.
+    """The shortest context of the run's models, in tokens; None where no config.json is at hand
+    that states one.
 
     The reward model's does not count: it may read the text in tokens of its own.
     """
@@ -30,9 +38,15 @@ def model_context(spec: ModelSpec) -> int | None:
     values = checks.model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
-            found = [holder[key] for key in CONTEXT if isinstance(holder.get(key), int) and holder[key] > 0]
+            found = [
+                holder[key]
+                for key in CONTEXT
+                if isinstance(holder.get(key), int) and holder[key] > 0
+            ]
             if found:
-                return rope_scaling.context(spec.rope_scaling, int(found[0])) - checks.prefix_tokens(spec)
+                return rope_scaling.context(
+                    spec.rope_scaling, int(found[0])
+                ) - checks.prefix_tokens(spec)
     return None
 
 
@@ -43,33 +57,44 @@ def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A dataset of prompts and how they are sampled from, with `max_prompt_len` and `max_new_tokens` set as far as is known."""
+    """A dataset of prompts and how they are sampled from, with `max_prompt_len` and
+    `max_new_tokens` set as far as is known.
+    """
 
     dataset: DatasetSpec
     gen: GenerationSpec
 
     @classmethod
     def of(cls, config: RunConfig, dataset: DatasetSpec, gen: GenerationSpec, name: str) -> Lengths:
-        """Without a length of its own a completion has `MAX_NEW_TOKENS`, or what a set `max_prompt_len` leaves of the
-        context, or half of the context, if that is less; a prompt what the completion leaves. Raises `ConfigError`
-        where that is nothing.
+        """Without a length of its own a completion has `MAX_NEW_TOKENS`, or what a set
+        `max_prompt_len` leaves of the context, or half of the context, if that is less; a prompt
+        what the completion leaves. Raises `ConfigError` where that is nothing.
         """
-        context, given, most = context_of(config), dataset.max_prompt_len, gen.max_new_tokens
+        context = context_of(config)
+        given = dataset.max_prompt_len
+        most = gen.max_new_tokens
         if most is None:
             left = MAX_NEW_TOKENS
             if context is not None:
                 left = context // 2 if given is None else context - given
             most = max(min(MAX_NEW_TOKENS, left), gen.min_new_tokens, 1)
-        if gen.max_new_tokens is None and context is not None and given is not None and given >= context:
+        if (
+            gen.max_new_tokens is None
+            and context is not None
+            and given is not None
+            and given >= context
+        ):
             raise ConfigError(
-                f"dataset.max_prompt_len={given}: leaves no room for a completion in the model's context of {context} tokens; "
+                f"dataset.max_prompt_len={given}: leaves no room for a completion in the model's "
+                f"context of {context} tokens; "
                 f"lower it, or set {name}.max_new_tokens to go beyond that context"
             )
         if given is None and context is not None:
             given = context - most
             if given < 1:
                 raise ConfigError(
-                    f"{name}.max_new_tokens={most}: leaves no room for a prompt in the model's context of {context} tokens; "
+                    f"{name}.max_new_tokens={most}: leaves no room for a prompt in the model's "
+                    f"context of {context} tokens; "
                     "lower it, or set dataset.max_prompt_len to go beyond that context"
                 )
         return cls(replace(dataset, max_prompt_len=given), replace(gen, max_new_tokens=most))

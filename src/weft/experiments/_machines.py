@@ -23,28 +23,37 @@ def _env_problem(env: Mapping[str, str]) -> str | None:
             return f"{name!r} is not a valid environment variable name; write letters, digits and _, no digit first"
         if is_secret(name) or SECRET.fullmatch(name):
             return (
-                f"{name} looks like a secret, and options are written to config.yaml; export it in the shell instead, from "
+                f"{name} looks like a secret, and options are written to config.yaml; export it "
+                f"in the shell instead, from "
                 "where workers have it"
             )
     return None
 
 
 def _time_problem(time: str) -> str | None:
-    return None if TIME.fullmatch(time) else "must be minutes, HH:MM:SS or DAYS-HH:MM:SS, such as 24:00:00"
+    if TIME.fullmatch(time):
+        return None
+    return "must be minutes, HH:MM:SS or DAYS-HH:MM:SS, such as 24:00:00"
 
 
 def _memory_problem(memory: str) -> str | None:
-    return None if MEMORY.fullmatch(memory) else "must be a size with K, M, G or T, such as 64G"
+    if MEMORY.fullmatch(memory):
+        return None
+    return "must be a size with K, M, G or T, such as 64G"
 
 
 def _mounts_problem(mounts: list[str]) -> str | None:
     wrong = next((m for m in mounts if not re.fullmatch(r"/[^:,]*(:/[^:,]*)?(:[a-z+]+)?", m)), None)
-    return f"{wrong!r}: a mount is /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro" if wrong else None
+    if wrong:
+        return f"{wrong!r}: a mount is /SOURCE, /SOURCE:/TARGET or /SOURCE:/TARGET:ro"
+    return None
 
 
 def _lines_problem(lines: list[str]) -> str | None:
     wrong = next((line for line in lines if not line.startswith("-") or "\n" in line), None)
-    return f"{wrong!r}: a line is an option of sbatch, such as --mail-type=END" if wrong else None
+    if wrong:
+        return f"{wrong!r}: a line is an option of sbatch, such as --mail-type=END"
+    return None
 
 
 @dataclass
@@ -53,7 +62,8 @@ class LaunchSpec:
 
     env: dict[str, str] = option(
         {},
-        "environment of the run and its workers: launch.env.NAME=value; secrets come from the shell's own "
+        "environment of the run and its workers: launch.env.NAME=value; secrets come from the "
+        "shell's own "
         f"({', '.join(SECRETS)})",
         check=_env_problem,
     )
@@ -67,26 +77,45 @@ class SlurmSpec:
     account: str | None = option(None, "account that is charged")
     qos: str | None = option(None, "quality of service")
     time: str | None = option(None, "time limit, such as 24:00:00", check=_time_problem)
-    cpus_per_node: int | None = option(None, "processors of each node; many clusters give one where none is asked for",
-                                       at_least=1)  # fmt: skip
-    mem_per_node: str | None = option(None, "memory of each node, such as 64G; 0 is all of it", check=_memory_problem)
-    gpu_type: str | None = option(None, "kind of GPU as the cluster calls it, such as a100; any when absent")
+    cpus_per_node: int | None = option(
+        None, "processors of each node; many clusters give one where none is asked for", at_least=1
+    )
+    mem_per_node: str | None = option(
+        None, "memory of each node, such as 64G; 0 is all of it", check=_memory_problem
+    )
+    gpu_type: str | None = option(
+        None, "kind of GPU as the cluster calls it, such as a100; any when absent"
+    )
     nodelist: str | None = option(None, "nodes to use, such as node[01-04]")
     exclude: str | None = option(None, "nodes not to use")
     constraint: str | None = option(None, "features that nodes must have")
     container: str | None = option(
         None,
-        "image that everything runs in: FILE.sif (apptainer exec), or one that srun --container-image takes (pyxis)",
+        "image that everything runs in: FILE.sif (apptainer exec), or one that srun "
+        "--container-image takes (pyxis)",
     )
     container_mounts: list[str] = option(
-        [], "more folders for the container, /SOURCE:/TARGET; the working directory, fileroot and /tmp are there",
+        [],
+        "more folders for the container, /SOURCE:/TARGET; the working directory, fileroot and "
+        "/tmp are there",
         check=_mounts_problem,
-    )  # fmt: skip
-    modules: list[str] = option([], "environment modules to load")
-    setup: list[str] = option([], "shell commands before anything else, such as 'source venv/bin/activate'")
-    python: str | None = option(None, "Python interpreter on the nodes; this one when absent, in a container python3")
-    sbatch: list[str] = option([], "more options of sbatch, such as --mail-type=END", check=_lines_problem)
-    grace_s: int = option(
-        120, "seconds before the time limit at which the run finishes its step and writes a recovery point", at_least=0
     )
-    join_timeout_s: float = option(300.0, "seconds in which every node must have joined Ray", at_least=1.0)
+    modules: list[str] = option([], "environment modules to load")
+    setup: list[str] = option(
+        [], "shell commands before anything else, such as 'source venv/bin/activate'"
+    )
+    python: str | None = option(
+        None, "Python interpreter on the nodes; this one when absent, in a container python3"
+    )
+    sbatch: list[str] = option(
+        [], "more options of sbatch, such as --mail-type=END", check=_lines_problem
+    )
+    grace_s: int = option(
+        120,
+        "seconds before the time limit at which the run finishes its step and writes a recovery "
+        "point",
+        at_least=0,
+    )
+    join_timeout_s: float = option(
+        300.0, "seconds in which every node must have joined Ray", at_least=1.0
+    )

@@ -19,17 +19,21 @@ from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
 from weft.observe.short_names import POLICIES
 
-SERVING = {"rew": SCORERS, "critic": CRITICS}  # role -> the roles of another run that serve as it; others take a policy
+# role -> the roles of another run that serve as it; others take a policy
+SERVING = {"rew": SCORERS, "critic": CRITICS}
 
-REWARD, PLAIN = "rew", ("ForCausalLM", "LMHeadModel")  # the role that scores, and architectures that only write
+# the role that scores, and architectures that only write
+REWARD = "rew"
+PLAIN = ("ForCausalLM", "LMHeadModel")
 
 Run = TypeVar("Run", bound=RunConfig)
 Naming = RunConfig | Control  # what says where runs are
 
 
 def settled(config: Run) -> Run:
-    """The configuration with the directories that names of runs stand for, and with the backend of each role where its
-    config.json is at hand. A run under way keeps the checkpoints that it began with.
+    """The configuration with the directories that names of runs stand for, and with the backend of
+    each role where its config.json is at hand. A run under way keeps the checkpoints that it began
+    with.
 
     Raises `CheckpointError` naming the option.
     """
@@ -43,7 +47,10 @@ def settled(config: Run) -> Run:
 
 def settled_roles(experiment: Experiment) -> Experiment:
     """The same of an experiment that a user's code made. Raises `CheckpointError`."""
-    roles = {name: _settled_role(experiment.control, name, spec) for name, spec in experiment.roles.items()}
+    roles = {
+        name: _settled_role(experiment.control, name, spec)
+        for name, spec in experiment.roles.items()
+    }
     return replace(experiment, roles=roles)
 
 
@@ -55,41 +62,60 @@ def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
     found = _with_backend(role, located, values)
     notes = (*found.notes, *_noise(role, found, values))
     if path is not None and kind.shipped_config(path) is not None:
-        notes = (*notes, f"{role}.path={path}: is not on this machine; its config.json is the one that weft ships")
+        notes = (
+            *notes,
+            f"{role}.path={path}: is not on this machine; its config.json is the one that weft "
+            f"ships",
+        )
     return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 
 def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
-    """What to tell where a reward model has no score head: a new one knows nothing of what is good. `values`: config.json's."""
+    """What to tell where a reward model has no score head: a new one knows nothing of what is good.
+
+    `values`: config.json's.
+    """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
         return []
     if not all(str(each).endswith(PLAIN) for each in kinds):
         return []
     return [
-        f"{role}.path={spec.path}: is a language model without a score head, so its rewards are noise from a new random one; "
+        f"{role}.path={spec.path}: is a language model without a score head, so its rewards are "
+        f"noise from a new random one; "
         "train a reward model first: weft quickstart rw"
     ]
 
 
 def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
-    """The role whose option `path` the user set: `role`, or the one that it was taken from. `config` are plain values."""
+    """The role whose option `path` the user set: `role`, or the one that it was taken from.
+
+    `config` are plain values.
+    """
 
     def names(name: str) -> bool:
         values = config.get(name)
         return isinstance(values, Mapping) and values.get("path") == path
 
-    return role if names(role) else next((name for name in config if names(name)), role)
+    if names(role):
+        return role
+    return next((name for name in config if names(name)), role)
 
 
 def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
     alone = spec.backend in NO_NETWORK  # what `path` names is a tokenizer
-    path, note = _path(config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone)
-    own, more = _path(config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True)
+    path, note = _path(
+        config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone
+    )
+    own, more = _path(
+        config, f"{role}.tokenizer.path", spec.tokenizer.path, POLICIES, tokenizer=True
+    )
     if (path, own) == (spec.path, spec.tokenizer.path):
         return spec
     notes = tuple(each for each in (note, more) if each)
-    return replace(spec, path=path, tokenizer=replace(spec.tokenizer, path=own), notes=(*spec.notes, *notes))
+    return replace(
+        spec, path=path, tokenizer=replace(spec.tokenizer, path=own), notes=(*spec.notes, *notes)
+    )
 
 
 def _path(
@@ -109,7 +135,9 @@ def _holds_tokenizer(place: Path) -> bool:
 
 
 def _began(config: Naming, run: Path, option: str) -> str | None:
-    """What the option is in the run that goes on: this one, or the one that `resume_from` names; None in a new run."""
+    """What the option is in the run that goes on: this one, or the one that `resume_from` names;
+    None in a new run.
+    """
     places = [run]
     if config.resume_from is not None:
         source = Path(config.resume_from).expanduser()
@@ -129,28 +157,37 @@ def _began(config: Naming, run: Path, option: str) -> str | None:
 
 
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
-    """The role with a backend, where it has none and `values`, those of its config.json, say which one can run it. Raises
-    `ConfigError` for one that cannot."""
+    """The role with a backend, where it has none and `values`, those of its config.json, say which
+    one can run it. Raises `ConfigError` for one that cannot.
+    """
     if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
         return spec
     if not values or spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN) if values else spec
     if role == REWARD and values.get("model_type") in kind.NO_DECODERS:
         raise ConfigError(
-            f"{role}.path={spec.path}: a model of type {values['model_type']} is no decoder, so weft does not run it itself; "
-            f"set {role}.backend=null and score with an interface of your own, rew_inf.interface=NAME "
+            f"{role}.path={spec.path}: a model of type {values['model_type']} is no decoder, so "
+            f"weft does not run it itself; "
+            f"set {role}.backend=null and score with an interface of your own, "
+            f"rew_inf.interface=NAME "
             "(docs/reward-classifier.md)"
         )
     backend = kind.backend_of(values)
     if spec.backend != AUTO and backend != spec.backend:
         raise ConfigError(
-            f"{role}.backend={spec.backend}: weft has no family for models of type {values.get('model_type')}; leave the "
+            f"{role}.backend={spec.backend}: weft has no family for models of type "
+            f"{values.get('model_type')}; leave the "
             f"option out, and backend={backend} runs any decoder that transformers knows"
         )
     if backend != kind.OWN_RUN and spec.tokenizer.add_tokens:
         raise ConfigError(
-            f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which runs models of type "
-            f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat template in words such as zephyr"
+            f"{role}.tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend={backend}, which "
+            f"runs models of type "
+            f"{values.get('model_type')}, keeps their vocabulary; leave it out, with a chat "
+            f"template in words such as zephyr"
         )
-    notes = spec.notes if backend == kind.OWN_RUN else (*spec.notes, f"{role}: {kind.cost(values)}")
+    if backend == kind.OWN_RUN:
+        notes = spec.notes
+    else:
+        notes = (*spec.notes, f"{role}: {kind.cost(values)}")
     return replace(spec, backend=backend, notes=notes)

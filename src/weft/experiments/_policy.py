@@ -1,4 +1,6 @@
-"""What methods share that train on their own completions: the calls that sample, reward, score and evaluate these."""
+"""What methods share that train on their own completions: the calls that sample, reward, score and
+evaluate these.
+"""
 
 from __future__ import annotations
 
@@ -36,24 +38,31 @@ class Policy:
     gen: GenerationSpec
 
     @classmethod
-    def of(cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int) -> Policy:
-        """Raises `UserError` for options that every experiment has (names, devices), for sizes that do not divide or fit, and
-        where nothing gives a reward."""
+    def of(
+        cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int
+    ) -> Policy:
+        """Raises `UserError` for options that every experiment has (names, devices), for sizes that
+        do not divide or fit, and where nothing gives a reward.
+        """
         config = checked(config, options, name)
         dataset = batches(config.dataset)
         _check_rewards(config)
         _check_lag(options, name)
         if dataset.train_tokens_per_batch is not None:
             raise ConfigError(
-                f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts prompts, since completions "
+                f"dataset.train_tokens_per_batch={dataset.train_tokens_per_batch}: {name} counts "
+                f"prompts, since completions "
                 "are not written yet; set dataset.train_bs_n_seqs"
             )
         vocab = checks.vocab_size(config.actor)
         lengths = Lengths.of(config, dataset, options.gen, f"{name}.gen")
-        dataset, gen = lengths.dataset, lengths.gen
+        dataset = lengths.dataset
+        gen = lengths.gen
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
-        return cls(config, options, name, dataset, samples, replace(gen, record_support=gen.truncates))
+        return cls(
+            config, options, name, dataset, samples, replace(gen, record_support=gen.truncates)
+        )
 
     @property
     def batch(self) -> int:
@@ -66,7 +75,10 @@ class Policy:
     @property
     def minibatches(self) -> int:
         return checks.minibatches(
-            self.completions, self.options.mini_batch_size, self.options.ppo_n_minibatches, self.name
+            self.completions,
+            self.options.mini_batch_size,
+            self.options.ppo_n_minibatches,
+            self.name,
         )
 
     @property
@@ -92,7 +104,9 @@ class Policy:
     @property
     def by_token(self) -> tuple[str, ...]:
         """The key of rewards that lie on single tokens, where there are such."""
-        return ("token_rewards",) if self.config.reward_by_token or self.config.rew_step is not None else ()
+        if self.config.reward_by_token or self.config.rew_step is not None:
+            return ("token_rewards",)
+        return ()
 
     @property
     def part_weights(self) -> list[float]:
@@ -105,7 +119,9 @@ class Policy:
     @property
     def corrected(self) -> tuple[str, ...]:
         """Keys that a policy loss reads where the sampler's log-probs are made up for."""
-        return ("old_logprobs", "sampler_weights") if _asks_for(self.options, "correction") else ()
+        if _asks_for(self.options, "correction"):
+            return ("old_logprobs", "sampler_weights")
+        return ()
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -118,11 +134,13 @@ class Policy:
         return SUPPORT if self.gen.record_support else ()
 
     def roles(self, *, reference_by: str | None) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """(the actor, and the reference and the reward model where there are any; which role begins as a copy of which).
+        """(the actor, and the reference and the reward model where there are any; which role begins
+        as a copy of which).
 
-        `reference_by` is the option that leaves the reference out, where it does; else None. The actor has a learning rate of
-        1e-6 where none is set. The reference without a path of its own is the actor as it starts. The reward model's head says
-        one number a completion, or one a token where it scores steps.
+        `reference_by` is the option that leaves the reference out, where it does; else None. The
+        actor has a learning rate of 1e-6 where none is set. The reference without a path of its own
+        is the actor as it starts. The reward model's head says one number a completion, or one a
+        token where it scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -131,23 +149,34 @@ class Policy:
             roles["ref"], init_from = reference(config.ref, config.actor)
         elif self.options.ref_ema_eta:
             raise ConfigError(
-                f"{self.name}.ref_ema_eta moves a reference, and {reference_by} leaves it out; set one of the two"
+                f"{self.name}.ref_ema_eta moves a reference, and {reference_by} leaves it out; "
+                f"set one of the two"
             )
         if self.has_model:
-            roles["rew"] = config.rew.with_head("score" if config.rew_step is None else "value", trained=False)
+            roles["rew"] = config.rew.with_head(
+                "score" if config.rew_step is None else "value", trained=False
+            )
         return roles, init_from
 
     def critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """(the critic, which role it begins as a copy of): `spec` where it has a path, else the reward model where it reads the
-        actor's tokens, or the actor. Its learning rate is 5e-6 where none is set."""
+        """(the critic, which role it begins as a copy of): `spec` where it has a path, else the
+        reward model where it reads the actor's tokens, or the actor. Its learning rate is 5e-6
+        where none is set.
+        """
         valued, copied = critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
 
     def experiment(
-        self, roles: Mapping[str, ModelSpec], init_from: Mapping[str, str], nodes: Sequence[Node], *notes: str
+        self,
+        roles: Mapping[str, ModelSpec],
+        init_from: Mapping[str, str],
+        nodes: Sequence[Node],
+        *notes: str,
     ) -> Experiment:
-        """The experiment, checked as far as no torch is needed: its steps are those of `actor_train`, and every call that
-        trains makes `updates` optimizer steps of a batch. `notes` are lines for the plan that is printed before the run."""
+        """The experiment, checked as far as no torch is needed: its steps are those of
+        `actor_train`, and every call that trains makes `updates` optimizer steps of a batch.
+        `notes` are lines for the plan that is printed before the run.
+        """
         trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
         plan = Plan(
             roles=roles,
@@ -165,52 +194,77 @@ class Policy:
         )
         return assemble(self.config, plan)
 
-    def generate(self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any) -> MFCDef:
+    def generate(
+        self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
+    ) -> MFCDef:
         """Samples completions; with a prefix its outputs get names of their own."""
         spec = replace(self.gen, **gen)
         args = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in SAMPLING}
         outputs = (*SAMPLED, *(SUPPORT if spec.record_support else ()))
         return MFCDef(
-            name=name, role="actor", interface="generate", method="generate", batch_size=size,
-            input_keys=("prompt",), output_keys=outputs,
+            name=name,
+            role="actor",
+            interface="generate",
+            method="generate",
+            batch_size=size,
+            input_keys=("prompt",),
+            output_keys=outputs,
             output_key_remap={key: prefix + key for key in outputs} if prefix else {},
             args={**args, "samples_per_prompt": samples},
-        )  # fmt: skip
+        )
 
     def rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
-        """The reward model's call, the reward function's node, or both: then the second adds the first's scores. `parts`: the
-        reward of every function by itself is kept, too."""
-        config, nodes = self.config, list[Node]()
+        """The reward model's call, the reward function's node, or both: then the second adds the
+        first's scores. `parts`: the reward of every function by itself is kept, too.
+        """
+        config = self.config
+        nodes = list[Node]()
         if self.has_model:
-            nodes.append(_reward_model(config, size, prefix, "scores" if self.has_function else "rewards"))
+            nodes.append(
+                _reward_model(config, size, prefix, "scores" if self.has_function else "rewards")
+            )
         if self.has_function:
-            remap = {key: prefix + key for key in ("completion", *(("scores",) if self.has_model else ()))}
+            remap = {
+                key: prefix + key
+                for key in ("completion", *(("scores",) if self.has_model else ()))
+            }
             made = (
                 "rewards",
                 *(("token_rewards",) if config.reward_by_token else ()),
                 *(("reward_parts",) if parts else ()),
             )
             reward = HostFunction(
-                name=f"{prefix}reward", function="reward", batch_size=size,
-                input_keys=("prompt", *remap), output_keys=made,
+                name=f"{prefix}reward",
+                function="reward",
+                batch_size=size,
+                input_keys=("prompt", *remap),
+                output_keys=made,
                 input_key_remap=remap if prefix else {},
                 output_key_remap={key: prefix + key for key in made} if prefix else {},
-                args=_reward_args(config, parts), tokenizer_role="actor",
-            )  # fmt: skip
+                args=_reward_args(config, parts),
+                tokenizer_role="actor",
+            )
             nodes.append(reward)
         return nodes
 
     def reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Scores the completions with the reference; `waits` are keys of nodes that it lets go first."""
+        """Scores the completions with the reference; `waits` are keys of nodes that it lets go
+        first.
+        """
         return self._scoring("ref_inf", "ref", "ref_logprobs", waits)
 
     def _scoring(self, name: str, role: str, made: str, waits: Sequence[str]) -> MFCDef:
         return MFCDef(
-            name=name, role=role, interface="infer", method="inference", batch_size=self.batch,
+            name=name,
+            role=role,
+            interface="infer",
+            method="inference",
+            batch_size=self.batch,
             input_keys=("prompt", "completion", *self.rescored, *waits),
-            output_keys=("logprobs",), output_key_remap={"logprobs": made},
+            output_keys=("logprobs",),
+            output_key_remap={"logprobs": made},
             args={"outputs": ["logprobs"], "temperature": self.temperature},
-        )  # fmt: skip
+        )
 
     def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
         """The actor's own log-probs before its first update, and what they make of the sampler's."""
@@ -218,14 +272,18 @@ class Policy:
         if not isinstance(options, PolicyOptions) or not self.corrected:
             return []
         correction = HostFunction(
-            name="sampler_correction", function="sampler_correction", batch_size=self.batch,
-            input_keys=("prompt", "completion", "logprobs", "old_logprobs"), optional_keys=("loss_mask",),
+            name="sampler_correction",
+            function="sampler_correction",
+            batch_size=self.batch,
+            input_keys=("prompt", "completion", "logprobs", "old_logprobs"),
+            optional_keys=("loss_mask",),
             output_keys=("sampler_weights",),
             args={
-                "correction": options.correction, "high": options.sampler_correction_high,
+                "correction": options.correction,
+                "high": options.sampler_correction_high,
                 "low": options.sampler_correction_low,
             },
-        )  # fmt: skip
+        )
         return [self._scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def covariance(self) -> list[Node]:
@@ -238,37 +296,58 @@ class Policy:
             args |= {"low": options.clip_cov_low, "high": options.clip_cov_high}
         return [
             HostFunction(
-                name="high_covariance", function="high_covariance", batch_size=self.batch,
-                input_keys=("prompt", "completion", "logprobs", "advantages"), optional_keys=("loss_mask",),
-                output_keys=("high_covariance",), args=args,
+                name="high_covariance",
+                function="high_covariance",
+                batch_size=self.batch,
+                input_keys=("prompt", "completion", "logprobs", "advantages"),
+                optional_keys=("loss_mask",),
+                output_keys=("high_covariance",),
+                args=args,
             )
-        ]  # fmt: skip
+        ]
 
-    def train(self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]) -> MFCDef:
-        """A call that trains on the sampled completions; `keys` are what its loss reads. What a sample's `loss_mask` leaves out
-        is not trained."""
+    def train(
+        self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]
+    ) -> MFCDef:
+        """A call that trains on the sampled completions; `keys` are what its loss reads.
+
+        What a sample's `loss_mask` leaves out is not trained.
+        """
         samples = role == "actor"  # its log-probs are compared with those of the sampler
         args = {
-            "loss": loss, "loss_args": dict(loss_args),
-            "num_minibatches": self.minibatches, "epochs": self.options.ppo_epochs,
-        }  # fmt: skip
+            "loss": loss,
+            "loss_args": dict(loss_args),
+            "num_minibatches": self.minibatches,
+            "epochs": self.options.ppo_epochs,
+        }
         if samples:
             args["temperature"] = self.temperature
         optional = ("loss_mask", *(("ref_logprobs", *_age_keys(self.options)) if samples else ()))
         read = (*keys, *((*self.rescored, *self.corrected, *self.chosen) if samples else ()))
         return MFCDef(
-            name=node, role=role, interface="train", method="train_step", batch_size=self.batch,
+            name=node,
+            role=role,
+            interface="train",
+            method="train_step",
+            batch_size=self.batch,
             input_keys=("prompt", "completion", *read),
-            optional_keys=tuple(key for key in optional if key not in read), args=args,
-        )  # fmt: skip
+            optional_keys=tuple(key for key in optional if key not in read),
+            args=args,
+        )
 
     def evaluation(self) -> list[Node]:
-        """`eval_samples` completions of each validation prompt, sampled as in training, their rewards, and how many pass."""
-        size, count = self.dataset.valid_bs_n_seqs or 0, self.options.eval_samples
+        """`eval_samples` completions of each validation prompt, sampled as in training, their
+        rewards, and how many pass.
+        """
+        size = self.dataset.valid_bs_n_seqs or 0
+        count = self.options.eval_samples
         rates = HostFunction(
-            name="pass_rates", function="pass_rates", batch_size=size, input_keys=("rewards",),
+            name="pass_rates",
+            function="pass_rates",
+            batch_size=size,
+            input_keys=("rewards",),
             args={"count": count, "pass_reward": self.options.pass_reward},
-        )  # fmt: skip
+        )
         return [self.generate(size, count, record_support=False), *self.rewards(size), rates]
 
     def _syncs(self) -> list[ParamSync]:
@@ -278,37 +357,55 @@ class Policy:
 
 
 def _reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """The arguments of the host function `reward`; `parts`: the reward of every function by itself is kept, too."""
+    """The arguments of the host function `reward`; `parts`: the reward of every function by itself
+    is kept, too.
+    """
     chosen = {
         "column": config.reward_column,
         "by_token": config.reward_by_token or None,
         "keep_parts": parts or None,
         "scores_weight": config.rew_weight if has_model(config) else None,
     }
-    args = {"reward": config.reward, "timeout_s": config.reward_timeout_s, "on_timeout": config.reward_on_timeout}
+    args = {
+        "reward": config.reward,
+        "timeout_s": config.reward_timeout_s,
+        "on_timeout": config.reward_on_timeout,
+    }
     return args | {name: value for name, value in chosen.items() if value is not None}
 
 
 def _reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
-    """The call that scores completions with the reward model; `scores` is what its output is called on the edge."""
+    """The call that scores completions with the reward model; `scores` is what its output is called
+    on the edge.
+    """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
-    asked: dict[str, Any] = {"outputs": ["scores"], **{key: text for key, text in form.items() if text}}
+    asked: dict[str, Any] = {
+        "outputs": ["scores"],
+        **{key: text for key, text in form.items() if text},
+    }
     made = {"scores": prefix + scores}
     if config.rew_step is not None:
-        asked, made = (
-            {"step": config.rew_step.replace("\\n", "\n")},
-            {**made, "token_rewards": f"{prefix}token_rewards"},
-        )
+        asked = {"step": config.rew_step.replace("\\n", "\n")}
+        made = {**made, "token_rewards": f"{prefix}token_rewards"}
     return MFCDef(
-        name=f"{prefix}rew_inf", role="rew", interface="infer" if config.rew_step is None else "process_reward",
-        method="inference", batch_size=size,
-        input_keys=("prompt", "completion"), optional_keys=("finished",), output_keys=tuple(made), output_key_remap=made,
-        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {}, args=asked,
-    )  # fmt: skip
+        name=f"{prefix}rew_inf",
+        role="rew",
+        interface="infer" if config.rew_step is None else "process_reward",
+        method="inference",
+        batch_size=size,
+        input_keys=("prompt", "completion"),
+        optional_keys=("finished",),
+        output_keys=tuple(made),
+        output_key_remap=made,
+        input_key_remap={key: prefix + key for key in ("completion", "finished")} if prefix else {},
+        args=asked,
+    )
 
 
 SAMPLING = tuple(
-    spec.name for spec in fields(GenerationSpec) if spec.name == "record_support" or not spec.metadata.get("hidden")
+    spec.name
+    for spec in fields(GenerationSpec)
+    if spec.name == "record_support" or not spec.metadata.get("hidden")
 )
 
 
@@ -320,7 +417,10 @@ def pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
     """Return a line on how a step's completions are trained on, where that is not all of them once."""
     if passes == minibatches == 1:
         return []
-    return [f"a step's completions are trained on in minibatches of {completions // minibatches}, for {epochs(passes)}"]
+    return [
+        f"a step's completions are trained on in minibatches of {completions // minibatches}, for "
+        f"{epochs(passes)}"
+    ]
 
 
 def _step_notes(policy: Policy) -> list[str]:
@@ -342,20 +442,33 @@ def _asks_for(options: SamplingOptions, name: str) -> bool:
 
 def _age_keys(options: SamplingOptions) -> tuple[str, ...]:
     """What tells how old the weights were that sampled, where they may be."""
-    return ("versions",) if isinstance(options, PolicyOptions) and options.max_staleness else ()
+    if isinstance(options, PolicyOptions) and options.max_staleness:
+        return ("versions",)
+    return ()
 
 
 def _lagging(node: Node, options: SamplingOptions) -> Node:
     """A call that samples may do so with older weights; no other may."""
-    if not isinstance(options, PolicyOptions) or not isinstance(node, MFCDef) or node.method != "generate":
+    if (
+        not isinstance(options, PolicyOptions)
+        or not isinstance(node, MFCDef)
+        or node.method != "generate"
+    ):
         return node
-    return replace(node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation)
+    return replace(
+        node, max_staleness=options.max_staleness, interruptible=options.interrupt_generation
+    )
 
 
 def _check_lag(options: SamplingOptions, name: str) -> None:
-    if isinstance(options, PolicyOptions) and options.interrupt_generation and not options.max_staleness:
+    if (
+        isinstance(options, PolicyOptions)
+        and options.interrupt_generation
+        and not options.max_staleness
+    ):
         raise ConfigError(
-            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while completions are sampled; "
+            f"{name}.interrupt_generation=true: with max_staleness=0 no weights change while "
+            f"completions are sampled; "
             f"set {name}.max_staleness=1 or more, or leave it out"
         )
 
@@ -364,7 +477,8 @@ def _lag_notes(options: SamplingOptions) -> list[str]:
     if not isinstance(options, PolicyOptions) or not options.max_staleness:
         return []
     return [
-        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for older weights by "
+        f"sampling: up to {options.max_staleness} steps ahead of training, which makes up for "
+        f"older weights by "
         f"{options.correction} with weights of at most {options.sampler_correction_high:g}"
     ]
 
@@ -379,17 +493,24 @@ def _check_rewards(config: SamplingConfig) -> None:
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):
         raise ConfigError(
-            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a reward function (or "
+            "rew.path and reward are both missing; set a reward model (rew.path or rew.url), a "
+            "reward function (or "
             "reward_column), or both"
         )
     if config.rew_weight != 1.0 and not (functions and has_model(config)):
         raise ConfigError(
-            f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set both, or leave it out"
+            f"rew_weight={config.rew_weight} weighs a reward model against a reward function; set "
+            f"both, or leave it out"
         )
     if config.reward_by_token and not functions:
-        raise ConfigError("reward_by_token=true is about reward functions; set reward, or leave it out")
-    if config.rew_step is not None and (not has_model(config) or config.reward_by_token or not config.rew_step):
         raise ConfigError(
-            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with this text; set rew.path, and "
+            "reward_by_token=true is about reward functions; set reward, or leave it out"
+        )
+    if config.rew_step is not None and (
+        not has_model(config) or config.reward_by_token or not config.rew_step
+    ):
+        raise ConfigError(
+            f"rew_step={config.rew_step!r}: has the reward model score every step that ends with "
+            f"this text; set rew.path, and "
             "leave out reward_by_token"
         )

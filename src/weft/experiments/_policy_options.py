@@ -31,25 +31,36 @@ def _reward_problem(reward: Any) -> str | None:
 
 @dataclass
 class SamplingOptions:
-    """What every method has that trains on completions it has sampled and rewarded; the defaults are PPO's."""
+    """What every method has that trains on completions it has sampled and rewarded; the defaults
+    are PPO's.
+    """
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
     ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
     mini_batch_size: int | None = option(
         None, "completions per optimizer step, in place of ppo_n_minibatches", at_least=1
     )
-    ppo_epochs: int = option(1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES)
+    ppo_epochs: int = option(
+        1, "passes over each batch of completions", at_least=1, at_most=MOST_PASSES
+    )
     max_reward_clip: float | None = option(
         None, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )
-    reward_output_scaling: float = option(1.0, "factor for rewards, applied after the bias is subtracted")
+    reward_output_scaling: float = option(
+        1.0, "factor for rewards, applied after the bias is subtracted"
+    )
     reward_output_bias: float = option(0.0, "subtracted from rewards first")
-    missing_eos_penalty: float = option(0.0, "subtracted from the reward of a completion that hit the length limit")
+    missing_eos_penalty: float = option(
+        0.0, "subtracted from the reward of a completion that hit the length limit"
+    )
     pass_reward: float = option(0.5, "a completion passes if its reward is above this (pass@k)")
-    eval_samples: int = option(1, "completions of each validation prompt, for avg@k and pass@k", at_least=1)
+    eval_samples: int = option(
+        1, "completions of each validation prompt, for avg@k and pass@k", at_least=1
+    )
     ref_ema_eta: float | None = option(
         None,
-        "move the reference this share of the way to the actor after every step; null: keep it fixed",
+        "move the reference this share of the way to the actor after every step; null: keep it "
+        "fixed",
         at_least=0.0,
         at_most=1.0,
     )
@@ -59,62 +70,87 @@ class SamplingOptions:
 class PolicyOptions(SamplingOptions):
     """What every policy gradient method has beside."""
 
-    dual_clip: float | None = option(None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)")
+    dual_clip: float | None = option(
+        None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)"
+    )
     entropy_coef: float = option(0.0, "weight of the entropy bonus")
     early_stop_imp_ratio: float | None = option(
-        5.0, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound", at_least=0.0
+        5.0,
+        "skip the update of a minibatch whose mean importance ratio is above this; null: no bound",
+        at_least=0.0,
     )
     early_stop_kl: float | None = option(
         None, "skip the update of a minibatch whose approx_kl is above this; null: no bound"
     )
     sampler_correction: str = option(
         "none",
-        "score completions again with the actor before its first update, and weigh the loss for what its log-probs and the "
+        "score completions again with the actor before its first update, and weigh the loss for "
+        "what its log-probs and the "
         "sampler's differ: token_truncate (TIS), token_mask, sequence_truncate, sequence_mask",
         choices=("none", *CORRECTIONS),
     )
     sampler_correction_high: float = option(
-        2.0, "weights above are cut (truncate) or leave the token or sequence out (mask)", at_least=1.0
+        2.0,
+        "weights above are cut (truncate) or leave the token or sequence out (mask)",
+        at_least=1.0,
     )
     sampler_correction_low: float | None = option(
-        None, "weights below leave the token or sequence out (mask alone); null for no bound", at_least=0.0, at_most=1.0
+        None,
+        "weights below leave the token or sequence out (mask alone); null for no bound",
+        at_least=0.0,
+        at_most=1.0,
     )
     max_staleness: int = option(
         0,
-        "train steps by which the weights that sample may be older than those that are trained: sampling then goes on while "
-        "the batches before it are trained, on devices that are not those of training, and the loss is the decoupled one "
-        "(sampler_correction, token_truncate where it is none); up to max_staleness - 1 sets of weights are kept in host "
+        "train steps by which the weights that sample may be older than those that are trained: "
+        "sampling then goes on while "
+        "the batches before it are trained, on devices that are not those of training, and the "
+        "loss is the decoupled one "
+        "(sampler_correction, token_truncate where it is none); up to max_staleness - 1 sets of "
+        "weights are kept in host "
         "memory; 0 samples every batch with the newest weights",
         at_least=0,
     )
     interrupt_generation: bool = option(
         False,
-        "with max_staleness above 0: new weights are taken up in the middle of completions, so that tokens of one completion "
+        "with max_staleness above 0: new weights are taken up in the middle of completions, so "
+        "that tokens of one completion "
         "come of several versions; which ones depends on timing",
     )
     covariance: str = option(
         "none",
-        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no loss on some (clip, Clip-Cov), "
+        "keep entropy up by the few tokens whose log-prob and advantage vary together most: no "
+        "loss on some (clip, Clip-Cov), "
         "or a penalty (kl, KL-Cov)",
         choices=METHODS,
     )
-    covariance_share: float = option(2e-4, "share of all tokens that covariance applies to", at_least=0.0, at_most=1.0)
+    covariance_share: float = option(
+        2e-4, "share of all tokens that covariance applies to", at_least=0.0, at_most=1.0
+    )
     clip_cov_low: float = option(1.0, "smallest covariance for clip")
     clip_cov_high: float = option(5.0, "largest covariance for clip")
     kl_cov_coef: float = option(1.0, "weight of the penalty for covariance=kl", at_least=0.0)
 
     @property
     def correction(self) -> str:
-        """What makes up for a sampler that is not the trained network: older weights always need something."""
+        """What makes up for a sampler that is not the trained network: older weights always need
+        something.
+        """
         lags = self.max_staleness and self.sampler_correction == "none"
         return "token_truncate" if lags else self.sampler_correction
 
     def clip_args(self) -> dict[str, Any]:
         """The arguments that the two policy losses share."""
         names = (
-            "eps_clip", "eps_clip_high", "dual_clip", "entropy_coef", "early_stop_imp_ratio", "early_stop_kl", "covariance",
+            "eps_clip",
+            "eps_clip_high",
+            "dual_clip",
+            "entropy_coef",
+            "early_stop_imp_ratio",
+            "early_stop_kl",
+            "covariance",
             "kl_cov_coef",
-        )  # fmt: skip
+        )
         return {name: getattr(self, name) for name in names}
 
 
@@ -130,41 +166,64 @@ class SamplingConfig(RunConfig):
     host_nodes: ClassVar[tuple[str, ...]] = ("reward", "pass_rates")
 
     actor: ModelSpec = option(
-        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the policy that is trained"
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")),
+        "the policy that is trained",
     )
-    ref: ServedSpec = option(ServedSpec(), "the frozen reference of the KL; the actor's own path when absent")
-    rew: ServedSpec = option(ServedSpec(), "reward model; none when rew.path and rew.url are absent")
+    ref: ServedSpec = option(
+        ServedSpec(), "the frozen reference of the KL; the actor's own path when absent"
+    )
+    rew: ServedSpec = option(
+        ServedSpec(), "reward model; none when rew.path and rew.url are absent"
+    )
     rew_step: str | None = option(
         None,
-        "text that ends a step, such as \\n\\n for a blank line: the reward model then scores every step of a completion",
+        "text that ends a step, such as \\n\\n for a blank line: the reward model then scores "
+        "every step of a completion",
     )
     reward: Any = option(
         None,
-        "reward function: a verifier (gsm8k, math, exact, format, ifeval, length, code, judge), module:function, "
-        "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of [name, weight] or of "
+        "reward function: a verifier (gsm8k, math, exact, format, ifeval, length, code, judge), "
+        "module:function, "
+        "FILE.py:function, weights by name as {gsm8k: 1.0, length: 0.1}, or a list of names, of "
+        "[name, weight] or of "
         "{name, weight, args}; added to the reward model's score where both are given",
         check=_reward_problem,
     )
     reward_column: str | None = option(
-        None, "column that names each row's verifier, in the forms of reward; rows without one get reward"
+        None,
+        "column that names each row's verifier, in the forms of reward; rows without one get "
+        "reward",
     )
     reward_by_token: bool = option(
         False, "reward functions may give a completion's tokens or steps rewards of their own"
     )
-    reward_timeout_s: float = option(60.0, "seconds that a reward function may take for a batch", at_least=0.001)
+    reward_timeout_s: float = option(
+        60.0, "seconds that a reward function may take for a batch", at_least=0.001
+    )
     reward_on_timeout: float | None = option(
         None, "reward of completions whose function has not returned by then; absent: the run stops"
     )
-    rew_weight: float = option(1.0, "weight of the reward model's score if there is also a reward function")
-    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form prompt, with columns for the reward function")
+    rew_weight: float = option(
+        1.0, "weight of the reward model's score if there is also a reward function"
+    )
+    dataset: DatasetSpec = option(
+        DatasetSpec(), "rows of the form prompt, with columns for the reward function"
+    )
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
     rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model")
-    ref_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the reference")
+    ref_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores completions with the reference"
+    )
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
     def missing(self) -> list[str]:
         """Return a phrase for each option without which there is no run, the reward among them."""
-        model = self.rew.path or self.rew.url or self.rew.backend in NO_NETWORK or os.environ.get(REWARD_VARIABLE)
+        model = (
+            self.rew.path
+            or self.rew.url
+            or self.rew.backend in NO_NETWORK
+            or os.environ.get(REWARD_VARIABLE)
+        )
         if model or self.reward is not None or self.reward_column is not None:
             return super().missing()
         return [*super().missing(), "reward=FUNCTION or rew.path=MODEL (what gives the reward)"]
@@ -175,7 +234,12 @@ class PolicyConfig(SamplingConfig):
     """Options of PPO and GRPO alike."""
 
     host_nodes: ClassVar[tuple[str, ...]] = (
-        *SamplingConfig.host_nodes, "advantages", "sampler_correction", "high_covariance",
-    )  # fmt: skip
+        *SamplingConfig.host_nodes,
+        "advantages",
+        "sampler_correction",
+        "high_covariance",
+    )
 
-    actor_inf: MFCOptions = option(MFCOptions(), "the call that scores completions with the actor (sampler_correction)")
+    actor_inf: MFCOptions = option(
+        MFCOptions(), "the call that scores completions with the actor (sampler_correction)"
+    )

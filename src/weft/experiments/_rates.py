@@ -1,4 +1,6 @@
-"""How fast the devices of a run are, for estimates of placements: constants, so that every start finds the same. Pure."""
+"""How fast the devices of a run are, for estimates of placements: constants, so that every start
+finds the same. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Rates:
-    """One device and what joins it to others. `products` are floating-point operations a second that a run reaches, in the
-    model's dtype; `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency` seconds of one
-    exchange; `launch` seconds that a layer takes however few tokens it has; `capacity` bytes that a run may fill; `per_node`
-    devices of one node; `dispatch` seconds that a call to another process takes; `cores` those of a node, which its devices
-    share where they are processes on a CPU (None: devices share nothing), with at most `threads` in each process."""
+    """One device and what joins it to others.
+
+    `products` are floating-point operations a second that a run reaches, in the model's dtype;
+    `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency`
+    seconds of one exchange; `launch` seconds that a layer takes however few tokens it has;
+    `capacity` bytes that a run may fill; `per_node` devices of one node; `dispatch` seconds that a
+    call to another process takes; `cores` those of a node, which its devices share where they are
+    processes on a CPU (None: devices share nothing), with at most `threads` in each process.
+    """
 
     name: str
     products: float
@@ -33,14 +39,18 @@ class Rates:
     threads: int | None = None
 
     def at_work(self, working: int, started: int) -> Rates:
-        """Return the rates of a device while `working` of the `started` processes of its node compute."""
+        """Return the rates of a device while `working` of the `started` processes of its node
+        compute.
+        """
         if self.cores is None:
             return self
         products, memory, launch = _of_cores(self.cores_each(working, started))
         return replace(self, products=products, memory=memory, launch=launch)
 
     def cores_each(self, working: int, started: int) -> float:
-        """Return the cores that each of `working` processes keeps busy: its threads, or what the others leave it."""
+        """Return the cores that each of `working` processes keeps busy: its threads, or what the
+        others leave it.
+        """
         if self.cores is None:
             return 0.0
         threads = self.threads or max(1, int(self.cores / started))
@@ -48,59 +58,98 @@ class Rates:
 
     def bandwidth(self, ranks: Iterable[int]) -> float:
         """Bytes a second between these devices."""
-        return self.link if len({rank // self.per_node for rank in ranks}) == 1 else self.net
+        if len({rank // self.per_node for rank in ranks}) == 1:
+            return self.link
+        return self.net
 
 
-# Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in GB/s each way: the makers'
-# data sheets of the SXM form where there is one.
+# Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in
+# GB/s each way: the makers' data sheets of the SXM form where there is one.
 GPUS: dict[str, tuple[float, float, float, float, float]] = {
-    "B200": (2250, 75, 7.7, 180, 900), "H200": (989, 67, 4.8, 141, 450), "H100": (989, 67, 3.35, 80, 450),
-    "H800": (989, 67, 3.35, 80, 200), "A100": (312, 19.5, 2.0, 80, 300), "A800": (312, 19.5, 2.0, 80, 200),
-    "V100": (125, 15.7, 0.9, 32, 150), "L40S": (362, 91.6, 0.864, 48, 32), "L40": (181, 90.5, 0.864, 48, 32),
-    "A40": (150, 37.4, 0.696, 48, 32), "A10": (125, 31.2, 0.6, 24, 32), "L4": (121, 30.3, 0.3, 24, 32),
-    "T4": (65, 8.1, 0.3, 16, 16), "4090": (165, 82.6, 1.0, 24, 32), "3090": (71, 35.6, 0.936, 24, 32),
-}  # fmt: skip
-REACHED, REACHED_LINK = 0.45, 0.7  # of the products and of the bytes a second that a data sheet names
+    "B200": (2250, 75, 7.7, 180, 900),
+    "H200": (989, 67, 4.8, 141, 450),
+    "H100": (989, 67, 3.35, 80, 450),
+    "H800": (989, 67, 3.35, 80, 200),
+    "A100": (312, 19.5, 2.0, 80, 300),
+    "A800": (312, 19.5, 2.0, 80, 200),
+    "V100": (125, 15.7, 0.9, 32, 150),
+    "L40S": (362, 91.6, 0.864, 48, 32),
+    "L40": (181, 90.5, 0.864, 48, 32),
+    "A40": (150, 37.4, 0.696, 48, 32),
+    "A10": (125, 31.2, 0.6, 24, 32),
+    "L4": (121, 30.3, 0.3, 24, 32),
+    "T4": (65, 8.1, 0.3, 16, 16),
+    "4090": (165, 82.6, 1.0, 24, 32),
+    "3090": (71, 35.6, 0.936, 24, 32),
+}
+# of the products and of the bytes a second that a data sheet names
+REACHED = 0.45
+REACHED_LINK = 0.7
 NET = 40e9  # a 400 Gb/s port a device
 USABLE = 0.9  # of the memory: the rest is the library's, and holes
 
-# A core's float32 products with wide vector instructions reach 30 to 60 GFLOP/s; half of what memory gives a whole socket is
-# each of four cores'. gloo on one machine copies through the kernel's loopback: about 1 GB/s and 0.3 ms an exchange.
-CORE_PRODUCTS, CORE_MEMORY = 40e9, 8e9
-LOOPBACK, LOOPBACK_LATENCY, ETHERNET = 1e9, 3e-4, 1e9
+# A core's float32 products with wide vector instructions reach 30 to 60 GFLOP/s; half of what
+# memory gives a whole socket is each of four cores'. gloo on one machine copies through the
+# kernel's loopback: about 1 GB/s and 0.3 ms an exchange.
+CORE_PRODUCTS = 40e9
+CORE_MEMORY = 8e9
+LOOPBACK = 1e9
+LOOPBACK_LATENCY = 3e-4
+ETHERNET = 1e9
 CPU_LAUNCH = 2e-4  # the interpreter's part of a layer
 
 
-# What the scheduler and Ray take for one call to two processes; a call within the own process takes half a millisecond
-# (benchmarks/results/runtime.json).
+# What the scheduler and Ray take for one call to two processes; a call within the own process takes
+# half a millisecond (benchmarks/results/runtime.json).
 DISPATCH = 4e-3
 
 
 def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None = None) -> Rates:
-    """Return the rates of processes that share the cores of a machine, `per_node` of which have `memory_gb` each.
+    """Return the rates of processes that share the cores of a machine, `per_node` of which have
+    `memory_gb` each.
 
     `threads`: those of each process where the user has set them (`OMP_NUM_THREADS`).
     """
     products, memory, launch = _of_cores(max(1.0, cores / per_node))
     return Rates(
-        name="cpu", products=products, memory=memory, launch=launch, link=LOOPBACK, net=ETHERNET, latency=LOOPBACK_LATENCY,
-        capacity=memory_gb * GIB, most_sequences=128, per_node=per_node, dispatch=DISPATCH, cores=cores, threads=threads,
-    )  # fmt: skip
+        name="cpu",
+        products=products,
+        memory=memory,
+        launch=launch,
+        link=LOOPBACK,
+        net=ETHERNET,
+        latency=LOOPBACK_LATENCY,
+        capacity=memory_gb * GIB,
+        most_sequences=128,
+        per_node=per_node,
+        dispatch=DISPATCH,
+        cores=cores,
+        threads=threads,
+    )
 
 
 def _of_cores(cores: float) -> tuple[float, float, float]:
-    """Return (products, memory, launch) of a process with that many cores, below 1 where processes outnumber them."""
+    """Return (products, memory, launch) of a process with that many cores, below 1 where processes
+    outnumber them.
+    """
     return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 
 
 def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
-    """Of a GPU by the name that its driver gives it, or a part of it. Raises `ConfigError` for one that is not known."""
+    """Of a GPU by the name that its driver gives it, or a part of it.
+
+    Raises `ConfigError` for one that is not known.
+    """
     found = next((known for known in GPUS if known.lower() in name.lower()), None)
     if found is None:
         close = nearest(name, GPUS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(GPUS)}"
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = f"known are {', '.join(GPUS)}"
         raise ConfigError(
-            f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most like it ({hint})"
+            f"search.gpu={name!r}: no figures of such a GPU are here; name the one that is most "
+            f"like it ({hint})"
         )
     half, single, memory, gib, link = GPUS[found]
     return Rates(

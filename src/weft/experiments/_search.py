@@ -1,8 +1,9 @@
-"""Where each call of a graph runs: the placement whose step is estimated to be shortest, of those that fit the devices' memory.
+"""Where each call of a graph runs: the placement whose step is estimated to be shortest, of those
+that fit the devices' memory.
 
-As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its own; a step is simulated over
-the graph, calls that share a device one after another; few placements are all tried, of many some, by descent and simulated
-annealing with a fixed seed. Pure.
+As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its
+own; a step is simulated over the graph, calls that share a device one after another; few placements
+are all tried, of many some, by descent and simulated annealing with a fixed seed. Pure.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from weft.experiments._cost import Load, Network, call_seconds, moving_seconds, 
 from weft.experiments._rates import Rates
 from weft.topology import Layout, Mesh
 
-ALL, ANNEALED = 20_000, 6_000  # placements that are all tried; and that are drawn where there are more
-HOT, COLD = (
-    0.3,
-    0.003,
-)  # the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
+# placements that are all tried; and that are drawn where there are more
+ALL = 20_000
+ANNEALED = 6_000
+HOT = 0.3
+# the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
+COLD = 0.003
 SEED = 1
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Calls that are made in one place: those that train a role, or one other. `meshes` that they may have."""
+    """Calls that are made in one place: those that train a role, or one other.
+
+    `meshes` that they may have.
+    """
 
     role: str
     calls: tuple[str, ...]
@@ -37,7 +42,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A placement by call: its mesh, the seconds of one step's work, and those of getting its weights; and what comes of it."""
+    """A placement by call: its mesh, the seconds of one step's work, and those of getting its
+    weights; and what comes of it.
+    """
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
@@ -47,13 +54,16 @@ class Estimate:
     over: float  # beyond its capacity
 
 
-Score = tuple[float, float, int]  # bytes beyond the capacity, seconds of a step, devices: less is better, in this order
+# bytes beyond the capacity, seconds of a step, devices: less is better, in this order
+Score = tuple[float, float, int]
 
 
 @dataclass
 class Problem:
-    """`order` and `producers` are those of the graph, host functions (which take no time here) among them. `lag`: how many
-    steps sampling may be ahead of training. `shares`: a role that has no weights of its own where it is on its base's mesh."""
+    """`order` and `producers` are those of the graph, host functions (which take no time here)
+    among them. `lag`: how many steps sampling may be ahead of training. `shares`: a role that has
+    no weights of its own where it is on its base's mesh.
+    """
 
     units: Sequence[Unit]
     networks: Mapping[str, Network]
@@ -66,7 +76,9 @@ class Problem:
     shares: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._unit_of = {call: number for number, unit in enumerate(self.units) for call in unit.calls}
+        self._unit_of = {
+            call: number for number, unit in enumerate(self.units) for call in unit.calls
+        }
         self._home: dict[str, int] = {}  # the unit whose mesh is the role's own
         for number, unit in enumerate(self.units):
             if unit.trains or unit.role not in self._home:
@@ -91,10 +103,14 @@ class Problem:
 
     def estimate(self, choice: Sequence[int]) -> Estimate:
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
-        most, started = self._bytes(numbers), self._started(numbers)
+        most = self._bytes(numbers)
+        started = self._started(numbers)
         return Estimate(
             meshes={call: self._meshes[numbers[unit]] for call, unit in self._unit_of.items()},
-            seconds={call: self._call(call, numbers[unit], started) for call, unit in self._unit_of.items()},
+            seconds={
+                call: self._call(call, numbers[unit], started)
+                for call, unit in self._unit_of.items()
+            },
             moving={call: self._move(unit, numbers) for call, unit in self._unit_of.items()},
             step=self._step(numbers),
             bytes=most,
@@ -105,15 +121,20 @@ class Problem:
         return self.units[self._home[role]].trains
 
     def _started(self, numbers: Sequence[int]) -> int:
-        """Return the processes of the run: those of all devices up to the last one that a call works on."""
+        """Return the processes of the run: those of all devices up to the last one that a call
+        works on.
+        """
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
     def _call(self, call: str, number: int, started: int) -> float:
         """Return the seconds of a call that works alone, in a run of so many processes."""
         found = self._seconds.get((call, number, started))
         if found is None:
-            network, mesh = self.networks[self.units[self._unit_of[call]].role], self._meshes[number]
-            found = call_seconds(network, self.loads[call], mesh, self.rates.at_work(*self._sharing(mesh, started)))
+            network = self.networks[self.units[self._unit_of[call]].role]
+            mesh = self._meshes[number]
+            found = call_seconds(
+                network, self.loads[call], mesh, self.rates.at_work(*self._sharing(mesh, started))
+            )
             found += self.rates.dispatch if started > 1 else 0.0
             self._seconds[call, number, started] = found
         return found
@@ -125,18 +146,24 @@ class Problem:
     def _move(self, unit: int, numbers: Sequence[int]) -> float:
         role = self.units[unit].role
         home = self._home[role]
-        source, target = numbers[home], numbers[unit]
+        source = numbers[home]
+        target = numbers[unit]
         if source == target or not self.units[home].trains:
             return 0.0  # frozen weights move once
         found = self._moving.get((role, source, target))
         if found is None:
-            found = moving_seconds(self.networks[role], self._meshes[source], self._meshes[target], self.rates)
+            found = moving_seconds(
+                self.networks[role], self._meshes[source], self._meshes[target], self.rates
+            )
             self._moving[role, source, target] = found
         return found
 
     def _step(self, numbers: Sequence[int]) -> float:
-        free, busy, ends = [0.0] * self.num_devices, [0.0] * self.num_devices, dict[str, float]()
-        started, computed = self._started(numbers), [0.0] * self.num_devices
+        free = [0.0] * self.num_devices
+        busy = [0.0] * self.num_devices
+        ends = dict[str, float]()
+        started = self._started(numbers)
+        computed = [0.0] * self.num_devices
         for name in self.order:
             begin = max([ends[other] for other in self.producers[name]], default=0.0)
             unit = self._unit_of.get(name)
@@ -145,7 +172,10 @@ class Problem:
                 continue
             ranks = self._meshes[numbers[unit]].ranks
             moves = self._move(unit, numbers)
-            sources = self._meshes[numbers[self._home[self.units[unit].role]]].ranks if moves else ()
+            if moves:
+                sources = self._meshes[numbers[self._home[self.units[unit].role]]].ranks
+            else:
+                sources = ()
             begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
             for rank in {*ranks, *sources}:  # who sends weights does nothing else meanwhile
                 free[rank] = begin + moves
@@ -162,7 +192,10 @@ class Problem:
         if self.rates.cores is None:
             return step
         per_node = self.rates.per_node  # calls side by side do not make the cores of a machine more
-        nodes = (sum(computed[first : first + per_node]) for first in range(0, self.num_devices, per_node))
+        nodes = (
+            sum(computed[first : first + per_node])
+            for first in range(0, self.num_devices, per_node)
+        )
         return max(step, max(nodes) / self.rates.cores)
 
     def _bytes(self, numbers: Sequence[int]) -> float:
@@ -170,9 +203,11 @@ class Problem:
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
             places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
-        stay, most = [0] * self.num_devices, [0] * self.num_devices
+        stay = [0] * self.num_devices
+        most = [0] * self.num_devices
         for (role, number), calls in places.items():
-            own, base = numbers[self._home[role]] == number, self.shares.get(role)
+            own = numbers[self._home[role]] == number
+            base = self.shares.get(role)
             mesh = self._meshes[number]
             shared = base is not None and self._meshes[numbers[self._home[base]]].parts_as(mesh)
             stays, call = self._memory(role, number, calls, own=own, shared=shared)
@@ -181,11 +216,16 @@ class Problem:
                 most[rank] = max(most[rank], call)
         return float(max(a + b for a, b in zip(stay, most, strict=True)))
 
-    def _memory(self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool) -> tuple[int, int]:
-        """(what stays on a device, what comes to it while the role is called); `shared`: the weights are another role's."""
+    def _memory(
+        self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
+    ) -> tuple[int, int]:
+        """(what stays on a device, what comes to it while the role is called); `shared`: the
+        weights are another role's.
+        """
         key = (role, number, calls, own, shared)
         if key not in self._held:
-            loads, layout = [self.loads[call] for call in calls], self._meshes[number].layout
+            loads = [self.loads[call] for call in calls]
+            layout = self._meshes[number].layout
             held = role_memory(self.networks[role], loads, layout, self.rates, own=own)
             stays = held.kept if shared else held.held - held.away
             self._held[key] = stays, held.call + (0 if shared else held.away)
@@ -213,11 +253,17 @@ def layouts(size: int, per_node: int) -> Iterator[Layout]:
                     yield Layout(data=d, fsdp=f, tensor=t, pipeline=p)
 
 
-def candidates(num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]) -> list[Mesh]:
+def candidates(
+    num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
+) -> list[Mesh]:
     """Every mesh with every layout that `allowed` lets through, in the form that it gives it."""
     found = []
     for ranks in ranges(num_devices, per_node):
-        found += [Mesh(made, ranks) for each in layouts(len(ranks), per_node) if (made := allowed(each)) is not None]
+        found += [
+            Mesh(made, ranks)
+            for each in layouts(len(ranks), per_node)
+            if (made := allowed(each)) is not None
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -229,17 +275,24 @@ def _divisors(number: int) -> list[int]:
 
 
 def uniform(problem: Problem) -> list[list[int]]:
-    """Return the placements in which every call that may move is data-parallel on the same devices, from the first one on.
+    """Return the placements in which every call that may move is data-parallel on the same devices,
+    from the first one on.
 
-    Three for each number of devices, as far as the calls can have them: trained roles sharded in all their calls; whole
-    copies everywhere; trained roles sharded where they train and whole in their other calls.
+    Three for each number of devices, as far as the calls can have them: trained roles sharded in
+    all their calls; whole copies everywhere; trained roles sharded where they train and whole in
+    their other calls.
     """
     found = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
         for shards_training, shards_others in ((size, size), (1, 1), (size, 1)):
             choice = []
             for unit in problem.units:
-                shards = shards_training if unit.trains else shards_others if problem.is_trained(unit.role) else 1
+                if unit.trains:
+                    shards = shards_training
+                elif problem.is_trained(unit.role):
+                    shards = shards_others
+                else:
+                    shards = 1
                 wanted = Mesh(Layout(data=size, fsdp=shards), tuple(range(size)))
                 if len(unit.meshes) == 1:
                     choice.append(0)
@@ -255,7 +308,9 @@ def uniform(problem: Problem) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Found:
-    """The best placement and that which the search began with; how many were `tried`, all of them or not."""
+    """The best placement and that which the search began with; how many were `tried`, all of them
+    or not.
+    """
 
     best: Estimate
     first: Estimate
@@ -284,22 +339,29 @@ def search(problem: Problem, start: Sequence[int]) -> Found:
     return Found(problem.estimate(best), problem.estimate(start), len(seen), exhaustive)
 
 
-def _descend(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
+def _descend(
+    problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
+) -> list[int]:
     """Change one unit at a time, to its best mesh, as long as that helps."""
     now = list(start)
     while True:
         before = look(now)
         for number, unit in enumerate(problem.units):
             rest = now[:number], now[number + 1 :]
-            now[number] = min((look([*rest[0], mesh, *rest[1]]), mesh) for mesh in range(len(unit.meshes)))[1]
+            now[number] = min(
+                (look([*rest[0], mesh, *rest[1]]), mesh) for mesh in range(len(unit.meshes))
+            )[1]
         if look(now) >= before:
             return now
 
 
-def _anneal(problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]) -> list[int]:
+def _anneal(
+    problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
+) -> list[int]:
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
-    now, best = list(start), list(start)
+    now = list(start)
+    best = list(start)
     for turn in range(ANNEALED):
         heat = HOT * (COLD / HOT) ** (turn / ANNEALED)
         new = list(now)

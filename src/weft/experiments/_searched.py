@@ -1,4 +1,6 @@
-"""`allocation_mode=search` and `heuristic`: the experiment with the placement that is found, and the lines that say how."""
+"""`allocation_mode=search` and `heuristic`: the experiment with the placement that is found, and
+the lines that say how.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from weft.topology import LETTERS, Layout, Mesh
 if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
-PROMPT, ANSWER = 512, 512  # tokens, where nobody says
+PROMPT = 512
+ANSWER = 512  # tokens, where nobody says
 PAIRED = ("paired_comparison", "preference", "ranking")  # datasets with two answers a row at least
 
 
@@ -53,35 +56,47 @@ class Searched:
 
     def lines(self) -> list[str]:
         """For people, before the run."""
-        best, first, made = self.found.best, self.found.first, self.found
-        how = f"all {made.tried:,} placements" if made.exhaustive else f"{made.tried:,} placements by annealing"
-        fits = (
-            ""
-            if not first.over
-            else f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
-        )
+        best = self.found.best
+        first = self.found.first
+        made = self.found
+        if made.exhaustive:
+            how = f"all {made.tried:,} placements"
+        else:
+            how = f"{made.tried:,} placements by annealing"
+        if not first.over:
+            fits = ""
+        else:
+            fits = f", which does not fit: {first.bytes / GIB:.1f} GiB of {self.rates.capacity / GIB:.1f}"
         lines = [
-            f"allocation_mode=search: {_seconds(best.step)} per step on {self.rates.name} as estimated, {_seconds(first.step)} "
+            f"allocation_mode=search: {_seconds(best.step)} per step on {self.rates.name} as "
+            f"estimated, {_seconds(first.step)} "
             f"with allocation_mode=heuristic{fits}; tried {how}"
         ]
         for call, mesh in best.meshes.items():
             load = self.loads[call]
             lines.append(
-                f"  {call}: {_short(mesh)}, {_with_moving(best, call)}; heuristic {_short(first.meshes[call])}, "
-                f"{_with_moving(first, call)} ({load.sequences:,} x ({load.prompt:,} + {load.new:,}) tokens)"
+                f"  {call}: {_short(mesh)}, {_with_moving(best, call)}; heuristic "
+                f"{_short(first.meshes[call])}, "
+                f"{_with_moving(first, call)} ({load.sequences:,} x ({load.prompt:,} + "
+                f"{load.new:,}) tokens)"
             )
-        lines.append(f"  memory: {best.bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on a device")
+        lines.append(
+            f"  memory: {best.bytes / GIB:.2f} GiB at most of {self.rates.capacity / GIB:.2f} on "
+            f"a device"
+        )
         return lines
 
 
 def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Experiment:
-    """Return the experiment with its calls placed as `allocation_mode` search or heuristic asks, and with notes on it.
+    """Return the experiment with its calls placed as `allocation_mode` search or heuristic asks,
+    and with notes on it.
 
-    `given`: the roles as the user wrote them; those that name no layout, and their calls that name none, are placed.
-    Where nothing can be estimated, calls stay on all devices, and a note says why. Raises `ConfigError` where the
-    search finds nothing that fits.
+    `given`: the roles as the user wrote them; those that name no layout, and their calls that name
+    none, are placed. Where nothing can be estimated, calls stay on all devices, and a note says
+    why. Raises `ConfigError` where the search finds nothing that fits.
     """
-    per_node, mode = config.n_gpus_per_node or 1, config.allocation_mode
+    per_node = config.n_gpus_per_node or 1
+    mode = config.allocation_mode
     roles = {call.role for call in experiment.graph.model_calls()}
     free = {role for role in roles if not is_placed(given[role])}
     if config.n_nodes * per_node == 1 or not free:
@@ -97,14 +112,17 @@ def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSp
         return _noted(experiment, [f"{error}; until then every call is on all devices"])
     usual = min(uniform(problem) or [start], key=problem.score)
     if mode == HEURISTIC:
-        best, everywhere = problem.estimate(usual), problem.estimate(start)
+        best = problem.estimate(usual)
+        everywhere = problem.estimate(start)
         placed = _placed(experiment, best, problem.units, free)
         return _noted(placed, _heuristic_lines(best, everywhere, problem.rates))
     found = search(problem, usual)
     if found.best.over:
         raise ConfigError(
-            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; the least takes "
-            f"{found.best.bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} (search.memory_gb); lower "
+            f"allocation_mode=search: no placement on {config.n_nodes * per_node} devices fits; "
+            f"the least takes "
+            f"{found.best.bytes / GIB:.1f} GiB of a device's {problem.rates.capacity / GIB:.1f} "
+            f"(search.memory_gb); lower "
             "max_tokens_per_microbatch, set gradient_checkpointing=true, or take more devices"
         )
     made = Searched(found, problem.rates, problem.loads)
@@ -128,7 +146,9 @@ def _heuristic_lines(best: Estimate, everywhere: Estimate, rates: Rates) -> list
     return [*lines, *(f"  {call}: {_short(mesh)}" for call, mesh in best.meshes.items())]
 
 
-def _problem(experiment: Experiment, config: RunConfig, free: set[str]) -> tuple[Problem, list[int]]:
+def _problem(
+    experiment: Experiment, config: RunConfig, free: set[str]
+) -> tuple[Problem, list[int]]:
     """Return what is to be placed, and the placement that has every call on all devices."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
@@ -157,16 +177,25 @@ def _problem(experiment: Experiment, config: RunConfig, free: set[str]) -> tuple
 
 
 def _unread(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
-    """Return a line for each model whose config.json is not on this machine, without which nothing is estimated."""
-    missing = {role: spec.path for role, spec in roles.items() if spec.path and not checks.model_config(spec)}
+    """Return a line for each model whose config.json is not on this machine, without which nothing
+    is estimated.
+    """
+    missing = {
+        role: spec.path
+        for role, spec in roles.items()
+        if spec.path and not checks.model_config(spec)
+    }
     return [
-        f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, so every call is on all "
+        f"allocation_mode={mode}: the config.json of {role}.path={path} is not on this machine, "
+        f"so every call is on all "
         f"devices; fetch it with: hf download {path} config.json"
         for role, path in missing.items()
     ]
 
 
-def _placed(experiment: Experiment, best: Estimate, units: Sequence[Unit], free: set[str]) -> Experiment:
+def _placed(
+    experiment: Experiment, best: Estimate, units: Sequence[Unit], free: set[str]
+) -> Experiment:
     for unit in units:
         if unit.role in free and len(unit.meshes) > 1:
             for call in unit.calls:
@@ -183,10 +212,12 @@ def _units(
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.model_calls():
         groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
-    units, start = [], {}
+    units = []
+    start = {}
     for (role, _), calls in groups.items():
         named = any(call.layout is not None or call.device_mesh is not None for call in calls)
-        now, names = experiment.mesh_of(calls[0]), tuple(call.name for call in calls)
+        now = experiment.mesh_of(calls[0])
+        names = tuple(call.name for call in calls)
         meshes = [now]
         if role in free and not named:
             spec = experiment.roles[role]
@@ -199,7 +230,9 @@ def _units(
 
 
 def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout], Layout | None]:
-    """The layout as the role's schedule has it, None where network, batch or options do not take it."""
+    """The layout as the role's schedule has it, None where network, batch or options do not take
+    it.
+    """
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.source import check_layout
 
@@ -208,7 +241,10 @@ def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout
 
     def allowed(layout: Layout) -> Layout | None:
         other_stage = (
-            trains and layout.data > 1 and spec.zero_stage is not None and (spec.zero_stage > 0) != (layout.fsdp > 1)
+            trains
+            and layout.data > 1
+            and spec.zero_stage is not None
+            and (spec.zero_stage > 0) != (layout.fsdp > 1)
         )
         if layout.data > at_once or other_stage:
             return None
@@ -224,7 +260,10 @@ def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout
 
 def _at_once(experiment: Experiment, call: MFCDef) -> int:
     """Ids that a call has at a time, one of which each data-parallel rank needs."""
-    updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)) if call.trains else 1
+    if call.trains:
+        updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
+    else:
+        updates = 1
     return max(1, (call.batch_size or _ids(experiment)) // max(1, updates))
 
 
@@ -236,13 +275,15 @@ def _devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
     import torch
 
     asked = experiment.control.device
-    on_gpu = config.search.gpu is not None or (asked or ("cuda" if torch.cuda.is_available() else "cpu")).startswith(
-        "cuda"
-    )
+    on_gpu = config.search.gpu is not None or (
+        asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    ).startswith("cuda")
     return on_gpu, "bfloat16" if on_gpu else "float32"
 
 
-def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per_node: int) -> Rates:
+def _rates(
+    config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per_node: int
+) -> Rates:
     import os
 
     import torch
@@ -251,17 +292,24 @@ def _rates(config: RunConfig, on_gpu: bool, networks: Mapping[str, Network], per
 
     memory = config.search.memory_gb
     if not on_gpu:
-        share = memory if memory is not None else 0.9 * memory_bytes(torch.device("cpu")) / GIB / per_node
+        if memory is not None:
+            share = memory
+        else:
+            share = 0.9 * memory_bytes(torch.device("cpu")) / GIB / per_node
         asked = os.environ.get("OMP_NUM_THREADS", "")
         threads = int(asked) if asked.isdecimal() and int(asked) else None
         return cpu_rates(len(os.sched_getaffinity(0)), share, per_node, threads)
     if config.search.gpu is None and not torch.cuda.is_available():
         raise NoFigures(
-            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name the cluster's by search.gpu, "
+            f"allocation_mode={config.allocation_mode}: this machine has no GPU to look at; name "
+            f"the cluster's by search.gpu, "
             "such as H100"
         )
     name = config.search.gpu or torch.cuda.get_device_name(0)
-    dtype = "float32" if all(network.dtype == "float32" for network in networks.values()) else "bfloat16"
+    if all(network.dtype == "float32" for network in networks.values()):
+        dtype = "float32"
+    else:
+        dtype = "bfloat16"
     try:
         return gpu_rates(name, dtype, memory, per_node)
     except ConfigError as error:
@@ -273,34 +321,59 @@ def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:
 
     assert spec.path is not None
     config = read_config(spec.path, spec.type)[1]
-    query, key, matrices = (
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        3 if config.gated else 2,
-    )
-    experts, attention = config.experts, 2 * config.hidden_size * (query + key)
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    matrices = 3 if config.gated else 2
+    experts = config.experts
+    attention = 2 * config.hidden_size * (query + key)
     inner, num = (
-        (config.intermediate_size, 1) if experts is None else (experts.top_k * experts.intermediate_size, experts.num)
+        (config.intermediate_size, 1)
+        if experts is None
+        else (experts.top_k * experts.intermediate_size, experts.num)
     )
-    whole = matrices * config.hidden_size * (inner if experts is None else num * experts.intermediate_size)
+    whole = (
+        matrices
+        * config.hidden_size
+        * (inner if experts is None else num * experts.intermediate_size)
+    )
     embedding = config.vocab_size * (config.embed_dim or config.hidden_size)
     outputs = embedding if spec.head == "lm" else config.hidden_size
     adapters = _adapters(spec, config) if spec.has_adapters else None
     return Network(
-        layers=config.num_layers, hidden=config.hidden_size, query=query, key=key, inner=inner,
-        vocab=config.vocab_size if spec.head == "lm" else 1, active=attention + matrices * config.hidden_size * inner,
-        whole=attention + whole, embedding=embedding, outputs=outputs, gated=config.gated,
-        tied=config.tied and spec.head == "lm", dtype=spec.dtype or dtype, trained=spec.trained, trainable=adapters,
-        optimizer=spec.optimizer.type, recompute=spec.recomputed_layers, offload_weights=spec.offload and on_gpu,
-        offload_optimizer=spec.optimizer.offload and on_gpu, state_dtype=spec.optimizer.state_dtype, fp8=spec.fp8,
-        reshards=spec.zero_stage not in (1, 2), sums_once=spec.zero_stage == 1, fused=experts is None,
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        query=query,
+        key=key,
+        inner=inner,
+        vocab=config.vocab_size if spec.head == "lm" else 1,
+        active=attention + matrices * config.hidden_size * inner,
+        whole=attention + whole,
+        embedding=embedding,
+        outputs=outputs,
+        gated=config.gated,
+        tied=config.tied and spec.head == "lm",
+        dtype=spec.dtype or dtype,
+        trained=spec.trained,
+        trainable=adapters,
+        optimizer=spec.optimizer.type,
+        recompute=spec.recomputed_layers,
+        offload_weights=spec.offload and on_gpu,
+        offload_optimizer=spec.optimizer.offload and on_gpu,
+        state_dtype=spec.optimizer.state_dtype,
+        fp8=spec.fp8,
+        reshards=spec.zero_stage not in (1, 2),
+        sums_once=spec.zero_stage == 1,
+        fused=experts is None,
         capped=spec.head == "lm" and config.final_softcap is not None,
-        adapters=_kept(spec, config) if spec.has_adapters else 0, on_gpu=on_gpu,
-    )  # fmt: skip
+        adapters=_kept(spec, config) if spec.has_adapters else 0,
+        on_gpu=on_gpu,
+    )
 
 
 def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of a token that the adapters of a layer keep: their low-rank products, and what an MLP's last matrix reads."""
+    """Elements of a token that the adapters of a layer keep: their low-rank products, and what an
+    MLP's last matrix reads.
+    """
     experts, matrices = (
         config.experts,
         4 + (3 if config.gated else 2) * (1 if config.experts is None else config.experts.top_k),
@@ -309,15 +382,29 @@ def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
 
 
 def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of the adapters that `lora.*` asks for, where each expert has its own; or of a prefix."""
-    query, key, hidden = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.hidden_size
+    """Elements of the adapters that `lora.*` asks for, where each expert has its own; or of a
+    prefix.
+    """
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     found = 0
     for layer in range(config.num_layers):
         experts = config.experts if config.has_experts(layer) else None
-        inner, copies = (config.intermediate_size, 1) if experts is None else (experts.intermediate_size, experts.num)
+        inner, copies = (
+            (config.intermediate_size, 1)
+            if experts is None
+            else (experts.intermediate_size, experts.num)
+        )
         ends = {"q": hidden + query, "k": hidden + key, "v": hidden + key, "o": hidden + query}
-        ends |= dict.fromkeys(("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner))
-        found += sum(size for name, size in ends.items() if not spec.lora.targets or name in spec.lora.targets)
+        ends |= dict.fromkeys(
+            ("gate", "up", "down") if config.gated else ("up", "down"), copies * (hidden + inner)
+        )
+        found += sum(
+            size
+            for name, size in ends.items()
+            if not spec.lora.targets or name in spec.lora.targets
+        )
     return spec.lora.r * found + spec.prefix.num_tokens * 2 * key * config.num_layers
 
 
@@ -325,22 +412,34 @@ def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:
     prompt, new, samples = _lengths(experiment, config)
     rows = samples * (2 if experiment.dataset_type in PAIRED else 1)
     epochs = int(call.args.get("epochs", 1)) if call.trains else 1
-    updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs) if call.trains else 1
+    if call.trains:
+        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // epochs)
+    else:
+        updates = 1
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
     return Load(call.method, _ids(experiment) * rows, prompt, new, updates, epochs, limit)
 
 
 def _ids(experiment: Experiment) -> int:
     """Of one step."""
-    size, dataset = experiment.node(experiment.steps_follow).batch_size, experiment.dataset
-    return size or max(1, (dataset.train_tokens_per_batch or 0) // (dataset.limit or PROMPT + ANSWER))
+    size = experiment.node(experiment.steps_follow).batch_size
+    dataset = experiment.dataset
+    return size or max(
+        1, (dataset.train_tokens_per_batch or 0) // (dataset.limit or PROMPT + ANSWER)
+    )
 
 
 def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
     """(tokens of a prompt, of an answer, answers that are sampled a prompt)"""
     samplers = [call for call in experiment.graph.model_calls() if call.method == "generate"]
-    spec, written = config.search, getattr(config, "dataset", experiment.dataset)  # its lengths as the user set them
-    prompt = spec.prompt_tokens or written.max_prompt_len or min(PROMPT, experiment.dataset.max_prompt_len or PROMPT)
+    # its lengths as the user set them
+    spec = config.search
+    written = getattr(config, "dataset", experiment.dataset)
+    prompt = (
+        spec.prompt_tokens
+        or written.max_prompt_len
+        or min(PROMPT, experiment.dataset.max_prompt_len or PROMPT)
+    )
     if samplers:
         args = samplers[0].args
         new = int(args.get("max_new_tokens") or MAX_NEW_TOKENS)
@@ -377,21 +476,31 @@ def _facts(estimate: Estimate) -> dict[str, Any]:
         }
         for call, mesh in estimate.meshes.items()
     }
-    return {"step_seconds": estimate.step, "memory_gb": estimate.bytes / GIB, "fits": not estimate.over, "calls": calls}
+    return {
+        "step_seconds": estimate.step,
+        "memory_gb": estimate.bytes / GIB,
+        "fits": not estimate.over,
+        "calls": calls,
+    }
 
 
 def _short(mesh: Mesh) -> str:
     degrees = {letter: getattr(mesh.layout, name) for letter, name in LETTERS.items()}
     written = "".join(f"{k}{v}" for k, v in degrees.items() if v > 1 or k == "d")
-    first, last = mesh.ranks[0], mesh.ranks[-1]
+    first = mesh.ranks[0]
+    last = mesh.ranks[-1]
     if mesh.ranks != tuple(range(first, last + 1)):
         return f"{written} on {','.join(map(str, mesh.ranks))}"
-    return f"{written} on {first}" if first == last else f"{written} on {first}-{last}"
+    if first == last:
+        return f"{written} on {first}"
+    return f"{written} on {first}-{last}"
 
 
 def _with_moving(estimate: Estimate, call: str) -> str:
     moving = estimate.moving[call]
-    return _seconds(estimate.seconds[call]) + (f" + {_seconds(moving)} for its weights" if moving else "")
+    return _seconds(estimate.seconds[call]) + (
+        f" + {_seconds(moving)} for its weights" if moving else ""
+    )
 
 
 def _seconds(number: float) -> str:

@@ -1,4 +1,6 @@
-"""Reward models and references behind URLs: what `rew.url`, `ref.url` and the environment make of these roles."""
+"""Reward models and references behind URLs: what `rew.url`, `ref.url` and the environment make of
+these roles.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,26 @@ from weft.errors import ConfigError
 from weft.experiments._assemble import check
 from weft.experiments._policy_options import REWARD_VARIABLE, SamplingConfig, SamplingOptions
 
-VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}  # host:port/model of a server that speaks gRPC
+# host:port/model of a server that speaks gRPC
+VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}
 
 
 def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
-    """The options, checked as those of every experiment are, with the backend of roles that have a URL, by option or by the
-    environment. Raises `UserError`; `name` is the group of the method's `options`."""
+    """The options, checked as those of every experiment are, with the backend of roles that have a
+    URL, by option or by the environment. Raises `UserError`; `name` is the group of the method's
+    `options`.
+    """
     config = check(config)
-    rew, ref = _resolved("rew", config.rew), _resolved("ref", config.ref)
+    rew = _resolved("rew", config.rew)
+    ref = _resolved("ref", config.ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
-        own = config.actor.tokenizer.path or config.actor.path  # the reward model reads the actor's tokens
+        # the reward model reads the actor's tokens
+        own = config.actor.tokenizer.path or config.actor.path
         rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
     if is_served(rew) and config.rew_step is not None:
         raise ConfigError(
-            f"rew_step={config.rew_step!r} needs a value per token, which a server does not give; set rew.path alone"
+            f"rew_step={config.rew_step!r} needs a value per token, which a server does not give; "
+            f"set rew.path alone"
         )
     if is_served(ref):
         _check_reference(options, name)
@@ -40,10 +48,14 @@ def is_served(spec: ModelSpec) -> bool:
 def _check_reference(options: SamplingOptions, name: str) -> None:
     """What a reference behind a URL cannot do."""
     if options.ref_ema_eta:
-        raise ConfigError(f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of the two")
+        raise ConfigError(
+            f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of "
+            f"the two"
+        )
     if options.gen.truncates:
         raise ConfigError(
-            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; write "
+            f"ref.url: a server does not know what {name}.gen.top_k, top_p and min_p leave out; "
+            f"write "
             f"{name}.gen.top_p=1, and no top_k or min_p"
         )
 
@@ -53,7 +65,10 @@ def service_notes(config: SamplingConfig) -> list[str]:
     told = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):
-            files = f"; {role}.path is read for its tokenizer alone" if spec.path is not None else ""
+            if spec.path is not None:
+                files = f"; {role}.path is read for its tokenizer alone"
+            else:
+                files = ""
             told.append(f"{role}: {what} come from {spec.url}, no weights are loaded here{files}")
     return told
 
@@ -67,10 +82,13 @@ def _resolved(role: str, spec: ServedSpec) -> ServedSpec:
             raise ConfigError(f"{role}.backend=service: the role needs {role}.url")
         return spec
     if spec.backend not in (AUTO, OWN_RUN, SERVICE):
-        raise ConfigError(f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them")
+        raise ConfigError(
+            f"{role}.backend={spec.backend} and {role}.url exclude each other; set one of them"
+        )
     if spec.offload:
         raise ConfigError(
-            f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one of the two"
+            f"{role}.offload=true moves weights, and those of {role}.url are elsewhere; set one "
+            f"of the two"
         )
     Place.of(role, url, spec.service)
     return replace(spec, url=url, backend=SERVICE)

@@ -1,4 +1,6 @@
-"""What all experiments share: the run options, the options of one call, and the assembly of an `Experiment`."""
+"""What all experiments share: the run options, the options of one call, and the assembly of an
+`Experiment`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class WandbSpec:
 
     mode: str | None = option(
         None,
-        "online, offline or disabled; when absent and another logger.wandb option is set, what WANDB_MODE says, or online",
+        "online, offline or disabled; when absent and another logger.wandb option is set, what "
+        "WANDB_MODE says, or online",
         choices=("online", "offline", "disabled"),
     )
     entity: str | None = option(None, "user or team")
@@ -36,7 +39,9 @@ class WandbSpec:
     name: str | None = option(None, "name of the run; trial_name when absent")
     prefix: str | None = option(None, "put before the name of every metric")
     id: str | None = option(None, "id of the run; a resumed run continues its own when absent")
-    dir: str | None = option(None, "folder of its local files; the run's own when absent", check=url_problem)
+    dir: str | None = option(
+        None, "folder of its local files; the run's own when absent", check=url_problem
+    )
 
 
 @dataclass
@@ -45,7 +50,9 @@ class TrackioSpec:
 
     project: str | None = option(None, "project; naming one turns trackio on")
     name: str | None = option(None, "name of the run; trial_name when absent")
-    space_id: str | None = option(None, "Hugging Face Space that shows the run; this machine when absent")
+    space_id: str | None = option(
+        None, "Hugging Face Space that shows the run; this machine when absent"
+    )
 
 
 @dataclass
@@ -56,12 +63,17 @@ class LoggerSpec:
 
     def enabled(self) -> dict[str, dict[str, Any]]:
         """The loggers that are switched on, with their options."""
-        loggers: dict[str, dict[str, Any]] = {"tensorboard": {}} if self.tensorboard else {}
+        if self.tensorboard:
+            loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
+        else:
+            loggers = {}
         wandb = {key: value for key, value in asdict(self.wandb).items() if value is not None}
         if wandb and self.wandb.mode != "disabled":
             loggers["wandb"] = wandb
         if self.trackio.project is not None:
-            loggers["trackio"] = {key: value for key, value in asdict(self.trackio).items() if value is not None}
+            loggers["trackio"] = {
+                key: value for key, value in asdict(self.trackio).items() if value is not None
+            }
         return loggers
 
 
@@ -80,33 +92,50 @@ def _check_hooks(hooks: Any) -> str | None:
 class MFCOptions:
     """What a user may change in one call of a shipped experiment."""
 
-    interface: str | None = option(None, "registered interface that makes the call instead; starts without arguments")
+    interface: str | None = option(
+        None, "registered interface that makes the call instead; starts without arguments"
+    )
     args: dict[str, Any] = option({}, "arguments of the interface, over those the experiment gives")
     max_tokens_per_microbatch: int | None = option(
         None, "maximum tokens of one forward pass of this call; absent: the run's", at_least=1
     )
     pre_hooks: Any = option(
-        None, f"hooks before the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
+        None,
+        f"hooks before the call, in place of the experiment's ([] for none): {HOOKS}",
+        check=_check_hooks,
     )
     post_hooks: Any = option(
-        None, f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}", check=_check_hooks
+        None,
+        f"hooks after the call, in place of the experiment's ([] for none): {HOOKS}",
+        check=_check_hooks,
     )
     deadline_s: float | None = option(
-        None, "seconds after which weft gives the call up and stops the run; absent: 21,600 (six hours)", at_least=0.0
+        None,
+        "seconds after which weft gives the call up and stops the run; absent: 21,600 (six hours)",
+        at_least=0.0,
     )
     layout: str | None = option(
         None,
-        "parallel layout of this call, such as d4; its role's when absent; where the call trains it is the role's too",
+        "parallel layout of this call, such as d4; its role's when absent; where the call trains "
+        "it is the role's too",
         check=checks.layout_problem,
     )
     device_mesh: str | None = option(
-        None, "devices of this call, such as 4-7 or 0,2; absent: the first of its role's, as many as its layout takes"
+        None,
+        "devices of this call, such as 4-7 or 0,2; absent: the first of its role's, as many as "
+        "its layout takes",
     )
 
     def changes(self, node: MFCDef) -> dict[str, Any]:
         """The fields of `node` that the user sets."""
         changes: dict[str, Any] = {}
-        for name in ("interface", "max_tokens_per_microbatch", "deadline_s", "layout", "device_mesh"):
+        for name in (
+            "interface",
+            "max_tokens_per_microbatch",
+            "deadline_s",
+            "layout",
+            "device_mesh",
+        ):
             if getattr(self, name) is not None:
                 changes[name] = getattr(self, name)
         if self.args:
@@ -119,10 +148,14 @@ class MFCOptions:
 
 
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Hooks as users write them: `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`."""
+    """Hooks as users write them: `offload`, `offload_optimizer`, a function's name, or `{function:
+    NAME, args: {..}}`.
+    """
     if hooks is None:
         return ()
-    return tuple(_parse_hook(hook) for hook in (hooks if isinstance(hooks, (list, tuple)) else [hooks]))
+    return tuple(
+        _parse_hook(hook) for hook in (hooks if isinstance(hooks, (list, tuple)) else [hooks])
+    )
 
 
 def _parse_hook(hook: Any) -> Hook:
@@ -139,30 +172,38 @@ def _parse_hook(hook: Any) -> Hook:
 class RunConfig(ABC):
     """Where, how long and how often: the options that every experiment has."""
 
-    # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained roles', `beta` the algorithm's.
+    # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained
+    # roles', `beta` the algorithm's.
     main_role: ClassVar[str] = "model"
     trained_roles: ClassVar[tuple[str, ...]] = ()
-    host_nodes: ClassVar[tuple[str, ...]] = ()  # nodes without a role, which no `{mfc}.*` options change
+    # nodes without a role, which no `{mfc}.*` options change
+    host_nodes: ClassVar[tuple[str, ...]] = ()
     algorithm: ClassVar[str] = ""  # the option group of the algorithm, such as "ppo"
     generation: ClassVar[str] = ""  # the option group of sampling, such as "ppo.gen"
     spellings: ClassVar[Mapping[str, str]] = {}
 
     experiment_name: str = option(
-        "", "first folder of the run: letters, digits, . and -; on the command line the recipe or algorithm when absent"
+        "",
+        "first folder of the run: letters, digits, . and -; on the command line the recipe or "
+        "algorithm when absent",
     )
     trial_name: str = option(
         "",
-        "second folder of the run: letters, digits, . and -; on the command line, when absent, the number of the newest "
+        "second folder of the run: letters, digits, . and -; on the command line, when absent, "
+        "the number of the newest "
         "unfinished run of the same configuration, or the next number",
     )
     fileroot: str = option(
         "./runs",
         "folder of all runs; this one's is fileroot/experiment_name/trial_name",
-        check=lambda path: url_problem(path) if path.strip() else "names no folder; write ./runs, say",
+        check=lambda path: (
+            url_problem(path) if path.strip() else "names no folder; write ./runs, say"
+        ),
     )
     mode: str = option(
         "local",
-        "where to run: local (this machine, one process per device), ray (a running Ray cluster), slurm (a job on a cluster)",
+        "where to run: local (this machine, one process per device), ray (a running Ray cluster), "
+        "slurm (a job on a cluster)",
         check=checks.mode_problem,
     )
     seed: int = option(1, "seeds initial weights, data order and sampling", at_least=0)
@@ -171,96 +212,128 @@ class RunConfig(ABC):
     )
     ray_address: str | None = option(
         None,
-        "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on this machine, when absent",
+        "Ray cluster of mode=ray, such as auto or 10.0.0.1:6379; RAY_ADDRESS, else the one on "
+        "this machine, when absent",
     )
     n_nodes: int = option(
         1,
-        "machines: of a job (mode=slurm), or of the cluster where n_gpus_per_node is set (mode=ray); mode=local is one",
+        "machines: of a job (mode=slurm), or of the cluster where n_gpus_per_node is set "
+        "(mode=ray); mode=local is one",
         at_least=1,
     )
     n_gpus_per_node: int | None = option(
         None,
-        "devices of each machine that the run may use: with mode=slurm the GPUs asked for (what the layouts take when absent), "
-        "otherwise all there are when absent; layouts that take more than n_nodes x n_gpus_per_node are refused",
+        "devices of each machine that the run may use: with mode=slurm the GPUs asked for (what "
+        "the layouts take when absent), "
+        "otherwise all there are when absent; layouts that take more than n_nodes x "
+        "n_gpus_per_node are refused",
         at_least=1,
     )
     allocation_mode: str = option(
         "manual",
-        "for roles without a layout: manual (the first device), heuristic (data-parallel over the devices of n_nodes x "
-        "n_gpus_per_node, all or fewer, sharded or whole, whichever is estimated to be fastest), search (the placement of "
+        "for roles without a layout: manual (the first device), heuristic (data-parallel over the "
+        "devices of n_nodes x "
+        "n_gpus_per_node, all or fewer, sharded or whole, whichever is estimated to be fastest), "
+        "search (the placement of "
         "each call that is estimated to be fastest there), or a layout such as d4t2",
         check=checks.allocation_problem,
     )
-    search: SearchSpec = option(SearchSpec(), "what allocation_mode=search and --dry-run reckon with")
-    total_train_epochs: int = option(1, "passes over the training data, where max_steps is absent", at_least=1)
+    search: SearchSpec = option(
+        SearchSpec(), "what allocation_mode=search and --dry-run reckon with"
+    )
+    total_train_epochs: int = option(
+        1, "passes over the training data, where max_steps is absent", at_least=1
+    )
     max_steps: int | None = option(
         None,
-        "length of a run in steps, in place of total_train_epochs; gen ends with its prompts if these are fewer",
+        "length of a run in steps, in place of total_train_epochs; gen ends with its prompts if "
+        "these are fewer",
         at_least=1,
     )
-    save_freq_steps: int | None = option(None, "steps between checkpoints; the last step is always saved", at_least=1)
+    save_freq_steps: int | None = option(
+        None, "steps between checkpoints; the last step is always saved", at_least=1
+    )
     save_freq_epochs: int | None = option(None, "epochs between checkpoints", at_least=1)
     save_freq_secs: float | None = option(None, "seconds between checkpoints", at_least=0.0)
     save_total_limit: int | None = option(
-        None, "number of newest checkpoints to keep; one that a restart needs always stays", at_least=1
+        None,
+        "number of newest checkpoints to keep; one that a restart needs always stays",
+        at_least=1,
     )
-    save_milestone_freq_steps: int | None = option(None, "steps between checkpoints that are never removed", at_least=1)
+    save_milestone_freq_steps: int | None = option(
+        None, "steps between checkpoints that are never removed", at_least=1
+    )
     save_milestone_freq_epochs: int | None = option(
         None, "epochs between checkpoints that are never removed", at_least=1
     )
     eval_freq_steps: int | None = option(
-        None, "steps between evaluations; with validation data the last step is always evaluated", at_least=1
+        None,
+        "steps between evaluations; with validation data the last step is always evaluated",
+        at_least=1,
     )
     eval_freq_epochs: int | None = option(None, "epochs between evaluations", at_least=1)
     eval_freq_secs: float | None = option(None, "seconds between evaluations", at_least=0.0)
     eval_prompts: str | None = option(
         None,
-        "file of a few prompts (JSON, JSONL, Parquet, or .txt with one a line) that the trained model answers, greedily, "
-        "before the first step, at every evaluation and at the end; the report shows how the answers change",
+        "file of a few prompts (JSON, JSONL, Parquet, or .txt with one a line) that the trained "
+        "model answers, greedily, "
+        "before the first step, at every evaluation and at the end; the report shows how the "
+        "answers change",
         check=checks.file_problem,
     )
     eval_prompts_max_new_tokens: int | None = option(
         None,
-        "maximum tokens of such an answer; absent: the algorithm's gen.max_new_tokens, or 128 where it samples nothing, and at "
+        "maximum tokens of such an answer; absent: the algorithm's gen.max_new_tokens, or 128 "
+        "where it samples nothing, and at "
         "most half of the model's context",
         at_least=1,
     )
     log_freq_steps: int = option(
-        1, "steps between lines of the log and of the loggers; metrics.jsonl has every step", at_least=1
+        1,
+        "steps between lines of the log and of the loggers; metrics.jsonl has every step",
+        at_least=1,
     )
     recover_mode: str = option(
         "auto",
-        "an unfinished run of the same configuration: resume it if there is one (auto), require one (resume), ignore it "
+        "an unfinished run of the same configuration: resume it if there is one (auto), require "
+        "one (resume), ignore it "
         "(disabled)",
         choices=("auto", "resume", "disabled"),
     )
     recover_freq_steps: int | None = option(
         None,
-        "steps between recovery points; one is also written with every checkpoint and every ten minutes",
+        "steps between recovery points; one is also written with every checkpoint and every ten "
+        "minutes",
         at_least=1,
     )
     resume_from: str | None = option(
         None,
-        "recovery point, checkpoint or run directory to resume from, in place of the run's own last point",
+        "recovery point, checkpoint or run directory to resume from, in place of the run's own "
+        "last point",
         check=url_problem,
     )
-    max_tokens_per_microbatch: int = option(16384, "maximum tokens of one forward pass, for every call", at_least=1)
+    max_tokens_per_microbatch: int = option(
+        16384, "maximum tokens of one forward pass, for every call", at_least=1
+    )
     deterministic: bool = option(
         False, "use only kernels whose results repeat bit for bit (on CUDA; CPU kernels always do)"
     )
     tf32: bool = option(
         False,
-        "round what a GPU multiplies in float32 to 10 bits of mantissa (TF32): several times as fast, less exact; products of "
+        "round what a GPU multiplies in float32 to 10 bits of mantissa (TF32): several times as "
+        "fast, less exact; products of "
         "bfloat16 are not changed, a CPU's neither",
     )
     profile_steps: str | None = option(
         None,
-        "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a device, in the run's profile/",
+        "steps to trace with torch's profiler, such as 5:8 (the last one too) or 5; one file a "
+        "device, in the run's profile/",
         check=checks.profile_problem,
     )
     flash_attention: str = option(
         "auto",
-        "flash attention of NVIDIA GPUs: fa2 is torch's, fa3 the package flash_attn_interface on Hopper; auto: fa3 where it "
+        "flash attention of NVIDIA GPUs: fa2 is torch's, fa3 the package flash_attn_interface on "
+        "Hopper; auto: fa3 where it "
         "is installed",
         choices=FLASH,
     )
@@ -270,7 +343,9 @@ class RunConfig(ABC):
         choices=("stop", "skip"),
     )
     progress: bool = option(True, "show the live view if the output is a terminal")
-    imports: list[str] = option([], "modules and FILE.py that register datasets, rewards, interfaces, experiments")
+    imports: list[str] = option(
+        [], "modules and FILE.py that register datasets, rewards, interfaces, experiments"
+    )
     logger: LoggerSpec = option(LoggerSpec(), "where metrics go besides metrics.jsonl")
     launch: LaunchSpec = option(LaunchSpec(), "how processes are started")
     slurm: SlurmSpec = option(SlurmSpec(), "what mode=slurm asks of the cluster")
@@ -281,38 +356,56 @@ class RunConfig(ABC):
             value = getattr(self, spec.name)
             if isinstance(value, Mapping) and callable(spec.default_factory):
                 base = spec.default_factory()
-                setattr(self, spec.name, read(base, value, f"{spec.name}.") if is_dataclass(base) else value)
+                setattr(
+                    self,
+                    spec.name,
+                    read(base, value, f"{spec.name}.") if is_dataclass(base) else value,
+                )
 
     @abstractmethod
     def build(self) -> Experiment:
-        """Return the experiment, checked as far as no torch is needed. Raises `UserError`: the option, its value and the rule.
+        """Return the experiment, checked as far as no torch is needed.
 
-        What runs is `build_experiment(config)`, which calls a subclass's `initial_setup` where it has one.
+        Raises `UserError`: the option, its value and the rule.
+
+        What runs is `build_experiment(config)`, which calls a subclass's `initial_setup` where it
+        has one.
         """
 
     def initial_setup(self) -> Experiment:
-        """Return the experiment, under the name that ReaL has for it. A subclass overrides this method or `build`, not both."""
+        """Return the experiment, under the name that ReaL has for it.
+
+        A subclass overrides this method or `build`, not both.
+        """
         return self.build()
 
     def missing(self) -> list[str]:
         """Return a phrase for each option without which there is no run, and which is not set."""
         names = [
-            f"{name}=NAME (a folder's name)" for name in ("experiment_name", "trial_name") if not getattr(self, name)
+            f"{name}=NAME (a folder's name)"
+            for name in ("experiment_name", "trial_name")
+            if not getattr(self, name)
         ]
         model = getattr(self, self.main_role, None)
         if isinstance(model, ModelSpec) and model.path is None and model.backend not in NO_NETWORK:
-            names.append(f"{self.main_role}.path=MODEL (a Hugging Face directory, a hub name, or a run)")
+            names.append(
+                f"{self.main_role}.path=MODEL (a Hugging Face directory, a hub name, or a run)"
+            )
         data = getattr(self, "dataset", None)
         if isinstance(data, DatasetSpec) and not (
             data.train_path or data.path or data.sources or data.named or data.args
         ):
-            names.append("dataset.path=ROWS (a JSON, JSONL or Parquet file, a directory, or a hub name)")
+            names.append(
+                "dataset.path=ROWS (a JSON, JSONL or Parquet file, a directory, or a hub name)"
+            )
         return names
 
     def control(self) -> Control:
         """The run options as the runtime reads them."""
         own = {spec.name for spec in fields(self)}
-        shared = {spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own}
+        shared = {
+            spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own
+        }
         return Control(**shared, loggers=self.logger.enabled(), env=self.launch.env)
 
 
@@ -322,15 +415,21 @@ class Buildable(Protocol):
     def build(self) -> Experiment: ...
 
 
-# Methods by which a subclass of ReaL's configurations changes a run, and what does the same in weft.
+# Methods by which a subclass of ReaL's configurations changes a run, and what does the same in
+# weft.
 NEVER_CALLED = {
     "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
-    "models": "set the options of the roles, such as rew.backend, or change experiment.roles in build()",
+    "models": (
+        "set the options of the roles, such as rew.backend, or change experiment.roles in build()"
+    ),
     "datasets": "set dataset.type and dataset.args, or change experiment.dataset in build()",
     "eval_datasets": "set dataset.valid_path, or change experiment.evaluation in build()",
     "allocations": "set {call}.layout and {call}.device_mesh",
     "search_kwargs": "set search.*",
-    "scheduling_setup": "set n_nodes, n_gpus_per_node and slurm.*; only register_experiment's classes have this method",
+    "scheduling_setup": (
+        "set n_nodes, n_gpus_per_node and slurm.*; only register_experiment's "
+        "classes have this method"
+    ),
 }
 GUIDE = """Write the edits of ReaL's guide as
     return super().initial_setup().with_mfc("rew_inf", interface="NAME", args={...}, post_hooks=[])
@@ -338,9 +437,11 @@ and set rew.backend=null in place of a model_worker that is given a tokenizer fo
 
 
 def build_experiment(config: Buildable) -> Experiment:
-    """Return the experiment that a configuration describes: by `initial_setup` where a subclass overrides it, else by `build`.
+    """Return the experiment that a configuration describes: by `initial_setup` where a subclass
+    overrides it, else by `build`.
 
-    Raises `ConfigError` where a subclass overrides both, or methods of ReaL's that weft never calls.
+    Raises `ConfigError` where a subclass overrides both, or methods of ReaL's that weft never
+    calls.
     """
     if not isinstance(config, RunConfig):
         return config.build()
@@ -359,7 +460,11 @@ def _left_at_default(config: RunConfig) -> frozenset[str]:
         usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
     except TypeError:
         return frozenset()
-    return frozenset(leaf.name for leaf in leaves(config) if leaf.name in usual and usual[leaf.name] == leaf.default)
+    return frozenset(
+        leaf.name
+        for leaf in leaves(config)
+        if leaf.name in usual and usual[leaf.name] == leaf.default
+    )
 
 
 def _build(config: RunConfig) -> Experiment:
@@ -373,7 +478,9 @@ def _build(config: RunConfig) -> Experiment:
     if "initial_setup" not in overridden:
         return config.build()
     if "build" in overridden:
-        raise ConfigError(f"{name} overrides build() and initial_setup(), and a run follows one of them; keep one")
+        raise ConfigError(
+            f"{name} overrides build() and initial_setup(), and a run follows one of them; keep one"
+        )
     try:
         return config.initial_setup()
     except AttributeError as error:
@@ -383,7 +490,9 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return the message for an attribute that ReaL's objects have and weft's do not: what to write in its place."""
+    """Return the message for an attribute that ReaL's objects have and weft's do not: what to write
+    in its place.
+    """
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"
     return f"{name}.initial_setup: weft's {type(error.obj).__name__} has no {error.name}; see docs/coming-from/real.md"

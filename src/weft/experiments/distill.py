@@ -1,8 +1,9 @@
 """Distillation: the actor, a student, learns from a frozen teacher of the same vocabulary.
 
-Two forms. `gkd` compares whole next-token distributions (GKD, Agarwal et al. 2023, arXiv 2306.13649), at the teacher's `top_k`
-likeliest ids and one event for all others, on completions that the student samples or on those of the rows. `reverse_kl` is the
-policy gradient ("On-Policy Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and each
+Two forms. `gkd` compares whole next-token distributions (GKD, Agarwal et al. 2023, arXiv
+2306.13649), at the teacher's `top_k` likeliest ids and one event for all others, on completions
+that the student samples or on those of the rows. `reverse_kl` is the policy gradient ("On-Policy
+Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and each
 token's advantage is what the teacher's log-prob of it is above the student's.
 """
 
@@ -28,45 +29,60 @@ from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
-MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}  # a node may not make a key that it reads
+# a node may not make a key that it reads
+MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
 
 
 @dataclass
 class DistillOptions:
     gen: GenerationSpec = option(
-        GenerationSpec(), "how the student samples; its temperature is also that of both models' distributions"
+        GenerationSpec(),
+        "how the student samples; its temperature is also that of both models' distributions",
     )
     loss_type: str = option(
         "gkd",
-        "compare whole distributions (gkd), or take the teacher's log-probs of sampled tokens as a reward (reverse_kl)",
+        "compare whole distributions (gkd), or take the teacher's log-probs of sampled tokens as "
+        "a reward (reverse_kl)",
         choices=("gkd", "reverse_kl"),
     )
     on_policy: float = option(
         1.0,
-        "gkd: share of the prompts whose completion the student samples; the others keep their rows'",
+        "gkd: share of the prompts whose completion the student samples; the others keep their "
+        "rows'",
         at_least=0.0,
         at_most=1.0,
     )
     divergence_beta: float = option(
         GKDLoss.divergence_beta,
-        "gkd: 0 is forward KL, teacher to student, 1 reverse KL, between them generalised Jensen-Shannon",
+        "gkd: 0 is forward KL, teacher to student, 1 reverse KL, between them generalised "
+        "Jensen-Shannon",
         at_least=0.0,
         at_most=1.0,
     )
     top_k: int = option(
-        64, "gkd: likeliest ids of the teacher at each token; all others are one event, so divergences are lower bounds",
+        64,
+        "gkd: likeliest ids of the teacher at each token; all others are one event, so "
+        "divergences are lower bounds",
         at_least=1,
-    )  # fmt: skip
+    )
     sft_coef: float = option(
-        GKDLoss.sft_coef, "gkd: weight of the cross-entropy of the rows' own completions", at_least=0.0
+        GKDLoss.sft_coef,
+        "gkd: weight of the cross-entropy of the rows' own completions",
+        at_least=0.0,
     )
     discount: float = option(
-        0.0, "reverse_kl: how much a token answers for those after it; 0 for itself alone", at_least=0.0, at_most=1.0
+        0.0,
+        "reverse_kl: how much a token answers for those after it; 0 for itself alone",
+        at_least=0.0,
+        at_most=1.0,
     )
     eps_clip: float = option(
-        0.2, "reverse_kl: the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
+        0.2,
+        "reverse_kl: the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip",
     )
-    eps_clip_high: float | None = option(None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)")
+    eps_clip_high: float | None = option(
+        None, "reverse_kl: above 1 + eps_clip_high instead (clip-higher)"
+    )
     samples_per_prompt: int = option(
         1, "completions that the student samples of each prompt", at_least=1, at_most=MOST_SAMPLES
     )
@@ -85,7 +101,9 @@ class DistillOptions:
 @register_quickstart("distill")
 @dataclass
 class DistillConfig(RunConfig):
-    """A student learns from a teacher with the same tokenizer: GKD, or the reverse KL on its own samples."""
+    """A student learns from a teacher with the same tokenizer: GKD, or the reverse KL on its own
+    samples.
+    """
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
@@ -103,11 +121,15 @@ class DistillConfig(RunConfig):
     }
 
     actor: ModelSpec = option(
-        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")), "the student, which is trained"
+        ModelSpec(optimizer=OptimizerSpec(lr_scheduler_type="constant")),
+        "the student, which is trained",
     )
-    teacher: ModelSpec = option(ModelSpec(), "the frozen teacher, whose tokenizer has the student's vocabulary")
+    teacher: ModelSpec = option(
+        ModelSpec(), "the frozen teacher, whose tokenizer has the student's vocabulary"
+    )
     dataset: DatasetSpec = option(
-        DatasetSpec(), "rows of the form prompt; with distill.on_policy below 1 prompt_answer, or chat"
+        DatasetSpec(),
+        "rows of the form prompt; with distill.on_policy below 1 prompt_answer, or chat",
     )
     distill: DistillOptions = option(DistillOptions(), "the algorithm")
     actor_gen: MFCOptions = option(MFCOptions(), "the call that samples completions")
@@ -115,13 +137,18 @@ class DistillConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
 
     def build(self) -> Experiment:
-        """The graph `actor_gen -> teacher_inf -> actor_train`, without the first where nothing is sampled, and with
-        `advantages` before the last for `reverse_kl`. Raises `UserError` with the option, its value and the rule."""
+        """The graph `actor_gen -> teacher_inf -> actor_train`, without the first where nothing is
+        sampled, and with `advantages` before the last for `reverse_kl`. Raises `UserError` with the
+        option, its value and the rule.
+        """
         config = check(self)
         options = config.distill
         _check(options)
         _refuse(
-            config.teacher, ("prompt_prefix", "prompt_suffix"), "the teacher reads the student's own tokens", "teacher."
+            config.teacher,
+            ("prompt_prefix", "prompt_suffix"),
+            "the teacher reads the student's own tokens",
+            "teacher.",
         )
         check_same_vocabulary("actor", config.actor, "teacher", config.teacher)
         plan = _Distillation.of(config)
@@ -130,14 +157,17 @@ class DistillConfig(RunConfig):
         return assemble(
             config,
             Plan(
-                # As for the supervised methods; a policy gradient has the learning rate of policies.
+                # As for the supervised methods; a policy gradient has the learning rate of
+                # policies.
                 roles={
                     "actor": with_lr(actor, 1e-6 if options.loss_type == "reverse_kl" else 1e-5),
                     "teacher": config.teacher.with_head("lm", trained=False),
                 },
                 nodes=plan.nodes(),
                 dataset=plan.dataset,
-                dataset_type=type_of(plan.dataset, "prompt" if options.on_policy == 1.0 else "prompt_answer"),
+                dataset_type=type_of(
+                    plan.dataset, "prompt" if options.on_policy == 1.0 else "prompt_answer"
+                ),
                 data_role="actor",
                 steps_follow="actor_train",
                 longest=plan.longest,
@@ -150,7 +180,10 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class _Distillation:
-    """The sizes and sampling of one distillation, and the calls made from them. `share` of the ids are sampled."""
+    """The sizes and sampling of one distillation, and the calls made from them.
+
+    `share` of the ids are sampled.
+    """
 
     options: DistillOptions
     dataset: DatasetSpec
@@ -161,18 +194,24 @@ class _Distillation:
     @classmethod
     def of(cls, config: DistillConfig) -> _Distillation:
         """Raises `ConfigError` for sizes that do not divide or fit."""
-        options, dataset = config.distill, batches(config.dataset)
-        share, gen = options.on_policy, options.gen
+        options = config.distill
+        dataset = batches(config.dataset)
+        share = options.on_policy
+        gen = options.gen
         tokens = dataset.train_tokens_per_batch
-        if tokens is not None and (share or options.mini_batch_size or options.ppo_n_minibatches > 1):
+        if tokens is not None and (
+            share or options.mini_batch_size or options.ppo_n_minibatches > 1
+        ):
             raise ConfigError(
-                f"dataset.train_tokens_per_batch={tokens}: distill counts rows, unless nothing is sampled (on_policy=0) and a "
+                f"dataset.train_tokens_per_batch={tokens}: distill counts rows, unless nothing is "
+                f"sampled (on_policy=0) and a "
                 "batch is one minibatch; set dataset.train_bs_n_seqs"
             )
         asked = [config.dataset.limit] if share < 1.0 else []
         if share:
             lengths = Lengths.of(config, dataset, gen, "distill.gen")
-            dataset, gen = lengths.dataset, lengths.gen
+            dataset = lengths.dataset
+            gen = lengths.gen
             asked.append(asked_for(config.dataset, options.gen))
         if share < 1.0:
             dataset = with_answers(config, dataset)
@@ -180,7 +219,8 @@ class _Distillation:
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         longest = max((each for each in asked if each is not None), default=None)
-        records = options.loss_type == "reverse_kl" and gen.truncates  # distributions are compared whole
+        # distributions are compared whole
+        records = options.loss_type == "reverse_kl" and gen.truncates
         return cls(options, dataset, replace(gen, record_support=records), share, longest)
 
     @property
@@ -196,7 +236,9 @@ class _Distillation:
         options = self.options
         if not self.size:
             return 1
-        return checks.minibatches(self.completions, options.mini_batch_size, options.ppo_n_minibatches, "distill")
+        return checks.minibatches(
+            self.completions, options.mini_batch_size, options.ppo_n_minibatches, "distill"
+        )
 
     @property
     def _names(self) -> Mapping[str, str]:
@@ -216,18 +258,25 @@ class _Distillation:
         return [*sampling, self._distributions(), self._gkd()]
 
     def _generate(self) -> MFCDef:
-        mixed, reverse = self.share < 1.0, self.options.loss_type == "reverse_kl"
+        mixed = self.share < 1.0
+        reverse = self.options.loss_type == "reverse_kl"
         made = ["completion", "loss_mask", "sampled" if mixed else "finished"]
         made += [*(["logprobs"] if reverse else []), *(SUPPORT if self.gen.record_support else ())]
         args = {name: getattr(self.gen, name) for name in SAMPLING}
         if mixed:
             args["share"] = self.share
         return MFCDef(
-            name="actor_gen", role="actor", interface="generate", method="generate", batch_size=self.size,
-            input_keys=("prompt", *(("completion",) if mixed else ())), optional_keys=("loss_mask",) if mixed else (),
-            output_keys=made, output_key_remap=self._names,
+            name="actor_gen",
+            role="actor",
+            interface="generate",
+            method="generate",
+            batch_size=self.size,
+            input_keys=("prompt", *(("completion",) if mixed else ())),
+            optional_keys=("loss_mask",) if mixed else (),
+            output_keys=made,
+            output_key_remap=self._names,
             args={**args, "samples_per_prompt": self.options.samples_per_prompt},
-        )  # fmt: skip
+        )
 
     def _distributions(self) -> MFCDef:
         outputs = {"top_ids": "teacher_ids", "top_logprobs": "teacher_logprobs"}
@@ -237,20 +286,38 @@ class _Distillation:
         outputs = {"logprobs": "teacher_logprobs", "top1": "teacher_top1"}
         return self._teacher(outputs, {}, SUPPORT if self.gen.record_support else ())
 
-    def _teacher(self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()) -> MFCDef:
+    def _teacher(
+        self, outputs: Mapping[str, str], args: Mapping[str, Any], more: Sequence[str] = ()
+    ) -> MFCDef:
         return MFCDef(
-            name="teacher_inf", role="teacher", interface="infer", method="inference", batch_size=self.size,
-            input_keys=("prompt", "completion", *more), input_key_remap=_some(self._names, ("completion",)),
-            output_keys=tuple(outputs), output_key_remap=outputs,
+            name="teacher_inf",
+            role="teacher",
+            interface="infer",
+            method="inference",
+            batch_size=self.size,
+            input_keys=("prompt", "completion", *more),
+            input_key_remap=_some(self._names, ("completion",)),
+            output_keys=tuple(outputs),
+            output_key_remap=outputs,
             args={"outputs": list(outputs), "temperature": self.options.temperature, **args},
-        )  # fmt: skip
+        )
 
     def _advantages(self) -> HostFunction:
         return HostFunction(
-            name="advantages", function="teacher_advantages", batch_size=self.size,
-            input_keys=("prompt", "completion", "logprobs", "teacher_logprobs", "teacher_top1", *self._masks),
-            output_keys=("advantages",), args={"discount": self.options.discount},
-        )  # fmt: skip
+            name="advantages",
+            function="teacher_advantages",
+            batch_size=self.size,
+            input_keys=(
+                "prompt",
+                "completion",
+                "logprobs",
+                "teacher_logprobs",
+                "teacher_top1",
+                *self._masks,
+            ),
+            output_keys=("advantages",),
+            args={"discount": self.options.discount},
+        )
 
     def _gkd(self) -> MFCDef:
         """Cross-entropy is of what the rows' authors wrote, and evaluation may have none of that."""
@@ -262,31 +329,59 @@ class _Distillation:
     def _policy_gradient(self) -> MFCDef:
         """The teacher is the reference whose KL the policy loss logs."""
         options = self.options
-        loss_args = {"loss_type": "dapo", "eps_clip": options.eps_clip, "eps_clip_high": options.eps_clip_high}
-        keys = ("logprobs", "advantages", "ref_logprobs", *(SUPPORT if self.gen.record_support else ()))
+        loss_args = {
+            "loss_type": "dapo",
+            "eps_clip": options.eps_clip,
+            "eps_clip_high": options.eps_clip_high,
+        }
+        keys = (
+            "logprobs",
+            "advantages",
+            "ref_logprobs",
+            *(SUPPORT if self.gen.record_support else ()),
+        )
         return self._train("grpo", loss_args, keys, {"ref_logprobs": "teacher_logprobs"})
 
-    def _train(self, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str], names: Mapping[str, str]) -> MFCDef:
+    def _train(
+        self, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str], names: Mapping[str, str]
+    ) -> MFCDef:
         return MFCDef(
-            name="actor_train", role="actor", interface="train", method="train_step", batch_size=self.size,
+            name="actor_train",
+            role="actor",
+            interface="train",
+            method="train_step",
+            batch_size=self.size,
             input_keys=("prompt", "completion", *self._masks, *keys),
-            optional_keys=() if self.share else ("loss_mask",), input_key_remap={**self._names, **names},
+            optional_keys=() if self.share else ("loss_mask",),
+            input_key_remap={**self._names, **names},
             args={
-                "loss": loss, "loss_args": dict(loss_args), "num_minibatches": self.minibatches,
-                "epochs": self.options.ppo_epochs, "temperature": self.options.temperature,
+                "loss": loss,
+                "loss_args": dict(loss_args),
+                "num_minibatches": self.minibatches,
+                "epochs": self.options.ppo_epochs,
+                "temperature": self.options.temperature,
             },
-        )  # fmt: skip
+        )
 
     def notes(self) -> list[str]:
         """Return lines on what one step does, beside the counts of the plan's table."""
-        options, lines = self.options, list[str]()
+        options = self.options
+        lines = list[str]()
         if self.share:
-            rows = f"about {self.share:.0%} of the rows, drawn anew each step, get " if self.share < 1.0 else ""
-            lines.append(f"{rows}completions of at most {self.gen.max_new_tokens} tokens from the student")
+            if self.share < 1.0:
+                rows = f"about {self.share:.0%} of the rows, drawn anew each step, get "
+            else:
+                rows = ""
+            lines.append(
+                f"{rows}completions of at most {self.gen.max_new_tokens} tokens from the student"
+            )
         if self.size:
             lines += pass_notes(options.ppo_epochs, self.completions, self.minibatches)
         if options.loss_type == "gkd":
-            lines.append(f"teacher: the {options.top_k} likeliest ids of each token, and one event for all others")
+            lines.append(
+                f"teacher: the {options.top_k} likeliest ids of each token, and one event for all "
+                f"others"
+            )
         return lines
 
 
@@ -294,35 +389,57 @@ def _some(names: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
     return {key: name for key, name in names.items() if key in keys}
 
 
-GKD, REVERSE = ("divergence_beta", "top_k", "sft_coef"), ("discount", "eps_clip", "eps_clip_high")
+GKD = ("divergence_beta", "top_k", "sft_coef")
+REVERSE = ("discount", "eps_clip", "eps_clip_high")
 
 
 def _check(options: DistillOptions) -> None:
     """Options that do not go with each other, and those that would do nothing."""
-    reverse, share = options.loss_type == "reverse_kl", options.on_policy
+    reverse = options.loss_type == "reverse_kl"
+    share = options.on_policy
     if reverse and share < 1.0:
         raise ConfigError(
-            f"distill.on_policy={share}: distill.loss_type=reverse_kl is a policy gradient, which is for completions that the "
+            f"distill.on_policy={share}: distill.loss_type=reverse_kl is a policy gradient, which "
+            f"is for completions that the "
             "student samples itself; set it to 1, or loss_type=gkd"
         )
-    _refuse(options, GKD if reverse else REVERSE, f"has no meaning with distill.loss_type={options.loss_type}")
+    _refuse(
+        options,
+        GKD if reverse else REVERSE,
+        f"has no meaning with distill.loss_type={options.loss_type}",
+    )
     if options.gen.greedy and (reverse or options.samples_per_prompt > 1):
         raise ConfigError(
             "distill.gen.greedy=true: "
-            + ("reverse_kl is an average over what the student samples; a greedy completion is no sample" if reverse
-               else f"the {options.samples_per_prompt} greedy completions of a prompt are all the same; sample one")
-        )  # fmt: skip
+            + (
+                "reverse_kl is an average over what the student samples; a greedy completion is "
+                "no sample"
+                if reverse
+                else f"the {options.samples_per_prompt} greedy completions of a prompt are all the same; sample one"
+            )
+        )
     if share == 0.0:
         unused = f"does nothing with distill.on_policy={share}, where nothing is sampled"
         _refuse(options, ("samples_per_prompt",), unused)
-        _refuse(options.gen, [name for name in SAMPLING if name != "temperature"], unused, "distill.gen.")
+        _refuse(
+            options.gen,
+            [name for name in SAMPLING if name != "temperature"],
+            unused,
+            "distill.gen.",
+        )
     elif share < 1.0:
         _refuse(
-            options, ("samples_per_prompt",),
-            f"has no meaning with distill.on_policy={share}: rows that keep their completion have one, and would weigh less",
-        )  # fmt: skip
+            options,
+            ("samples_per_prompt",),
+            f"has no meaning with distill.on_policy={share}: rows that keep their completion have "
+            f"one, and would weigh less",
+        )
     else:
-        _refuse(options, ("sft_coef",), "does nothing with distill.on_policy=1, where rows have no completions")
+        _refuse(
+            options,
+            ("sft_coef",),
+            "does nothing with distill.on_policy=1, where rows have no completions",
+        )
 
 
 def _refuse(options: Any, names: Sequence[str], reason: str, group: str = "distill.") -> None:

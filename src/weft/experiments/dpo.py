@@ -1,4 +1,6 @@
-"""DPO and its kin: `ref_inf` scores the pairs with the frozen reference, `actor_train` learns from the difference."""
+"""DPO and its kin: `ref_inf` scores the pairs with the frozen reference, `actor_train` learns from
+the difference.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from weft.data.spec import DatasetSpec
 from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
+from weft.experiments._assemble import (
+    Plan,
+    assemble,
+    batch_size,
+    batches,
+    check,
+    evaluating,
+    type_of,
+)
 from weft.experiments._lengths import with_answers
 from weft.experiments._roles import reference, with_lr
 from weft.experiments.common import MFCOptions, RunConfig
@@ -26,27 +36,36 @@ from weft.registry import register_quickstart
 class DPOOptions:
     loss_type: str = option(
         "sigmoid",
-        "which loss; simpo and orpo have no reference model, kto and bco treat each answer of a pair as one labelled answer, "
+        "which loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
+        "pair as one labelled answer, "
         "aot and aot_unpaired compare sorted answers of the whole batch",
         choices=LOSS_TYPES,
     )
     beta: float | None = option(
-        None, "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: 0.1, for simpo 2"
+        None,
+        "strength of the pull towards the reference (orpo: weight of the odds ratio); absent: "
+        "0.1, for simpo 2",
     )
     label_smoothing: float = option(
         DEFAULTS["label_smoothing"],
-        "share of labels assumed to be wrong: cDPO with sigmoid; required by robust; exo_pair takes 0 as 0.001",
+        "share of labels assumed to be wrong: cDPO with sigmoid; required by robust; exo_pair "
+        "takes 0 as 0.001",
     )
-    simpo_gamma: float = option(DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of beta times the score")
+    simpo_gamma: float = option(
+        DEFAULTS["simpo_gamma"], "margin that simpo asks for, in units of beta times the score"
+    )
     discopop_tau: float = option(
         DEFAULTS["discopop_tau"], "discopop: how sharply it changes from one loss to the other"
     )
     rpo_alpha: float = option(
-        DEFAULTS["rpo_alpha"], "weight of the chosen answer's cross-entropy, added to the loss (RPO)", at_least=0.0
+        DEFAULTS["rpo_alpha"],
+        "weight of the chosen answer's cross-entropy, added to the loss (RPO)",
+        at_least=0.0,
     )
     f_divergence: str = option(
         DEFAULTS["f_divergence"],
-        "what keeps the actor near the reference (f-DPO); losses of the difference of two scores only",
+        "what keeps the actor near the reference (f-DPO); losses of the difference of two scores "
+        "only",
         choices=DIVERGENCES,
     )
     f_alpha: float = option(DEFAULTS["f_alpha"], "alpha of f_divergence=alpha; 1 is reverse_kl")
@@ -56,23 +75,35 @@ class DPOOptions:
     undesirable_weight: float = option(
         DEFAULTS["undesirable_weight"], "kto, bco: weight of undesirable completions", at_least=0.0
     )
-    cache_ref_logprobs: bool = option(False, "compute the reference's log-probs once for each id and keep them on disk")
+    cache_ref_logprobs: bool = option(
+        False, "compute the reference's log-probs once for each id and keep them on disk"
+    )
 
     def loss_args(self) -> dict[str, Any]:
         """The arguments of the loss `dpo`."""
         beta = default_beta(self.loss_type) if self.beta is None else self.beta
-        return {"loss_type": self.loss_type, "beta": beta, **{name: getattr(self, name) for name in DEFAULTS}}
+        return {
+            "loss_type": self.loss_type,
+            "beta": beta,
+            **{name: getattr(self, name) for name in DEFAULTS},
+        }
 
 
 @register_quickstart("dpo")
 @dataclass
 class DPOConfig(RunConfig):
-    """Direct preference optimization and its kin (IPO, RPO, APO, EXO, NCA, SPPO, AOT, SimPO, ORPO, KTO, BCO) on pairs or
-    rankings."""
+    """Direct preference optimization and its kin (IPO, RPO, APO, EXO, NCA, SPPO, AOT, SimPO, ORPO,
+    KTO, BCO) on pairs or rankings.
+    """
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
-    host_nodes: ClassVar[tuple[str, ...]] = ("kto_mismatch", "kto_baseline", "bco_shift", "optimal_transport")
+    host_nodes: ClassVar[tuple[str, ...]] = (
+        "kto_mismatch",
+        "kto_baseline",
+        "bco_shift",
+        "optimal_transport",
+    )
     algorithm: ClassVar[str] = "dpo"
     spellings: ClassVar[dict[str, str]] = {
         "beta": "dpo.beta",
@@ -84,17 +115,27 @@ class DPOConfig(RunConfig):
 
     actor: ModelSpec = option(ModelSpec(), "the model that is trained")
     ref: ModelSpec = option(ModelSpec(), "the frozen reference; the actor's own path when absent")
-    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
+    dataset: DatasetSpec = option(
+        DatasetSpec(), "rows of the form paired_comparison, preference or ranking"
+    )
     dpo: DPOOptions = option(DPOOptions(), "the loss")
     ref_inf: MFCOptions = option(MFCOptions(), "the call that scores with the reference")
-    actor_inf: MFCOptions = option(MFCOptions(), "bco, aot: the call that scores with the actor before it is trained")
+    actor_inf: MFCOptions = option(
+        MFCOptions(), "bco, aot: the call that scores with the actor before it is trained"
+    )
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
-    kl_actor_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores mismatched completions with the actor")
-    kl_ref_inf: MFCOptions = option(MFCOptions(), "kto: the call that scores them with the reference")
+    kl_actor_inf: MFCOptions = option(
+        MFCOptions(), "kto: the call that scores mismatched completions with the actor"
+    )
+    kl_ref_inf: MFCOptions = option(
+        MFCOptions(), "kto: the call that scores them with the reference"
+    )
 
     def build(self) -> Experiment:
-        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference. Calls and host functions
-        before the training call make what a loss compares over the whole batch.
+        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference.
+
+        Calls and host functions before the training call make what a loss compares over the whole
+        batch.
 
         Raises `UserError` with the option, its value and the rule.
         """
@@ -125,14 +166,20 @@ class DPOConfig(RunConfig):
 
     def _nodes(self, size: int) -> list[Node]:
         kind = self.dpo.loss_type
-        wants = (
-            ("label", LABELLED[kind]) if kind in LABELLED else ("rank", *(("partner",) if kind in TRANSPORTED else ()))
-        )
+        if kind in LABELLED:
+            wants = ("label", LABELLED[kind])
+        else:
+            wants = ("rank", *(("partner",) if kind in TRANSPORTED else ()))
         train = MFCDef(
-            name="actor_train", role="actor", interface="train", method="train_step", batch_size=size,
-            input_keys=("prompt", "completion", *wants), optional_keys=("comparison", "loss_mask"),
+            name="actor_train",
+            role="actor",
+            interface="train",
+            method="train_step",
+            batch_size=size,
+            input_keys=("prompt", "completion", *wants),
+            optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
-        )  # fmt: skip
+        )
         dpo_loss(**self.dpo.loss_args())  # refuses options that do not go together
         if kind in REFERENCE_FREE:
             return [train]
@@ -143,21 +190,34 @@ class DPOConfig(RunConfig):
         ]
         if kind == "kto":
             return [*_baseline(size), *nodes]
-        return [*nodes[:1], *self._compared(size), *nodes[1:]] if kind == "bco" or kind in TRANSPORTED else nodes
+        if kind == "bco" or kind in TRANSPORTED:
+            return [*nodes[:1], *self._compared(size), *nodes[1:]]
+        return nodes
 
     def _compared(self, size: int) -> list[Node]:
-        """The actor's scores before its update, and what they say of the whole batch (BCO's shift, AOT's partners)."""
+        """The actor's scores before its update, and what they say of the whole batch (BCO's shift,
+        AOT's partners).
+        """
         kind = self.dpo.loss_type
-        scored = replace(_scoring("actor_inf", "actor", size), output_key_remap={"logprobs": "old_logprobs"})
+        scored = replace(
+            _scoring("actor_inf", "actor", size), output_key_remap={"logprobs": "old_logprobs"}
+        )
         bco = kind == "bco"
         whole = HostFunction(
-            name="bco_shift" if bco else "optimal_transport", function="bco_shift" if bco else "optimal_transport",
+            name="bco_shift" if bco else "optimal_transport",
+            function="bco_shift" if bco else "optimal_transport",
             batch_size=size,
-            input_keys=("prompt", "completion", "old_logprobs", "ref_logprobs", "label" if bco else "rank"),
+            input_keys=(
+                "prompt",
+                "completion",
+                "old_logprobs",
+                "ref_logprobs",
+                "label" if bco else "rank",
+            ),
             optional_keys=("loss_mask",) if bco else ("loss_mask", "comparison"),
             output_keys=(LABELLED[kind] if bco else "partner",),
             args={"beta": self.dpo.loss_args()["beta"]} if bco else {"loss_type": kind},
-        )  # fmt: skip
+        )
         return [scored, whole]
 
 
@@ -166,7 +226,8 @@ def _check_kto(dataset: DatasetSpec) -> None:
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(
-                f"dataset.{name}=1: dpo.loss_type=kto measures its baseline on completions of other prompts of the batch, and "
+                f"dataset.{name}=1: dpo.loss_type=kto measures its baseline on completions of "
+                f"other prompts of the batch, and "
                 "one prompt has no others; set it to 2 or more"
             )
 
@@ -175,22 +236,36 @@ def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
     """The log-probs of the completions, or with a prefix of other ones, by one role."""
     made = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
     return MFCDef(
-        name=name, role=role, interface="infer", method="inference", batch_size=size,
-        input_keys=("prompt", "completion"), input_key_remap={"completion": f"{prefix}completion"} if prefix else {},
-        output_keys=("logprobs",), output_key_remap={"logprobs": made}, args={"outputs": ["logprobs"]},
-    )  # fmt: skip
+        name=name,
+        role=role,
+        interface="infer",
+        method="inference",
+        batch_size=size,
+        input_keys=("prompt", "completion"),
+        input_key_remap={"completion": f"{prefix}completion"} if prefix else {},
+        output_keys=("logprobs",),
+        output_key_remap={"logprobs": made},
+        args={"outputs": ["logprobs"]},
+    )
 
 
 def _baseline(size: int) -> list[Node]:
     """KTO's z0: both models score completions that do not fit their prompt (`weft.host.kto`)."""
     mismatch = HostFunction(
-        name="kto_mismatch", function="kto_mismatch", batch_size=size,
-        input_keys=("completion",), optional_keys=("loss_mask",), output_keys=("kl_completion", "kl_mask"),
-    )  # fmt: skip
+        name="kto_mismatch",
+        function="kto_mismatch",
+        batch_size=size,
+        input_keys=("completion",),
+        optional_keys=("loss_mask",),
+        output_keys=("kl_completion", "kl_mask"),
+    )
     baseline = HostFunction(
-        name="kto_baseline", function="kto_baseline", batch_size=size,
-        input_keys=("kl_logprobs", "kl_ref_logprobs", "kl_mask"), output_keys=("kl_baseline",),
-    )  # fmt: skip
+        name="kto_baseline",
+        function="kto_baseline",
+        batch_size=size,
+        input_keys=("kl_logprobs", "kl_ref_logprobs", "kl_mask"),
+        output_keys=("kl_baseline",),
+    )
     return [
         mismatch,
         _scoring("kl_actor_inf", "actor", size, "kl_"),

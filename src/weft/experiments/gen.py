@@ -42,10 +42,14 @@ class GenConfig(RunConfig):
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """The graph is the node `gen` alone. Raises `UserError` with the option, its value and the rule."""
+        """The graph is the node `gen` alone.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
         config = check(self)
         lengths = Lengths.of(config, batches(config.dataset), config.gen, "gen")
-        dataset, gen = lengths.dataset, asdict(lengths.gen)
+        dataset = lengths.dataset
+        gen = asdict(lengths.gen)
         names = [spec.name for spec in fields(GenerationSpec) if not spec.metadata.get("hidden")]
         node = MFCDef(
             "gen",
@@ -55,7 +59,10 @@ class GenConfig(RunConfig):
             batch_size(dataset),
             input_keys=("prompt",),
             output_keys=("completion", "logprobs", "versions", "finished"),
-            args={**{name: gen[name] for name in names}, "samples_per_prompt": config.gen.samples_per_prompt},
+            args={
+                **{name: gen[name] for name in names},
+                "samples_per_prompt": config.gen.samples_per_prompt,
+            },
         )
         return assemble(
             config,

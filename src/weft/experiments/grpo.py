@@ -1,4 +1,6 @@
-"""GRPO and its kin: several completions of each prompt are each other's baseline, so there is no critic."""
+"""GRPO and its kin: several completions of each prompt are each other's baseline, so there is no
+critic.
+"""
 
 from __future__ import annotations
 
@@ -23,59 +25,81 @@ OF_GROUPS = ("group", "leave_one_out", "opo")
 @dataclass
 class GRPOOptions(PolicyOptions):
     group_size: int = option(
-        8, "completions per prompt; a group baseline needs 2 or more", at_least=1, at_most=MOST_SAMPLES
+        8,
+        "completions per prompt; a group baseline needs 2 or more",
+        at_least=1,
+        at_most=MOST_SAMPLES,
     )
     ppo_n_minibatches: int = option(1, "optimizer steps per pass over a batch", at_least=1)
     early_stop_imp_ratio: float | None = option(
-        None, "skip the update of a minibatch whose mean importance ratio is above this; null: no bound", at_least=0.0
+        None,
+        "skip the update of a minibatch whose mean importance ratio is above this; null: no bound",
+        at_least=0.0,
     )
     eps_clip: float | None = option(
         None,
-        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: 0.2, for sequences GSPO's own "
+        "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip; absent: "
+        "0.2, for sequences GSPO's own "
         "3e-4 below and 4e-4 above; cispo has no bound below",
     )
-    eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher); absent for cispo: 4")
+    eps_clip_high: float | None = option(
+        None, "above 1 + eps_clip_high instead (clip-higher); absent for cispo: 4"
+    )
     baseline: str = option(
         "group",
-        "taken off each reward: mean of the group (GRPO), leave_one_out mean of the others (RLOO), opo mean weighted by length "
+        "taken off each reward: mean of the group (GRPO), leave_one_out mean of the others "
+        "(RLOO), opo mean weighted by length "
         "(OPO), greedy completion's reward (ReMax), or none (REINFORCE++, with adv_norm)",
         choices=BASELINES,
     )
     scale_rewards: str | None = option(
         None,
-        "advantages are divided by the rewards' deviation in the group or batch, or not (none); absent: group, for "
+        "advantages are divided by the rewards' deviation in the group or batch, or not (none); "
+        "absent: group, for "
         "dr_grpo none",
         choices=("group", "batch", "none"),
     )
     adv_norm: bool = option(False, "whiten advantages over the whole batch (REINFORCE++)")
     rescale_informative: bool = option(
         False,
-        "multiply advantages by prompts / prompts whose rewards differ, to make up for those that teach nothing (GPG)",
+        "multiply advantages by prompts / prompts whose rewards differ, to make up for those that "
+        "teach nothing (GPG)",
     )
     normalize_each_reward: bool = option(
-        False, "normalise every reward function by itself in its group, then their weighted sum over the batch (GDPO)"
+        False,
+        "normalise every reward function by itself in its group, then their weighted sum over the "
+        "batch (GDPO)",
     )
     pass_k: int | None = option(
-        None, "train for pass@k instead: at least one of k completions passes; excludes baseline and scale", at_least=1
+        None,
+        "train for pass@k instead: at least one of k completions passes; excludes baseline and "
+        "scale",
+        at_least=1,
     )
     loss_type: str = option(
         "dapo",
-        "average: dapo (all tokens), grpo (tokens of a completion, then completions), dr_grpo (sum / longest completion)",
+        "average: dapo (all tokens), grpo (tokens of a completion, then completions), dr_grpo "
+        "(sum / longest completion)",
         choices=("dapo", "grpo", "dr_grpo", "bnpo"),
     )
     importance_level: str = option(
-        "token", "importance ratio of each token, or of a sequence (GSPO)", choices=("token", "sequence")
+        "token",
+        "importance ratio of each token, or of a sequence (GSPO)",
+        choices=("token", "sequence"),
     )
     surrogate: str = option(
         "clip",
-        "clipped ratio (clip), a cut ratio as a weight (cispo), a soft gate (sapo), or no ratio (reinforce; one update "
+        "clipped ratio (clip), a cut ratio as a weight (cispo), a soft gate (sapo), or no ratio "
+        "(reinforce; one update "
         "a batch)",
         choices=("clip", "cispo", "sapo", "reinforce"),
     )
     sapo_positive: float = option(1.0, "temperature of sapo's gate where the advantage is above 0")
     sapo_negative: float = option(1.05, "temperature of sapo's gate where it is below")
     kl_coef: float = option(
-        0.001, "weight of the KL to the reference; 0: no penalty and no reference model", at_least=0.0
+        0.001,
+        "weight of the KL to the reference; 0: no penalty and no reference model",
+        at_least=0.0,
     )
     kl_in: str = option(
         "loss",
@@ -83,17 +107,26 @@ class GRPOOptions(PolicyOptions):
         choices=("loss", "reward"),
     )
     kl_estimator: str | None = option(
-        None, "estimator of the KL; absent: k3 in the loss, k1 in the reward", choices=("k1", "k2", "k3")
+        None,
+        "estimator of the KL; absent: k3 in the loss, k1 in the reward",
+        choices=("k1", "k2", "k3"),
     )
     dynamic_sampling: bool = option(
-        False, "drop prompts whose completions all have the same reward and sample others in their place (DAPO)"
+        False,
+        "drop prompts whose completions all have the same reward and sample others in their place "
+        "(DAPO)",
     )
     dynamic_sampling_rounds: int = option(
         10, "maximum rounds of sampling per step; then train on what there is", at_least=1
     )
-    mask_truncated: bool = option(False, "exclude completions that hit the length limit from the loss")
+    mask_truncated: bool = option(
+        False, "exclude completions that hit the length limit from the loss"
+    )
     overlong_buffer: int = option(
-        0, "tokens before gen.max_new_tokens in which the overlong penalty grows; 0 is no penalty (DAPO)", at_least=0
+        0,
+        "tokens before gen.max_new_tokens in which the overlong penalty grows; 0 is no penalty "
+        "(DAPO)",
+        at_least=0,
     )
     overlong_penalty: float = option(1.0, "penalty of a completion of full length", at_least=0.0)
 
@@ -101,7 +134,10 @@ class GRPOOptions(PolicyOptions):
 @register_quickstart("grpo")
 @dataclass
 class GRPOConfig(PolicyConfig):
-    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG, Dr. GRPO, DAPO, GSPO, CISPO, SAPO."""
+    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG, Dr.
+
+    GRPO, DAPO, GSPO, CISPO, SAPO.
+    """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*PolicyConfig.host_nodes, "greedy_reward", "filter")
     algorithm: ClassVar[str] = "grpo"
@@ -126,7 +162,9 @@ class GRPOConfig(PolicyConfig):
     }
 
     grpo: GRPOOptions = option(GRPOOptions(), "the algorithm")
-    greedy_gen: MFCOptions = option(MFCOptions(), "the call that samples the greedy completion (ReMax)")
+    greedy_gen: MFCOptions = option(
+        MFCOptions(), "the call that samples the greedy completion (ReMax)"
+    )
     greedy_rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model on it (ReMax)")
 
     def build(self) -> Experiment:
@@ -146,22 +184,29 @@ class GRPOConfig(PolicyConfig):
         return self._has_ref and self.grpo.kl_in == "reward"
 
     def _nodes(self, policy: Policy) -> list[Node]:
-        grpo, size = self.grpo, policy.batch
+        grpo = self.grpo
+        size = policy.batch
         nodes: list[Node] = [
             policy.generate(size, grpo.group_size),
             *policy.rewards(size, parts=grpo.normalize_each_reward),
         ]
         if grpo.baseline == "greedy":
             nodes.append(
-                policy.generate(size, 1, name="greedy_gen", prefix="greedy_", greedy=True, record_support=False)
+                policy.generate(
+                    size, 1, name="greedy_gen", prefix="greedy_", greedy=True, record_support=False
+                )
             )
             nodes += policy.rewards(size, prefix="greedy_")
         waits = ("kept",) if grpo.dynamic_sampling else ()
         if grpo.dynamic_sampling:
             kept = HostFunction(
-                "filter", "dynamic_sampling", size, input_keys=("rewards",), output_keys=("kept",),
+                "filter",
+                "dynamic_sampling",
+                size,
+                input_keys=("rewards",),
+                output_keys=("kept",),
                 refill_rounds=grpo.dynamic_sampling_rounds,
-            )  # fmt: skip
+            )
             nodes.append(kept)
         if self._has_ref:
             nodes.append(policy.reference(waits))
@@ -178,7 +223,9 @@ class GRPOConfig(PolicyConfig):
         }
         clip = GRPOLoss(**loss).clip
         loss |= {"eps_clip": clip.low, "eps_clip_high": clip.high}
-        extra = (("ref_logprobs",) if self._has_ref else ()) + (("loss_mask",) if grpo.mask_truncated else ())
+        extra = (("ref_logprobs",) if self._has_ref else ()) + (
+            ("loss_mask",) if grpo.mask_truncated else ()
+        )
         keys = ("logprobs", "advantages", *extra)
         return [
             *nodes,
@@ -192,9 +239,17 @@ class GRPOConfig(PolicyConfig):
         grpo = self.grpo
         greedy = grpo.baseline == "greedy"
         same = (
-            "overlong_buffer", "overlong_penalty", "mask_truncated", "max_reward_clip", "reward_output_scaling",
-            "reward_output_bias", "missing_eos_penalty", "rescale_informative", "pass_k", "pass_reward",
-        )  # fmt: skip
+            "overlong_buffer",
+            "overlong_penalty",
+            "mask_truncated",
+            "max_reward_clip",
+            "reward_output_scaling",
+            "reward_output_bias",
+            "missing_eos_penalty",
+            "rescale_informative",
+            "pass_k",
+            "pass_reward",
+        )
         args: dict[str, Any] = {
             **{name: getattr(grpo, name) for name in same},
             "baseline": "given" if greedy else grpo.baseline,
@@ -209,42 +264,56 @@ class GRPOConfig(PolicyConfig):
         if grpo.normalize_each_reward:
             args["part_weights"] = policy.part_weights
             more.append("reward_parts")
-        baselines = (
-            {f"baseline_{key}": f"greedy_{key}" for key in ("rewards", "finished", "completion")} if greedy else {}
-        )
+        if greedy:
+            baselines = {
+                f"baseline_{key}": f"greedy_{key}" for key in ("rewards", "finished", "completion")
+            }
+        else:
+            baselines = {}
         return HostFunction(
-            name="advantages", function="group_advantages", batch_size=policy.batch,
+            name="advantages",
+            function="group_advantages",
+            batch_size=policy.batch,
             input_keys=("prompt", "completion", "rewards", "finished", *baselines, *more),
             optional_keys=() if grpo.mask_truncated else ("loss_mask",),
             output_keys=("advantages", *(("loss_mask",) if grpo.mask_truncated else ())),
-            input_key_remap=baselines, args=args,
-        )  # fmt: skip
+            input_key_remap=baselines,
+            args=args,
+        )
 
 
 def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
     """Options of one algorithm that do not go with each other."""
-    scaled = grpo.scale_rewards == "group" or (grpo.scale_rewards is None and grpo.loss_type != "dr_grpo")
+    scaled = grpo.scale_rewards == "group" or (
+        grpo.scale_rewards is None and grpo.loss_type != "dr_grpo"
+    )
     if grpo.group_size < 2 and (grpo.baseline in OF_GROUPS or scaled):
         raise ConfigError(
-            f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every advantage is 0; "
+            f"grpo.group_size={grpo.group_size}: a group of 1 is its own baseline and every "
+            f"advantage is 0; "
             "set it to 2 or more, or grpo.baseline=greedy or none with grpo.scale_rewards=none"
         )
     if grpo.gen.greedy:
         raise ConfigError(
-            "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group teaches anything"
+            "grpo.gen.greedy=true: greedy completions of one prompt are all the same, so no group "
+            "teaches anything"
         )
     if grpo.surrogate == "reinforce" and policy.updates > 1:
         raise ConfigError(
-            f"grpo.surrogate=reinforce: has no importance ratio, so it is for one optimizer step a batch, and this run makes "
-            f"{policy.updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these to 1, or surrogate=clip"
+            f"grpo.surrogate=reinforce: has no importance ratio, so it is for one optimizer step "
+            f"a batch, and this run makes "
+            f"{policy.updates} (grpo.ppo_n_minibatches, mini_batch_size, ppo_epochs); set these "
+            f"to 1, or surrogate=clip"
         )
     if grpo.pass_k is not None and grpo.pass_k > grpo.group_size:
         raise ConfigError(
-            f"grpo.pass_k={grpo.pass_k}: is more than grpo.group_size={grpo.group_size}; lower the first or raise the second"
+            f"grpo.pass_k={grpo.pass_k}: is more than grpo.group_size={grpo.group_size}; lower "
+            f"the first or raise the second"
         )
     if grpo.pass_k is not None and (grpo.normalize_each_reward or grpo.baseline == "greedy"):
         raise ConfigError(
-            "grpo.pass_k makes advantages of its own; leave out grpo.normalize_each_reward and grpo.baseline=greedy"
+            "grpo.pass_k makes advantages of its own; leave out grpo.normalize_each_reward and "
+            "grpo.baseline=greedy"
         )
     if grpo.normalize_each_reward:
         _check_parts(grpo, config)
@@ -253,12 +322,22 @@ def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
 def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
     """GDPO normalises the parts themselves, so what shapes their sum has no place."""
     if config.reward is None or config.reward_column is not None:
-        raise ConfigError("grpo.normalize_each_reward=true: needs reward functions in reward (and no reward_column)")
+        raise ConfigError(
+            "grpo.normalize_each_reward=true: needs reward functions in reward (and no "
+            "reward_column)"
+        )
     usual = GRPOOptions()
-    for name in ("max_reward_clip", "reward_output_scaling", "reward_output_bias", "baseline", "scale_rewards"):
+    for name in (
+        "max_reward_clip",
+        "reward_output_scaling",
+        "reward_output_bias",
+        "baseline",
+        "scale_rewards",
+    ):
         if getattr(grpo, name) != getattr(usual, name):
             raise ConfigError(
-                f"grpo.{name}={getattr(grpo, name)}: has no meaning with grpo.normalize_each_reward=true; leave it out"
+                f"grpo.{name}={getattr(grpo, name)}: has no meaning with "
+                f"grpo.normalize_each_reward=true; leave it out"
             )
 
 
@@ -268,6 +347,7 @@ def _notes(grpo: GRPOOptions) -> list[str]:
         return []
     rounds = grpo.dynamic_sampling_rounds
     return [
-        f"filter: prompts whose completions all have one reward are replaced by whole batches of others, {rounds} rounds of "
+        f"filter: prompts whose completions all have one reward are replaced by whole batches of "
+        f"others, {rounds} rounds of "
         "sampling per step at most; what is over then is not trained on"
     ]

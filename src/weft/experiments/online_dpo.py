@@ -1,10 +1,13 @@
-"""Online DPO: the actor samples completions, a reward says which are better, and the loss of DPO learns from these pairs.
+"""Online DPO: the actor samples completions, a reward says which are better, and the loss of DPO
+learns from these pairs.
 
-Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792. The paper samples two completions
-of a prompt and asks a language model which is better. Here rewards decide: those of a reward model, of reward functions (the
-verifier `judge` asks a language model), or of both, as for PPO and GRPO. TRL's OnlineDPOTrainer differs: its log-probs are at
-temperature 1 whatever the sampler's is (here actor and reference have the sampler's, as in PPO and GRPO), its `ipo` compares
-sums over tokens (here means, as in `dpo`), and of two equal rewards it calls the first better (here they make no pair).
+Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792. The
+paper samples two completions of a prompt and asks a language model which is better. Here rewards
+decide: those of a reward model, of reward functions (the verifier `judge` asks a language model),
+or of both, as for PPO and GRPO. TRL's OnlineDPOTrainer differs: its log-probs are at temperature 1
+whatever the sampler's is (here actor and reference have the sampler's, as in PPO and GRPO), its
+`ipo` compares sums over tokens (here means, as in `dpo`), and of two equal rewards it calls the
+first better (here they make no pair).
 """
 
 from __future__ import annotations
@@ -26,18 +29,27 @@ from weft.graph.mfc import HostFunction, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
-LOSS_OPTIONS = ("label_smoothing", "simpo_gamma", "discopop_tau", "rpo_alpha", "f_divergence", "f_alpha")
+LOSS_OPTIONS = (
+    "label_smoothing",
+    "simpo_gamma",
+    "discopop_tau",
+    "rpo_alpha",
+    "f_divergence",
+    "f_alpha",
+)
 SHAPE = ("max_reward_clip", "reward_output_scaling", "reward_output_bias", "missing_eos_penalty")
 # Why the losses of `dpo` that are no losses of one pair are not here.
 REFUSED = {
     **dict.fromkeys(
         LABELLED,
-        "learns from answers that are good or bad by themselves, and here a reward only says which of two is better; "
+        "learns from answers that are good or bad by themselves, and here a reward only says "
+        "which of two is better; "
         "bco_pair is bco's loss of a pair",
     ),
     **dict.fromkeys(
         TRANSPORTED,
-        "sorts the scores of a whole batch and needs every completion in one pair, and completions of equal reward are in "
+        "sorts the scores of a whole batch and needs every completion in one pair, and "
+        "completions of equal reward are in "
         "none; sigmoid is the usual loss",
     ),
 }
@@ -52,19 +64,27 @@ def _as_in_dpo(name: str) -> Any:
 @dataclass
 class OnlineDPOOptions(SamplingOptions):
     ppo_n_minibatches: int = option(
-        1, "optimizer steps per pass over a batch; the completions of a prompt stay together", at_least=1
+        1,
+        "optimizer steps per pass over a batch; the completions of a prompt stay together",
+        at_least=1,
     )
     samples_per_prompt: int = option(
-        2, "completions per prompt, which are compared with each other", at_least=2, at_most=MOST_SAMPLES
+        2,
+        "completions per prompt, which are compared with each other",
+        at_least=2,
+        at_most=MOST_SAMPLES,
     )
     pairs: str = option(
         "best_worst",
-        "the pairs of a prompt's completions: the best and the worst alone (best_worst), or every two (all); equal rewards "
+        "the pairs of a prompt's completions: the best and the worst alone (best_worst), or every "
+        "two (all); equal rewards "
         "make no pair",
         choices=("best_worst", "all"),
     )
     loss_type: str = option(
-        "sigmoid", "which loss of pairs, as dpo.loss_type; simpo and orpo have no reference model", choices=tuple(KINDS)
+        "sigmoid",
+        "which loss of pairs, as dpo.loss_type; simpo and orpo have no reference model",
+        choices=tuple(KINDS),
     )
     beta: float | None = _as_in_dpo("beta")
     label_smoothing: float = _as_in_dpo("label_smoothing")
@@ -81,7 +101,11 @@ class OnlineDPOOptions(SamplingOptions):
     def loss_args(self) -> dict[str, Any]:
         """The arguments of the loss `dpo`. Raises `ConfigError` where they do not go together."""
         beta = default_beta(self.loss_type) if self.beta is None else self.beta
-        args = {"loss_type": self.loss_type, "beta": beta, **{name: getattr(self, name) for name in LOSS_OPTIONS}}
+        args = {
+            "loss_type": self.loss_type,
+            "beta": beta,
+            **{name: getattr(self, name) for name in LOSS_OPTIONS},
+        }
         try:
             dpo_loss(**args)
         except ConfigError as error:
@@ -92,7 +116,9 @@ class OnlineDPOOptions(SamplingOptions):
 @register_quickstart("online_dpo")
 @dataclass
 class OnlineDPOConfig(SamplingConfig):
-    """DPO on pairs that the actor samples itself and a reward ranks: a reward model, reward functions, or both."""
+    """DPO on pairs that the actor samples itself and a reward ranks: a reward model, reward
+    functions, or both.
+    """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*SamplingConfig.host_nodes, "preferences")
     algorithm: ClassVar[str] = "online_dpo"
@@ -114,8 +140,10 @@ class OnlineDPOConfig(SamplingConfig):
     online_dpo: OnlineDPOOptions = option(OnlineDPOOptions(), "the algorithm")
 
     def build(self) -> Experiment:
-        """The graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`; without `ref_inf` where the loss needs no
-        reference. Raises `UserError` with the option, its value and the rule."""
+        """The graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`; without
+        `ref_inf` where the loss needs no reference. Raises `UserError` with the option, its value
+        and the rule.
+        """
         options = self.online_dpo
         policy = Policy.of(self, options, "online_dpo", options.samples_per_prompt)
         _check(options, policy)
@@ -128,12 +156,16 @@ class OnlineDPOConfig(SamplingConfig):
         return self.online_dpo.loss_type not in REFERENCE_FREE
 
     def _nodes(self, policy: Policy) -> list[Node]:
-        options, size = self.online_dpo, policy.batch
+        options = self.online_dpo
+        size = policy.batch
         preferences = HostFunction(
-            name="preferences", function="preferences_by_reward", batch_size=size,
-            input_keys=("completion", "rewards", "finished"), output_keys=("rank", "comparison"),
+            name="preferences",
+            function="preferences_by_reward",
+            batch_size=size,
+            input_keys=("completion", "rewards", "finished"),
+            output_keys=("rank", "comparison"),
             args={name: getattr(options, name) for name in ("pairs", *SHAPE)},
-        )  # fmt: skip
+        )
         references = [policy.reference()] if self._has_ref else []
         keys = ("rank", "comparison", *(("ref_logprobs",) if self._has_ref else ()))
         return [
@@ -149,23 +181,28 @@ def _check(options: OnlineDPOOptions, policy: Policy) -> None:
     """Options that do not go with each other."""
     if options.gen.greedy:
         raise ConfigError(
-            "online_dpo.gen.greedy=true: greedy completions of one prompt are all the same, so none is better than another; "
+            "online_dpo.gen.greedy=true: greedy completions of one prompt are all the same, so "
+            "none is better than another; "
             "leave it out"
         )
     if options.loss_type in REFERENCE_FREE and options.ref_ema_eta:
         raise ConfigError(
-            f"online_dpo.ref_ema_eta moves a reference, and online_dpo.loss_type={options.loss_type} has none; leave the first "
+            f"online_dpo.ref_ema_eta moves a reference, and "
+            f"online_dpo.loss_type={options.loss_type} has none; leave the first "
             "out or choose another loss"
         )
-    size, samples = options.mini_batch_size, options.samples_per_prompt
+    size = options.mini_batch_size
+    samples = options.samples_per_prompt
     together = "the completions of a prompt are compared with each other and stay in one minibatch"
     if size is not None and size % samples:
         raise ConfigError(
-            f"online_dpo.mini_batch_size={size}: must be a multiple of online_dpo.samples_per_prompt={samples}; {together}"
+            f"online_dpo.mini_batch_size={size}: must be a multiple of "
+            f"online_dpo.samples_per_prompt={samples}; {together}"
         )
     if size is None and policy.batch % options.ppo_n_minibatches:
         raise ConfigError(
-            f"online_dpo.ppo_n_minibatches={options.ppo_n_minibatches}: must divide the {policy.batch} prompts of a step "
+            f"online_dpo.ppo_n_minibatches={options.ppo_n_minibatches}: must divide the "
+            f"{policy.batch} prompts of a step "
             f"(dataset.train_bs_n_seqs); {together}"
         )
 
@@ -174,5 +211,7 @@ def _note(options: OnlineDPOOptions) -> str:
     """What pairs are made, for the plan that is printed before the run."""
     count = options.samples_per_prompt
     if options.pairs == "all":
-        return f"preferences: {count * (count - 1) // 2} pairs a prompt, less those of equal rewards"
+        return (
+            f"preferences: {count * (count - 1) // 2} pairs a prompt, less those of equal rewards"
+        )
     return f"preferences: one pair a prompt, the best and the worst of its {count} completions, if their rewards differ"

@@ -1,4 +1,6 @@
-"""PPO: sample, reward, score with reference and critic, estimate advantages, train actor and critic."""
+"""PPO: sample, reward, score with reference and critic, estimate advantages, train actor and
+critic.
+"""
 
 from __future__ import annotations
 
@@ -17,49 +19,73 @@ from weft.registry import register_quickstart
 
 @dataclass
 class PPOOptions(PolicyOptions):
-    eps_clip: float = option(0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip")
+    eps_clip: float = option(
+        0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
+    )
     eps_clip_high: float | None = option(None, "above 1 + eps_clip_high instead (clip-higher)")
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
     max_reward_clip: float | None = option(
         20.0, "clip rewards to +- this, after scaling and bias; null: no bound", at_least=0.0
     )
     kl_ctl: float = option(
-        0.05, "weight of the KL penalty in the reward; 0: no penalty and no reference model", at_least=0.0
+        0.05,
+        "weight of the KL penalty in the reward; 0: no penalty and no reference model",
+        at_least=0.0,
     )
-    kl_estimator: str = option("k1", "estimator of the KL in the reward", choices=("k1", "k2", "k3"))
+    kl_estimator: str = option(
+        "k1", "estimator of the KL in the reward", choices=("k1", "k2", "k3")
+    )
     use_adaptive_kl_ctl: bool = option(
         False, "adapt kl_ctl so that the KL of a completion approaches adaptive_kl_target"
     )
-    adaptive_kl_target: float = option(6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0)
-    adaptive_kl_horizon: float = option(10_000.0, "how slowly the adaptive kl_ctl moves, in completions", at_least=1.0)
+    adaptive_kl_target: float = option(
+        6.0, "target of the adaptive kl_ctl, in nats per completion", at_least=0.0
+    )
+    adaptive_kl_horizon: float = option(
+        10_000.0, "how slowly the adaptive kl_ctl moves, in completions", at_least=1.0
+    )
     discount: float = option(1.0, "discount per token (gamma)", at_least=0.0, at_most=1.0)
-    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0)
+    gae_lambda: float = option(
+        0.95, "lambda of generalised advantage estimation", at_least=0.0, at_most=1.0
+    )
     adv_norm: bool = option(True, "whiten advantages over the whole batch")
-    value_eps_clip: float | None = option(0.2, "a new value may differ this much from the old one; null for no bound")
-    value_norm: bool = option(True, "let the critic predict returns in units of their running mean and deviation")
+    value_eps_clip: float | None = option(
+        0.2, "a new value may differ this much from the old one; null for no bound"
+    )
+    value_norm: bool = option(
+        True, "let the critic predict returns in units of their running mean and deviation"
+    )
     value_norm_type: str = option(
         "exp", "running average (exp) or mean over everything seen (ma)", choices=("exp", "ma")
     )
-    value_norm_beta: float = option(0.99995, "decay of the running average", at_least=0.0, at_most=1.0)
+    value_norm_beta: float = option(
+        0.99995, "decay of the running average", at_least=0.0, at_most=1.0
+    )
     value_norm_eps: float = option(1e-5, "smallest variance of returns to divide by", at_least=0.0)
     truncated: str = option(
         "score",
-        "what a completion that hit the length limit gets: its reward (score), or no reward but the critic's value of what "
+        "what a completion that hit the length limit gets: its reward (score), or no reward but "
+        "the critic's value of what "
         "would follow (bootstrap)",
         choices=("score", "bootstrap"),
     )
     critic_init: str | None = option(
         None,
-        "what the critic starts as if critic.path is absent: rew (the default if it reads the actor's tokens) or actor",
+        "what the critic starts as if critic.path is absent: rew (the default if it reads the "
+        "actor's tokens) or actor",
         choices=("rew", "actor"),
     )
-    critic_warmup_epochs: int = option(0, "epochs at the start that train only the critic", at_least=0)
+    critic_warmup_epochs: int = option(
+        0, "epochs at the start that train only the critic", at_least=0
+    )
 
 
 @register_quickstart("ppo")
 @dataclass
 class PPOConfig(PolicyConfig):
-    """Proximal policy optimization with a critic, a KL to the reference in the reward, and any kind of reward."""
+    """Proximal policy optimization with a critic, a KL to the reference in the reward, and any kind
+    of reward.
+    """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("actor", "critic")
     algorithm: ClassVar[str] = "ppo"
@@ -92,7 +118,9 @@ class PPOConfig(PolicyConfig):
     def build(self) -> Experiment:
         """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
         policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
-        assert isinstance(policy.config, PPOConfig), "it is this configuration, with its models found"
+        assert isinstance(policy.config, PPOConfig), (
+            "it is this configuration, with its models found"
+        )
         critic, begins_as = policy.critic(policy.config.critic, self.ppo.critic_init)
         others, copied = policy.roles(reference_by=None if self._has_ref else "ppo.kl_ctl=0")
         actor = others.pop("actor")
@@ -105,14 +133,25 @@ class PPOConfig(PolicyConfig):
         return self.ppo.kl_ctl > 0
 
     def _nodes(self, policy: Policy) -> list[Node]:
-        ppo, size = self.ppo, policy.batch
-        actor_loss = policy.train("actor_train", "actor", "ppo_actor", ppo.clip_args(), ("logprobs", "advantages"))
+        ppo = self.ppo
+        size = policy.batch
+        actor_loss = policy.train(
+            "actor_train", "actor", "ppo_actor", ppo.clip_args(), ("logprobs", "advantages")
+        )
         critic_args = {"value_eps_clip": ppo.value_eps_clip}
-        critic_loss = policy.train("critic_train", "critic", "ppo_critic", critic_args, ("values", "returns"))
+        critic_loss = policy.train(
+            "critic_train", "critic", "ppo_critic", critic_args, ("values", "returns")
+        )
         critic_inf = MFCDef(
-            name="critic_inf", role="critic", interface="infer", method="inference", batch_size=size,
-            input_keys=("prompt", "completion"), output_keys=("values",), args={"outputs": ["values"]},
-        )  # fmt: skip
+            name="critic_inf",
+            role="critic",
+            interface="infer",
+            method="inference",
+            batch_size=size,
+            input_keys=("prompt", "completion"),
+            output_keys=("values",),
+            args={"outputs": ["values"]},
+        )
         references = [policy.reference()] if self._has_ref else []
         return [
             policy.generate(size, ppo.samples_per_prompt),
@@ -127,16 +166,35 @@ class PPOConfig(PolicyConfig):
         ]
 
     def _advantages(self, policy: Policy) -> HostFunction:
-        ppo, size = self.ppo, policy.batch
+        ppo = self.ppo
+        size = policy.batch
         same = (
-            "kl_ctl", "kl_estimator", "discount", "gae_lambda", "adv_norm", "value_norm", "value_norm_type",
-            "value_norm_beta", "value_norm_eps", "max_reward_clip", "reward_output_scaling", "reward_output_bias",
-            "missing_eos_penalty", "truncated", "use_adaptive_kl_ctl", "adaptive_kl_target", "adaptive_kl_horizon",
-        )  # fmt: skip
+            "kl_ctl",
+            "kl_estimator",
+            "discount",
+            "gae_lambda",
+            "adv_norm",
+            "value_norm",
+            "value_norm_type",
+            "value_norm_beta",
+            "value_norm_eps",
+            "max_reward_clip",
+            "reward_output_scaling",
+            "reward_output_bias",
+            "missing_eos_penalty",
+            "truncated",
+            "use_adaptive_kl_ctl",
+            "adaptive_kl_target",
+            "adaptive_kl_horizon",
+        )
         args: dict[str, Any] = {name: getattr(ppo, name) for name in same}
         more = (*(("ref_logprobs",) if self._has_ref else ()), *policy.by_token)
         return HostFunction(
-            name="advantages", function="gae_advantages", batch_size=size,
+            name="advantages",
+            function="gae_advantages",
+            batch_size=size,
             input_keys=("prompt", "completion", "logprobs", "rewards", "values", "finished", *more),
-            optional_keys=("loss_mask",), output_keys=("advantages", "returns"), args=args,
-        )  # fmt: skip
+            optional_keys=("loss_mask",),
+            output_keys=("advantages", "returns"),
+            args=args,
+        )

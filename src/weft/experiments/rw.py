@@ -8,7 +8,15 @@ from typing import ClassVar
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
+from weft.experiments._assemble import (
+    Plan,
+    assemble,
+    batch_size,
+    batches,
+    check,
+    evaluating,
+    type_of,
+)
 from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
@@ -19,13 +27,18 @@ from weft.registry import register_quickstart
 
 @dataclass
 class RWOptions:
-    score_l2: float = option(0.0, "weight of the squared scores, which keeps them small", at_least=0.0)
+    score_l2: float = option(
+        0.0, "weight of the squared scores, which keeps them small", at_least=0.0
+    )
     center: float = option(
-        0.0, "weight of the squared sum of a pair's scores, which keeps their mean at 0", at_least=0.0
+        0.0,
+        "weight of the squared sum of a pair's scores, which keeps their mean at 0",
+        at_least=0.0,
     )
     loss_type: str = option(
         "ranking",
-        "ranking: every ranking weighs the same, however many replies it orders; classification: every pair does",
+        "ranking: every ranking weighs the same, however many replies it orders; classification: "
+        "every pair does",
         choices=("ranking", "classification"),
     )
 
@@ -33,34 +46,52 @@ class RWOptions:
 @register_quickstart("rw")
 @dataclass
 class RWConfig(RunConfig):
-    """A reward model from pairs (paired_comparison, preference) or rankings of any length (ranking)."""
+    """A reward model from pairs (paired_comparison, preference) or rankings of any length
+    (ranking).
+    """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("model",)
     algorithm: ClassVar[str] = "rw"
 
-    model: ModelSpec = option(ModelSpec(), "the model that is trained; model.pooling says where its score is read")
-    dataset: DatasetSpec = option(DatasetSpec(), "rows of the form paired_comparison, preference or ranking")
+    model: ModelSpec = option(
+        ModelSpec(), "the model that is trained; model.pooling says where its score is read"
+    )
+    dataset: DatasetSpec = option(
+        DatasetSpec(), "rows of the form paired_comparison, preference or ranking"
+    )
     rw: RWOptions = option(RWOptions(), "the loss")
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
+        """The graph is the node `train` alone.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
         config = check(self)
         dataset = with_answers(config, batches(config.dataset))
         train = MFCDef(
-            name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
-            input_keys=("prompt", "completion", "rank"), optional_keys=("comparison", "margin"),
+            name="train",
+            role="model",
+            interface="train",
+            method="train_step",
+            batch_size=batch_size(dataset),
+            input_keys=("prompt", "completion", "rank"),
+            optional_keys=("comparison", "margin"),
             args={
                 "loss": "rw",
                 "loss_args": {
-                    "score_l2": config.rw.score_l2, "center": config.rw.center, "loss_type": config.rw.loss_type,
+                    "score_l2": config.rw.score_l2,
+                    "center": config.rw.center,
+                    "loss_type": config.rw.loss_type,
                 },
             },
-        )  # fmt: skip
+        )
         return assemble(
             config,
             Plan(
-                roles={"model": with_lr(config.model.with_head("score", trained=True), LEARNING_RATE)},
+                roles={
+                    "model": with_lr(config.model.with_head("score", trained=True), LEARNING_RATE)
+                },
                 nodes=[train],
                 dataset=dataset,
                 dataset_type=type_of(dataset, "paired_comparison"),

@@ -8,7 +8,15 @@ from typing import ClassVar
 from weft.data.spec import DatasetSpec
 from weft.engine.spec import LEARNING_RATE, ModelSpec
 from weft.experiment import Experiment
-from weft.experiments._assemble import Plan, assemble, batch_size, batches, check, evaluating, type_of
+from weft.experiments._assemble import (
+    Plan,
+    assemble,
+    batch_size,
+    batches,
+    check,
+    evaluating,
+    type_of,
+)
 from weft.experiments._lengths import with_answers
 from weft.experiments._roles import with_lr
 from weft.experiments.common import MFCOptions, RunConfig
@@ -20,14 +28,18 @@ from weft.registry import register_quickstart
 @dataclass
 class SFTOptions:
     average: str = option(
-        "token", "what weighs the same in the loss: every trained token, or every answer", choices=("token", "sequence")
+        "token",
+        "what weighs the same in the loss: every trained token, or every answer",
+        choices=("token", "sequence"),
     )
     loss_type: str = option(
         "cross_entropy",
         "cross_entropy, or poly: cross-entropy plus poly_eps times 1 less the token's probability",
         choices=("cross_entropy", "poly"),
     )
-    poly_eps: float = option(1.0, "weight of that addition; used only with loss_type=poly", at_least=0.0)
+    poly_eps: float = option(
+        1.0, "weight of that addition; used only with loss_type=poly", at_least=0.0
+    )
 
 
 @register_quickstart("sft")
@@ -44,14 +56,22 @@ class SFTConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """The graph is the node `train` alone. Raises `UserError` with the option, its value and the rule."""
+        """The graph is the node `train` alone.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
         config = check(self)
         dataset = with_answers(config, batches(config.dataset))
         train = MFCDef(
-            name="train", role="model", interface="train", method="train_step", batch_size=batch_size(dataset),
-            input_keys=("prompt", "completion"), optional_keys=("loss_mask",),
+            name="train",
+            role="model",
+            interface="train",
+            method="train_step",
+            batch_size=batch_size(dataset),
+            input_keys=("prompt", "completion"),
+            optional_keys=("loss_mask",),
             args={"loss": "sft", "loss_args": asdict(config.sft)},
-        )  # fmt: skip
+        )
         return assemble(
             config,
             Plan(

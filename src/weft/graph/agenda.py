@@ -1,9 +1,12 @@
-"""Firings that are decided and have not begun: which of them may. Pure; clocks and threads are the caller's.
+"""Firings that are decided and have not begun: which of them may.
 
-What runs, on which ids and in which order is decided by `ready`, ahead of the work. A firing begins the moment that what it
-reads is there. Calls begin in the order they were decided in, so that a group is asked for the same things in the same order
-whatever finishes first; where a call may run on old weights (`max_staleness`) that holds for the calls of each role, and where
-such calls have a copy of the weights to themselves, for these calls and for the others of their role.
+Pure; clocks and threads are the caller's.
+
+What runs, on which ids and in which order is decided by `ready`, ahead of the work. A firing begins
+the moment that what it reads is there. Calls begin in the order they were decided in, so that a
+group is asked for the same things in the same order whatever finishes first; where a call may run
+on old weights (`max_staleness`) that holds for the calls of each role, and where such calls have a
+copy of the weights to themselves, for these calls and for the others of their role.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ from weft.graph.ready import Buffer, Firing
 
 @dataclass(frozen=True)
 class Beginning:
-    """A firing that may begin. `version`: a call with a lane of its own uses the weights of after so many firings of its
-    training node, whatever that has made since; an interruptible one those or newer ones. `keeps`: it trains, and calls that
-    wait are to use the weights that it finds."""
+    """A firing that may begin.
+
+    `version`: a call with a lane of its own uses the weights of after so many firings of its
+    training node, whatever that has made since; an interruptible one those or newer ones. `keeps`:
+    it trains, and calls that wait are to use the weights that it finds.
+    """
 
     firing: Firing
     version: int | None = None
@@ -37,11 +43,17 @@ class _Decided:
 
 
 class Agenda:
-    """`over[node]` counts the firings of a node that are over, with the syncs that follow them; the caller counts. `lanes` are
-    those of calls that need not begin in one order with the others of their role (`weft.runtime.lanes`)."""
+    """`over[node]` counts the firings of a node that are over, with the syncs that follow them; the
+    caller counts. `lanes` are those of calls that need not begin in one order with the others of
+    their role (`weft.runtime.lanes`).
+    """
 
-    def __init__(self, graph: DataflowGraph, over: Mapping[str, int], lanes: Mapping[str, str] | None = None) -> None:
-        self._graph, self._over, self._lanes = graph, over, lanes or {}
+    def __init__(
+        self, graph: DataflowGraph, over: Mapping[str, int], lanes: Mapping[str, str] | None = None
+    ) -> None:
+        self._graph = graph
+        self._over = over
+        self._lanes = lanes or {}
         self._by_role = any(edge.max_staleness for edge in graph.version_edges)
         self._waiting: list[_Decided] = []
 
@@ -49,8 +61,11 @@ class Agenda:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: Buffer) -> None:
-        """A firing that `buffer.start` was told of. It begins after the ones before it of the same node, after what made its
-        keys, and after the training that its role's weights come from."""
+        """A firing that `buffer.start` was told of.
+
+        It begins after the ones before it of the same node, after what made its keys, and after the
+        training that its role's weights come from.
+        """
         node = self._graph.node(firing.node)
         after = {firing.node: firing.step}
         for producer in self._graph.producers(firing.node):
@@ -59,12 +74,19 @@ class Agenda:
             )
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
-        lane = (node.role if self._by_role else "") if isinstance(node, MFCDef) else None
+        if isinstance(node, MFCDef):
+            if self._by_role:
+                lane = node.role
+            else:
+                lane = ""
+        else:
+            lane = None
         version: int | None = None
         wants: tuple[str, int] | None = None
         if isinstance(node, MFCDef) and node.name in self._lanes:
             (edge,) = self._graph.waits_for(node.name)
-            lane, version = self._lanes[node.name], after[edge.producer]
+            lane = self._lanes[node.name]
+            version = after[edge.producer]
             wants = None if node.interruptible else (edge.producer, version)
         self._waiting.append(_Decided(firing, after, lane, version, wants))
 
@@ -74,7 +96,9 @@ class Agenda:
         left: list[_Decided] = []
         held = set[str]()
         for each in self._waiting:
-            if each.lane not in held and all(self._over.get(node, 0) >= count for node, count in each.after.items()):
+            if each.lane not in held and all(
+                self._over.get(node, 0) >= count for node, count in each.after.items()
+            ):
                 begin.append(each)
                 continue
             left.append(each)
@@ -82,4 +106,7 @@ class Agenda:
                 held.add(each.lane)
         self._waiting = left
         wanted = {each.wants for each in left}
-        return [Beginning(each.firing, each.version, (each.firing.node, each.firing.step) in wanted) for each in begin]
+        return [
+            Beginning(each.firing, each.version, (each.firing.node, each.firing.step) in wanted)
+            for each in begin
+        ]

@@ -1,4 +1,6 @@
-"""What is known of ids, kept once for all ids that come together: bookkeeping costs as much as there are blocks of them."""
+"""What is known of ids, kept once for all ids that come together: bookkeeping costs as much as
+there are blocks of them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ class Block(Generic[T]):
 
 
 class Blocks(Generic[T]):
-    """Every id in one block. `new` makes what is known of ids at first, `copy` what is known of those that go their own way."""
+    """Every id in one block.
+
+    `new` makes what is known of ids at first, `copy` what is known of those that go their own way.
+    """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
-        self._new, self._copy = new, copy
+        self._new = new
+        self._copy = copy
         self._of: dict[str, Block[T]] = {}
         self._all: dict[Block[T], None] = {}
 
@@ -51,13 +57,21 @@ class Blocks(Generic[T]):
         if len(blocks) == 1:
             return [id for block in blocks for id in block.ids]
         held = set(blocks)
-        return [id for id, block in self._of.items() if block in held] if held else []
+        if held:
+            return [id for id, block in self._of.items() if block in held]
+        return []
 
     def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
-        """The blocks that hold these ids, each with those that it holds, in their order; under None those that none holds."""
-        get, parts = self._of.get, dict[Block[T] | None, list[str]]()
+        """The blocks that hold these ids, each with those that it holds, in their order; under None
+        those that none holds.
+        """
+        get = self._of.get
+        parts = dict[Block[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
-        together = self._of.keys().isdisjoint(ids) if first is None else first.ids.keys() >= set(ids)
+        if first is None:
+            together = self._of.keys().isdisjoint(ids)
+        else:
+            together = first.ids.keys() >= set(ids)
         if ids and together:
             return {first: list(ids)}
         for id in ids:
@@ -75,7 +89,9 @@ class Blocks(Generic[T]):
             if block is not None and len(chosen) == len(block.ids):
                 found.append(block.known)
                 continue
-            own = Block(dict.fromkeys(chosen), self._new() if block is None else self._copy(block.known))
+            own = Block(
+                dict.fromkeys(chosen), self._new() if block is None else self._copy(block.known)
+            )
             self._all[own] = None
             self._of.update(dict.fromkeys(chosen, own))
             if block is not None:
@@ -85,7 +101,10 @@ class Blocks(Generic[T]):
         return found
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
-        """Forget these ids. What was known of them, which they are, and whether no other id is left of which it is."""
+        """Forget these ids.
+
+        What was known of them, which they are, and whether no other id is left of which it is.
+        """
         for block, chosen in self.parts([id for id in ids if id in self._of]).items():
             assert block is not None
             for id in chosen:

@@ -1,7 +1,9 @@
-"""A dataflow graph as one SVG: calls coloured by role, host functions as hexagons, keys on the edges. Pure text, no graphviz.
+"""A dataflow graph as one SVG: calls coloured by role, host functions as hexagons, keys on the
+edges. Pure text, no graphviz.
 
-Solid lines carry keys; pale ones carry keys to a node that also hangs on the same source over others (their keys show on
-hover). Dashed lines say who waits for whose new weights, dotted ones where parameters are moved between roles.
+Solid lines carry keys; pale ones carry keys to a node that also hangs on the same source over
+others (their keys show on hover). Dashed lines say who waits for whose new weights, dotted ones
+where parameters are moved between roles.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ from weft.graph.layers import Pair, Placed, implied, place
 from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.observe.palette import DARK, GREY, Hue, role_hues
 
-WIDTH, HEIGHT = 156, 54  # of a node
-GAP_X, GAP_Y = 34, 62  # between nodes
+WIDTH = 156
+HEIGHT = 54  # of a node
+GAP_X = 34
+GAP_Y = 62  # between nodes
 BEND = 44  # room of an edge that passes a layer
-MARGIN, LANE = 22, 22
+MARGIN = 22
+LANE = 22
 LABEL_LENGTH = 26
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 Point = tuple[float, float]
@@ -48,7 +53,9 @@ class _Drawing:
         fed = any(source == DATASET for source, _ in self._edges)
         self._names = [*([DATASET] if fed else []), *graph.order]
         self._pale = implied(self._names, self._edges)
-        self._placed: Placed = place(self._names, list(self._edges), self._pale, WIDTH + GAP_X, BEND)
+        self._placed: Placed = place(
+            self._names, list(self._edges), self._pale, WIDTH + GAP_X, BEND
+        )
         self._hues = role_hues(node.role for node in graph.nodes if isinstance(node, MFCDef))
         self._lanes = list(_lanes(graph))
         right = max(x for x in self._placed.x.values()) + WIDTH / 2
@@ -57,7 +64,8 @@ class _Drawing:
         left = min([left, *(x for bends in self._placed.bends.values() for x, _ in bends)])
         self._span = (left, right)
         self._sides = self._choose_sides()
-        on_left, on_right = self._sides.count(-1), self._sides.count(1)
+        on_left = self._sides.count(-1)
+        on_right = self._sides.count(1)
         self._shift = MARGIN - left + (LANE * on_left + 14 if on_left else 0)
         self._width = self._shift + right + MARGIN + (LANE * on_right + 14 if on_right else 0)
 
@@ -74,7 +82,10 @@ class _Drawing:
             f"<style>{self._style()}</style>",
             MARKERS,
             f'<rect class="ground" x="{-shift:g}" width="{width:g}" height="{height:g}"/>',
-            *(self._edge(pair) for pair in sorted(self._edges, key=lambda pair: pair not in self._pale)),
+            *(
+                self._edge(pair)
+                for pair in sorted(self._edges, key=lambda pair: pair not in self._pale)
+            ),
             *(self._lane(index, lane) for index, lane in enumerate(self._lanes)),
             *(self._label(pair) for pair in self._edges if pair not in self._pale),
             *(self._node(name) for name in self._names),
@@ -95,12 +106,17 @@ class _Drawing:
         return self._y(self._placed.layer[name])
 
     def _ends(self, pair: Pair) -> tuple[Point, Point]:
-        """Where an edge leaves its source and meets its target; edges of one node stand side by side, in the order they go."""
+        """Where an edge leaves its source and meets its target; edges of one node stand side by
+        side, in the order they go.
+        """
         source, target = pair
         outs = sorted({self._toward(p, 0) for p in self._edges if p[0] == source})
         ins = sorted((p for p in self._edges if p[1] == target), key=lambda p: self._toward(p, -1))
         return (
-            (self._x(source) + _fan(outs.index(self._toward(pair, 0)), len(outs)), self._top(source) + HEIGHT),
+            (
+                self._x(source) + _fan(outs.index(self._toward(pair, 0)), len(outs)),
+                self._top(source) + HEIGHT,
+            ),
             (self._x(target) + _fan(ins.index(pair), len(ins)), self._top(target) - 1),
         )
 
@@ -112,16 +128,25 @@ class _Drawing:
         start, end = self._ends(pair)
         points = [start]
         for x, layer in self._placed.bends[pair]:
-            points += [(x + self._shift, self._y(layer)), (x + self._shift, self._y(layer) + HEIGHT)]
+            points += [
+                (x + self._shift, self._y(layer)),
+                (x + self._shift, self._y(layer) + HEIGHT),
+            ]
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """-1 left, 1 right for each lane: the side that its two ends are nearer to; turn about where both are as near."""
+        """-1 left, 1 right for each lane: the side that its two ends are nearer to; turn about
+        where both are as near.
+        """
         sides: list[int] = []
         for lane in self._lanes:
-            middle = (self._placed.x[lane.source] + self._placed.x[lane.target] - sum(self._span)) / 2
+            middle = (
+                self._placed.x[lane.source] + self._placed.x[lane.target] - sum(self._span)
+            ) / 2
             sides.append(
-                (1 if middle > 1 else -1) if abs(middle) > 1 else (1 if sides.count(1) <= sides.count(-1) else -1)
+                (1 if middle > 1 else -1)
+                if abs(middle) > 1
+                else (1 if sides.count(1) <= sides.count(-1) else -1)
             )
         return sides
 
@@ -142,9 +167,16 @@ class _Drawing:
         fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._pale)
         near_target = fan_out >= fan_in
         (x0, y0), (x1, y1) = (points[-2], points[-1]) if near_target else (points[0], points[1])
-        share = (0.66 if near_target else 0.34) if max(fan_in, fan_out) > 1 else 0.5
+        if max(fan_in, fan_out) > 1:
+            if near_target:
+                share = 0.66
+            else:
+                share = 0.34
+        else:
+            share = 0.5
         eased = share * share * (3 - 2 * share)  # how far a smooth line has gone sideways
-        x, y = x0 + (x1 - x0) * eased, y0 + (y1 - y0) * share + 4
+        x = x0 + (x1 - x0) * eased
+        y = y0 + (y1 - y0) * share + 4
         keys = self._edges[pair].keys
         return (
             f'<text class="keys" x="{x:.1f}" y="{y:.1f}">{escape(shortened(keys))}'
@@ -157,13 +189,18 @@ class _Drawing:
         edge = self._span[0 if side < 0 else 1] + self._shift
         x = edge + side * (LANE * nth - 2)
         start = (self._x(lane.source) + side * WIDTH / 2, self._top(lane.source) + HEIGHT * 0.62)
-        end = (self._x(lane.target) + side * (WIDTH / 2 + 1), self._top(lane.target) + HEIGHT * 0.38)
+        end = (
+            self._x(lane.target) + side * (WIDTH / 2 + 1),
+            self._top(lane.target) + HEIGHT * 0.38,
+        )
         up = -1 if end[1] < start[1] else 1
         curve = 14.0
         near = x - side * curve
         path = (
-            f"M{start[0]:.1f} {start[1]:.1f} H{near:.1f} Q{x:.1f} {start[1]:.1f} {x:.1f} {start[1] + up * curve:.1f} "
-            f"V{end[1] - up * curve:.1f} Q{x:.1f} {end[1]:.1f} {near:.1f} {end[1]:.1f} H{end[0]:.1f}"
+            f"M{start[0]:.1f} {start[1]:.1f} H{near:.1f} Q{x:.1f} {start[1]:.1f} {x:.1f} "
+            f"{start[1] + up * curve:.1f} "
+            f"V{end[1] - up * curve:.1f} Q{x:.1f} {end[1]:.1f} {near:.1f} {end[1]:.1f} "
+            f"H{end[0]:.1f}"
         )
         hue = f"role-{self._role_index(lane.source)}"
         return (
@@ -174,15 +211,21 @@ class _Drawing:
     # -- nodes
 
     def _node(self, name: str) -> str:
-        x, y = self._x(name), self._top(name)
+        x = self._x(name)
+        y = self._top(name)
         node = self._nodes.get(name)
         if node is None:
-            shape, kind, second = _cylinder(x, y), "data", "rows"
+            shape = _cylinder(x, y)
+            kind = "data"
+            second = "rows"
         elif isinstance(node, HostFunction):
-            shape, kind, second = _hexagon(x, y), "host", "host function"
+            shape = _hexagon(x, y)
+            kind = "host"
+            second = "host function"
         else:
             box = f'x="{x - WIDTH / 2:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="10"'
-            shape, kind = f"<rect {box}/>", f"role-{self._role_index(name)}"
+            shape = f"<rect {box}/>"
+            kind = f"role-{self._role_index(name)}"
             second = f"{node.role} · {node.method.replace('_', ' ')}"
         drop = 5 if node is None else 0  # below the lid
         return (
@@ -199,8 +242,16 @@ class _Drawing:
         """What the kinds of lines mean, those that are drawn."""
         kinds = [("edge", "keys")] if self._edges else []
         kinds += [("edge pale", "keys read later")] if self._pale else []
-        kinds += [("lane version ink", "new weights")] if any(lane.style == "version" for lane in self._lanes) else []
-        kinds += [("lane sync ink", "parameter sync")] if any(lane.style == "sync" for lane in self._lanes) else []
+        kinds += (
+            [("lane version ink", "new weights")]
+            if any(lane.style == "version" for lane in self._lanes)
+            else []
+        )
+        kinds += (
+            [("lane sync ink", "parameter sync")]
+            if any(lane.style == "sync" for lane in self._lanes)
+            else []
+        )
         if len(kinds) < 2:
             return
         widths = [40 + 6.1 * len(label) for _, label in kinds]
@@ -218,18 +269,20 @@ def describe(node: Node | None) -> str:
     """One node in words: what it reads and makes."""
     if node is None:
         return "dataset: the rows"
-    what = (
-        f"host function {node.function}"
-        if isinstance(node, HostFunction)
-        else f"{node.role}, {node.interface}.{node.method}"
-    )
+    if isinstance(node, HostFunction):
+        what = f"host function {node.function}"
+    else:
+        what = f"{node.role}, {node.interface}.{node.method}"
     return f"{node.name}: {what}; reads {', '.join(node.inputs) or 'nothing'}; makes {', '.join(node.outputs) or 'no keys'}"
 
 
 def shortened(keys: Sequence[str]) -> str:
     """Keys that fit on an edge: `prompt, completion +3`."""
     shown = list(keys)
-    while len(shown) > 1 and len(", ".join(shown)) + (4 if len(shown) < len(keys) else 0) > LABEL_LENGTH:
+    while (
+        len(shown) > 1
+        and len(", ".join(shown)) + (4 if len(shown) < len(keys) else 0) > LABEL_LENGTH
+    ):
         shown.pop()
     more = len(keys) - len(shown)
     return ", ".join(shown) + (f" +{more}" if more else "")
@@ -243,10 +296,20 @@ def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
         sync = syncs.get((edge.producer, roles[edge.consumer]))
         if sync is not None:
             how = "copies" if sync.eta == 1.0 else f"moves by {sync.eta:g} toward"
-            yield _Lane(edge.producer, edge.consumer, "sync", f"{sync.target} {how} {sync.source} after {sync.after}")
+            yield _Lane(
+                edge.producer,
+                edge.consumer,
+                "sync",
+                f"{sync.target} {how} {sync.source} after {sync.after}",
+            )
             continue
         lag = f", at most {edge.max_staleness} behind" if edge.max_staleness else ""
-        yield _Lane(edge.producer, edge.consumer, "version", f"{edge.consumer} runs on weights of {edge.producer}{lag}")
+        yield _Lane(
+            edge.producer,
+            edge.consumer,
+            "version",
+            f"{edge.consumer} runs on weights of {edge.producer}{lag}",
+        )
 
 
 def _fan(index: int, count: int) -> float:
@@ -268,14 +331,23 @@ def _smooth(points: Sequence[Point]) -> str:
 
 
 def _hexagon(x: float, y: float) -> str:
-    half, cut = WIDTH / 2, 16
-    points = [(-half + cut, 0), (half - cut, 0), (half, HEIGHT / 2), (half - cut, HEIGHT), (-half + cut, HEIGHT)]
+    half = WIDTH / 2
+    cut = 16
+    points = [
+        (-half + cut, 0),
+        (half - cut, 0),
+        (half, HEIGHT / 2),
+        (half - cut, HEIGHT),
+        (-half + cut, HEIGHT),
+    ]
     points.append((-half, HEIGHT / 2))
     return f'<polygon points="{" ".join(f"{x + dx:g},{y + dy:g}" for dx, dy in points)}" stroke-linejoin="round"/>'
 
 
 def _cylinder(x: float, y: float) -> str:
-    left, right, lid = x - WIDTH / 2 + 14, x + WIDTH / 2 - 14, 7
+    left = x - WIDTH / 2 + 14
+    right = x + WIDTH / 2 - 14
+    lid = 7
     half = (right - left) / 2
     body = f"M{left:g} {y + lid:g} V{y + HEIGHT - lid:g} a{half:g} {lid} 0 0 0 {2 * half:g} 0 V{y + lid:g}"
     return f'<path d="{body}"/><ellipse cx="{x:g}" cy="{y + lid:g}" rx="{half:g}" ry="{lid}"/>'
@@ -284,7 +356,9 @@ def _cylinder(x: float, y: float) -> str:
 def _fit(text: str, letter: float) -> str:
     """Squeeze a text that is wider than its node."""
     room = WIDTH - 20
-    return f' textLength="{room}" lengthAdjust="spacingAndGlyphs"' if len(text) * letter > room else ""
+    if len(text) * letter > room:
+        return f' textLength="{room}" lengthAdjust="spacingAndGlyphs"'
+    return ""
 
 
 MARKERS = "<defs>{}</defs>".format(
@@ -305,7 +379,8 @@ STYLE = (
     ".name{font-size:13.5px;font-weight:600}.what{font-size:11px}.legend{font-size:11px;text-anchor:start}"
     ".keys{font-size:11px;paint-order:stroke;stroke-width:4px;stroke-linejoin:round}"
     ".edge{fill:none;stroke-width:1.5}.pale{stroke-width:1.2}.lane{fill:none;stroke-width:1.6}"
-    ".version{stroke-dasharray:6 4}.sync{stroke-dasharray:1 4.5;stroke-linecap:round;stroke-width:2.2}"
+    ".version{stroke-dasharray:6 4}.sync{stroke-dasharray:1 "
+    "4.5;stroke-linecap:round;stroke-width:2.2}"
     ".node rect,.node polygon,.node path,.node ellipse{stroke-width:1.6}"
 )
 
@@ -322,12 +397,17 @@ def _scheme(hues: Mapping[str, Hue], ground: str) -> str:
         f".ground,.keys{{fill:{paper}}}.keys{{stroke:{paper};fill:{quiet}}}.name{{fill:{ink}}}.what,.legend{{fill:{quiet}}}",
         f".edge,.ink{{stroke:{line}}}.head{{fill:{line}}}.pale{{stroke:{pale}}}.head-pale{{fill:{pale}}}.head-lane{{fill:{line}}}",
     ]
-    shapes = [(f"role-{index}", hue) for index, hue in enumerate(hues.values())] + [("host", GREY), ("data", GREY)]
+    shapes = [(f"role-{index}", hue) for index, hue in enumerate(hues.values())] + [
+        ("host", GREY),
+        ("data", GREY),
+    ]
     for kind, hue in shapes:
         colour = hue.dark if dark else hue.light
         tint = f"color-mix(in srgb,{colour} {18 if dark else 10}%,{paper})"
         shape = ",".join(f".{kind} {tag}" for tag in ("rect", "polygon", "path", "ellipse"))
-        rules.append(f"{shape}{{fill:{paper};fill:{tint};stroke:{colour}}}.lane.{kind}{{stroke:{colour}}}")
+        rules.append(
+            f"{shape}{{fill:{paper};fill:{tint};stroke:{colour}}}.lane.{kind}{{stroke:{colour}}}"
+        )
     return "".join(rules)
 
 

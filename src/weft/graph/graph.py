@@ -1,4 +1,6 @@
-"""The dataflow graph: which node makes the keys that another wants, and which weights a node waits for."""
+"""The dataflow graph: which node makes the keys that another wants, and which weights a node waits
+for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class Edge:
-    """`consumer` reads `keys` that `producer` makes; `producer` is `dataset` for keys that come with the rows."""
+    """`consumer` reads `keys` that `producer` makes; `producer` is `dataset` for keys that come
+    with the rows.
+    """
 
     producer: str
     consumer: str
@@ -23,8 +27,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class VersionEdge:
-    """`consumer` runs on weights that `producer` makes: at most `max_staleness` firings of `producer` may lie between
-    the weights that `consumer` used for an id and those that `producer` finds when it comes to that id."""
+    """`consumer` runs on weights that `producer` makes: at most `max_staleness` firings of
+    `producer` may lie between the weights that `consumer` used for an id and those that `producer`
+    finds when it comes to that id.
+    """
 
     producer: str
     consumer: str
@@ -33,10 +39,13 @@ class VersionEdge:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Nodes, joined by the keys they make and want. `dataset_keys` are what the rows bring; a node's own key goes first.
+    """Nodes, joined by the keys they make and want.
 
-    Raises `GraphError` on construction: two nodes of one name, a key made twice, a key nobody makes (named with the node
-    that wants it and all keys that exist), a cycle, a parameter sync from or after something that is not there.
+    `dataset_keys` are what the rows bring; a node's own key goes first.
+
+    Raises `GraphError` on construction: two nodes of one name, a key made twice, a key nobody makes
+    (named with the node that wants it and all keys that exist), a cycle, a parameter sync from or
+    after something that is not there.
     """
 
     nodes: Sequence[Node]
@@ -64,19 +73,25 @@ class DataflowGraph:
         raise unknown_name("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """The graph with `new` behind the node `name`: a key that both make is read by `new` and comes from it from now on.
+        """The graph with `new` behind the node `name`: a key that both make is read by `new` and
+        comes from it from now on.
 
-        The first node's goes on the edge `{key}_before_{new.name}`. A `batch_size` of 0 is that of the first. Raises
-        `GraphError` where `new` reads nothing of it.
+        The first node's goes on the edge `{key}_before_{new.name}`. A `batch_size` of 0 is that of
+        the first. Raises `GraphError` where `new` reads nothing of it.
         """
         old = self.node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
         edges = {key: old.output_key_remap.get(key, key) for key in old.output_keys}
         aside = {key: f"{edges[key]}_before_{new.name}" for key in shared}
-        read = {key: aside.get(key, edges[key]) for key in (*new.input_keys, *new.optional_keys) if key in edges}
+        read = {
+            key: aside.get(key, edges[key])
+            for key in (*new.input_keys, *new.optional_keys)
+            if key in edges
+        }
         if not read:
             raise GraphError(
-                f"insert_after: node {new.name!r} reads {_listed((*new.input_keys, *new.optional_keys))}, and {name!r} makes "
+                f"insert_after: node {new.name!r} reads "
+                f"{_listed((*new.input_keys, *new.optional_keys))}, and {name!r} makes "
                 f"{_listed(old.output_keys)}; name one of these among its input_keys"
             )
         changed = replace(old, output_key_remap={**old.output_key_remap, **aside})
@@ -86,7 +101,11 @@ class DataflowGraph:
             input_key_remap={**read, **new.input_key_remap},
             output_key_remap={**{key: edges[key] for key in shared}, **new.output_key_remap},
         )
-        nodes = [each for node in self.nodes for each in ((changed, placed) if node.name == name else (node,))]
+        nodes = [
+            each
+            for node in self.nodes
+            for each in ((changed, placed) if node.name == name else (node,))
+        ]
         return replace(self, nodes=nodes)
 
     def producers(self, consumer: str) -> tuple[str, ...]:
@@ -99,14 +118,23 @@ class DataflowGraph:
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def refills(self, edge: VersionEdge) -> HostFunction | None:
-        """The filter between a call and the training node it waits for that makes the call sample again, in whole batches."""
-        between = self._after(edge.consumer) & {n for n in self.order if edge.producer in self._after(n)}
-        filters = [n for n in self.nodes if isinstance(n, HostFunction) and n.refill_rounds and n.name in between]
+        """The filter between a call and the training node it waits for that makes the call sample
+        again, in whole batches.
+        """
+        between = self._after(edge.consumer) & {
+            n for n in self.order if edge.producer in self._after(n)
+        }
+        filters = [
+            n
+            for n in self.nodes
+            if isinstance(n, HostFunction) and n.refill_rounds and n.name in between
+        ]
         return filters[0] if filters else None
 
     def _after(self, name: str) -> set[str]:
         """Every node that reads what `name` makes, directly or through others."""
-        found, front = set[str](), [name]
+        found = set[str]()
+        front = [name]
         while front:
             now = front.pop()
             new = {edge.consumer for edge in self.edges if edge.producer == now} - found
@@ -134,16 +162,21 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
         raise GraphError("the graph has no nodes; give it at least one model function call")
     for node in nodes:
         if node.name in seen or node.name == DATASET:
-            rule = "is a name that two nodes have" if node.name in seen else "is kept for the rows themselves"
+            if node.name in seen:
+                rule = "is a name that two nodes have"
+            else:
+                rule = "is kept for the rows themselves"
             raise GraphError(f"node {node.name!r}: {node.name!r} {rule}; rename one of them")
         seen.add(node.name)
         if node.batch_size < 0:
             raise GraphError(
-                f"node {node.name!r}: batch_size={node.batch_size}; 0 means the loader's batch, else at least 1"
+                f"node {node.name!r}: batch_size={node.batch_size}; 0 means the loader's batch, "
+                f"else at least 1"
             )
         if isinstance(node, MFCDef) and node.max_staleness < 0:
             raise GraphError(
-                f"node {node.name!r}: max_staleness={node.max_staleness}; 0 is on-policy, more lets it lag"
+                f"node {node.name!r}: max_staleness={node.max_staleness}; 0 is on-policy, more "
+                f"lets it lag"
             )
         for remap, keys in (
             (node.input_key_remap, {*node.input_keys, *node.optional_keys}),
@@ -151,7 +184,10 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
         ):
             for key in remap:
                 if key not in keys:
-                    raise GraphError(f"node {node.name!r} remaps {key!r}, which is none of its keys: {_listed(keys)}")
+                    raise GraphError(
+                        f"node {node.name!r} remaps {key!r}, which is none of its keys: "
+                        f"{_listed(keys)}"
+                    )
 
 
 def _makers(nodes: Sequence[Node]) -> dict[str, str]:
@@ -168,7 +204,9 @@ def _makers(nodes: Sequence[Node]) -> dict[str, str]:
     return makers
 
 
-def _edges(nodes: Sequence[Node], makers: Mapping[str, str], dataset_keys: Sequence[str]) -> Iterable[Edge]:
+def _edges(
+    nodes: Sequence[Node], makers: Mapping[str, str], dataset_keys: Sequence[str]
+) -> Iterable[Edge]:
     for node in nodes:
         sources: dict[str, list[str]] = {}
         for key in (*node.inputs, *node.optional_inputs):
@@ -181,17 +219,28 @@ def _edges(nodes: Sequence[Node], makers: Mapping[str, str], dataset_keys: Seque
             yield Edge(producer, node.name, tuple(dict.fromkeys(keys)))
 
 
-def _missing_key(node: str, key: str, makers: Mapping[str, str], dataset_keys: Sequence[str]) -> GraphError:
-    there = [*(f"{k} (dataset)" for k in dataset_keys), *(f"{k} ({maker})" for k, maker in makers.items())]
+def _missing_key(
+    node: str, key: str, makers: Mapping[str, str], dataset_keys: Sequence[str]
+) -> GraphError:
+    there = [
+        *(f"{k} (dataset)" for k in dataset_keys),
+        *(f"{k} ({maker})" for k, maker in makers.items()),
+    ]
     close = nearest(key, [*dataset_keys, *makers])
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     rule = "which no node makes and the dataset does not hold"
-    return GraphError(f"node {node!r} wants key {key!r}{hint}, {rule}; keys there are: {_listed(there)}")
+    return GraphError(
+        f"node {node!r} wants key {key!r}{hint}, {rule}; keys there are: {_listed(there)}"
+    )
 
 
 def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """Names so that makers come before readers; nodes that could stand in any order keep the one they were given in."""
-    waiting = {n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes}
+    """Names so that makers come before readers; nodes that could stand in any order keep the one
+    they were given in.
+    """
+    waiting = {
+        n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes
+    }
     order: list[str] = []
     while waiting:
         free = next((name for name, before in waiting.items() if not before), None)
@@ -205,14 +254,18 @@ def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...
 
 
 def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError:
-    """Walk back from any node that waits until one repeats; every node left has a producer that is left, too."""
+    """Walk back from any node that waits until one repeats; every node left has a producer that is
+    left, too.
+    """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:
         path.append(sorted(waiting[path[-1]])[0])
     loop = path[path.index(path[-1]) :][::-1]
     keys = {(e.producer, e.consumer): ", ".join(e.keys) for e in edges}
     steps = "; ".join(f"{b!r} wants {keys[a, b]} from {a!r}" for a, b in itertools.pairwise(loop))
-    return GraphError(f"the graph has a cycle: {steps}; rename a key with a remap, or drop one of these")
+    return GraphError(
+        f"the graph has a cycle: {steps}; rename a key with a remap, or drop one of these"
+    )
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
@@ -220,21 +273,32 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")
     if after not in {n.name for n in nodes}:
-        wanted = f"after {sync.after!r}" if sync.after else f"after the node that trains {sync.source!r}"
+        if sync.after:
+            wanted = f"after {sync.after!r}"
+        else:
+            wanted = f"after the node that trains {sync.source!r}"
         raise GraphError(
-            f"sync {sync.source} -> {sync.target} runs {wanted}, and there is none; nodes: {_listed(n.name for n in nodes)}"
+            f"sync {sync.source} -> {sync.target} runs {wanted}, and there is none; nodes: "
+            f"{_listed(n.name for n in nodes)}"
         )
     if sync.source == sync.target:
-        raise GraphError(f"sync {sync.source} -> {sync.target}: a role cannot follow itself; name two roles")
+        raise GraphError(
+            f"sync {sync.source} -> {sync.target}: a role cannot follow itself; name two roles"
+        )
     if not 0.0 < sync.eta <= 1.0:
-        raise GraphError(f"sync {sync.source} -> {sync.target}: eta={sync.eta}; it lies above 0 and up to 1 (1 copies)")
+        raise GraphError(
+            f"sync {sync.source} -> {sync.target}: eta={sync.eta}; it lies above 0 and up to 1 (1 "
+            f"copies)"
+        )
     return ParamSync(sync.source, sync.target, sync.eta, after)
 
 
 def _version_edges(nodes: Sequence[Node], syncs: Sequence[ParamSync]) -> Iterable[VersionEdge]:
     """From every node that changes a role's weights to the role's other calls."""
     calls = [n for n in nodes if isinstance(n, MFCDef)]
-    changes = {(n.name, n.role): None for n in calls if n.trains} | {(s.after, s.target): None for s in syncs}
+    changes = {(n.name, n.role): None for n in calls if n.trains} | {
+        (s.after, s.target): None for s in syncs
+    }
     for producer, role in changes:
         for call in calls:
             if call.role == role and call.name != producer and not call.trains:

@@ -1,4 +1,6 @@
-"""Where the nodes of a drawn graph stand: layers from top to bottom, few crossings, edges around what is in their way."""
+"""Where the nodes of a drawn graph stand: layers from top to bottom, few crossings, edges around
+what is in their way.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Placed:
-    """`x` of each node's middle and its `layer` from 0; for each edge the (x, layer) it passes between its ends."""
+    """`x` of each node's middle and its `layer` from 0; for each edge the (x, layer) it passes
+    between its ends.
+    """
 
     x: Mapping[str, float]
     layer: Mapping[str, int]
@@ -21,10 +25,17 @@ class Placed:
 
 
 def place(
-    names: Sequence[str], edges: Sequence[Pair], bundled: Collection[Pair], node_width: float, bend_width: float
+    names: Sequence[str],
+    edges: Sequence[Pair],
+    bundled: Collection[Pair],
+    node_width: float,
+    bend_width: float,
 ) -> Placed:
-    """Lay out an acyclic graph. `names` are in topological order; widths say how much room a node or a passing edge takes.
-    Edges in `bundled` that have one source share a trunk and branch off above their targets."""
+    """Lay out an acyclic graph.
+
+    `names` are in topological order; widths say how much room a node or a passing edge takes. Edges
+    in `bundled` that have one source share a trunk and branch off above their targets.
+    """
     layer = longest_paths(names, edges)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     for name in names:
@@ -52,7 +63,9 @@ def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]
     """Layer of each node: one below the lowest node it reads from."""
     layer: dict[str, int] = {}
     for name in names:
-        layer[name] = max((layer[source] + 1 for source, target in edges if target == name), default=0)
+        layer[name] = max(
+            (layer[source] + 1 for source, target in edges if target == name), default=0
+        )
     return layer
 
 
@@ -63,16 +76,23 @@ def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
     for name in reversed(names):
         nexts = {target for source, target in pairs if source == name}
         below[name] = nexts.union(*(below[target] for target in nexts)) if nexts else set()
-    return {(a, b) for a, b in pairs if any(b in below[via] for _, via in pairs if _ == a and via != b)}
+    return {
+        (a, b) for a, b in pairs if any(b in below[via] for _, via in pairs if _ == a and via != b)
+    }
 
 
 def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
-    """Sort each row by the mean place of its neighbours, down and up; keep the order with the fewest crossings."""
-    best, fewest = [list(row) for row in rows], _crossings(rows, links)
+    """Sort each row by the mean place of its neighbours, down and up; keep the order with the
+    fewest crossings.
+    """
+    best = [list(row) for row in rows]
+    fewest = _crossings(rows, links)
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         for index in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
-            near = {name: place for place, name in enumerate(rows[index - 1 if down else index + 1])}
+            near = {
+                name: place for place, name in enumerate(rows[index - 1 if down else index + 1])
+            }
             here = {name: float(place) for place, name in enumerate(rows[index])}
             for name in here:
                 places = [near[a if down else b] for a, b in links if (b if down else a) == name]
@@ -80,12 +100,15 @@ def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
             rows[index].sort(key=lambda name, here=here: here[name])  # type: ignore[misc]
         crossings = _crossings(rows, links)
         if crossings < fewest:
-            best, fewest = [list(row) for row in rows], crossings
+            best = [list(row) for row in rows]
+            fewest = crossings
     rows[:] = best
 
 
 def _crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
-    place = {name: (row, index) for row, names in enumerate(rows) for index, name in enumerate(names)}
+    place = {
+        name: (row, index) for row, names in enumerate(rows) for index, name in enumerate(names)
+    }
     spans = [(place[a][0], place[a][1], place[b][1]) for a, b in links]
     return sum(
         1
@@ -96,9 +119,14 @@ def _crossings(rows: Sequence[Sequence[str]], links: Sequence[Pair]) -> int:
 
 
 def _coordinates(
-    rows: Sequence[Sequence[str]], links: Mapping[Pair, float], widths: Mapping[str, float], bend_width: float
+    rows: Sequence[Sequence[str]],
+    links: Mapping[Pair, float],
+    widths: Mapping[str, float],
+    bend_width: float,
 ) -> dict[str, float]:
-    """x of every node and bend: near the mean of its neighbours, in the row's order, without overlap, from 0 on."""
+    """x of every node and bend: near the mean of its neighbours, in the row's order, without
+    overlap, from 0 on.
+    """
     room = {name: widths.get(name, bend_width) for row in rows for name in row}
     x: dict[str, float] = {}
     for row in rows:
@@ -119,21 +147,30 @@ def _coordinates(
 
 def _pulled(neighbours: Mapping[str, float], x: Mapping[str, float], default: float) -> float:
     weight = sum(neighbours.values())
-    return sum(x[name] * pull for name, pull in neighbours.items()) / weight if weight else default
+    if weight:
+        return sum(x[name] * pull for name, pull in neighbours.items()) / weight
+    return default
 
 
 def _mean(values: Sequence[float], default: float) -> float:
     return sum(values) / len(values) if values else default
 
 
-def _spread(row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]) -> None:
-    """The places nearest to the wished ones (least squares) that keep order and room: runs that touch move as one."""
+def _spread(
+    row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
+) -> None:
+    """The places nearest to the wished ones (least squares) that keep order and room: runs that
+    touch move as one.
+    """
     blocks: list[tuple[list[str], float]] = []  # names, x of the first one
     for name in row:
-        names, first = [name], wished[name]
+        names = [name]
+        first = wished[name]
         while blocks and first < _end(blocks[-1], room) + room[names[0]] / 2:
             names = blocks.pop()[0] + names
-            first = _mean([wished[n] - o for n, o in zip(names, _offsets(names, room), strict=True)], 0.0)
+            first = _mean(
+                [wished[n] - o for n, o in zip(names, _offsets(names, room), strict=True)], 0.0
+            )
         blocks.append((names, first))
     for names, first in blocks:
         for name, offset in zip(names, _offsets(names, room), strict=True):

@@ -1,4 +1,6 @@
-"""The nodes of a dataflow graph: model function calls and host functions, and the hooks around a call."""
+"""The nodes of a dataflow graph: model function calls and host functions, and the hooks around a
+call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Call:
 
 @dataclass(frozen=True)
 class ParamSync:
-    """Move parameters between roles: target = eta * source + (1 - eta) * target, after each firing of the node `after`."""
+    """Move parameters between roles: target = eta * source + (1 - eta) * target, after each firing
+    of the node `after`.
+    """
 
     source: str
     target: str
@@ -40,7 +44,10 @@ class ParamSync:
 
 Hook = Offload | Call
 # The hooks that have a name of their own; any other is a user's function.
-HOOKS: Mapping[str, Offload] = {"offload": Offload("weights"), "offload_optimizer": Offload("optimizer")}
+HOOKS: Mapping[str, Offload] = {
+    "offload": Offload("weights"),
+    "offload_optimizer": Offload("optimizer"),
+}
 
 
 def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
@@ -48,7 +55,10 @@ def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class OnEdges:
-    """The keys of a node as they are called on the graph's edges. The node's own fields hold the names it uses itself."""
+    """The keys of a node as they are called on the graph's edges.
+
+    The node's own fields hold the names it uses itself.
+    """
 
     input_keys: Sequence[str]
     output_keys: Sequence[str]
@@ -76,13 +86,14 @@ class OnEdges:
 class MFCDef(OnEdges):
     """One model function call: which role does what, with which keys, on how many ids at a time.
 
-    `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's edge
-    (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset makes them.
-    `batch_size` 0 takes the loader's batches as they come (batches laid out by a token budget). `cache` keeps the outputs
-    of a frozen role's inference on disk, so that an id is computed once a run (or once for all runs that share
-    `dataset.cache_dir`). `layout` and `device_mesh` are as those of a role, for this call alone; where a call trains they are
-    the role's (`Experiment.mesh_of`). `max_staleness` is how many train steps its weights may be behind; an `interruptible`
-    call may be given newer ones in its middle.
+    `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's
+    edge (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset
+    makes them. `batch_size` 0 takes the loader's batches as they come (batches laid out by a token
+    budget). `cache` keeps the outputs of a frozen role's inference on disk, so that an id is
+    computed once a run (or once for all runs that share `dataset.cache_dir`). `layout` and
+    `device_mesh` are as those of a role, for this call alone; where a call trains they are the
+    role's (`Experiment.mesh_of`). `max_staleness` is how many train steps its weights may be
+    behind; an `interruptible` call may be given newer ones in its middle.
     """
 
     name: str
@@ -113,12 +124,15 @@ class MFCDef(OnEdges):
 
 @dataclass(frozen=True)
 class HostFunction(OnEdges):
-    """A node without a role: CPU code on a whole batch. `function` is a registered name (see `docs/host-functions.md`).
+    """A node without a role: CPU code on a whole batch.
 
-    It may return fewer ids than it got (a filter); the loader refills. `refill_rounds` lets calls before a filter that wait
-    for new weights take whole batches until the training node has a full one, so many rounds a step at most; 0 lets them take
-    as many ids as are missing, in rounds that get smaller and smaller. `tokenizer_role` names the role whose tokenizer
-    `context.tokenizer` is, for functions that read text.
+    `function` is a registered name (see `docs/host-functions.md`).
+
+    It may return fewer ids than it got (a filter); the loader refills. `refill_rounds` lets calls
+    before a filter that wait for new weights take whole batches until the training node has a full
+    one, so many rounds a step at most; 0 lets them take as many ids as are missing, in rounds that
+    get smaller and smaller. `tokenizer_role` names the role whose tokenizer `context.tokenizer` is,
+    for functions that read text.
     """
 
     name: str

@@ -1,4 +1,7 @@
-"""Which node may run next, and on which ids. Pure: the whole of the scheduling, without a tensor or a clock in sight."""
+"""Which node may run next, and on which ids.
+
+Pure: the whole of the scheduling, without a tensor or a clock in sight.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class Firing:
 
 @dataclass
 class Entry:
-    """What is known of an id: the keys that exist, the nodes that took it, each with its firing's number, and those that are
-    through."""
+    """What is known of an id: the keys that exist, the nodes that took it, each with its firing's
+    number, and those that are through.
+    """
 
     batch: int = 0  # which of the loader's batches brought it
     keys: set[str] = field(default_factory=set)
@@ -38,10 +42,13 @@ class Entry:
 
 @dataclass
 class Buffer:
-    """(id, key) descriptions in loader order; never tensors. Ids of one epoch at a time, so an id is here at most once.
+    """(id, key) descriptions in loader order; never tensors.
 
-    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node, `finished` those that are
-    through, `marks[node]` the firings of all nodes up to the last one of this.
+    Ids of one epoch at a time, so an id is here at most once.
+
+    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node,
+    `finished` those that are through, `marks[node]` the firings of all nodes up to the last one of
+    this.
     """
 
     entries: Blocks[Entry] = field(default_factory=lambda: Blocks(Entry, Entry.copy))
@@ -50,11 +57,15 @@ class Buffer:
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
-    taken: Counter[str] = field(default_factory=Counter)  # of the entries here, how many a node has started on
+    # of the entries here, how many a node has started on
+    taken: Counter[str] = field(default_factory=Counter)
     through: Counter[str] = field(default_factory=Counter)  # and how many are through it
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
-        """Take in one batch of the loader. An id that is still here is a broken loader: ids are unique in an epoch."""
+        """Take in one batch of the loader.
+
+        An id that is still here is a broken loader: ids are unique in an epoch.
+        """
         new = self.entries.parts(ids).get(None, [])
         assert len(set(new)) == len(ids), (
             f"the loader gave id {next(id for id in ids if id in self.entries or ids.count(id) > 1)!r} twice in one epoch"
@@ -64,7 +75,10 @@ class Buffer:
 
     def _put(self, ids: Sequence[str], entry: Entry) -> None:
         for own in self.entries.apart(ids):
-            own.batch, own.keys, own.started, own.done = entry.batch, entry.keys, entry.started, entry.done
+            own.batch = entry.batch
+            own.keys = entry.keys
+            own.started = entry.started
+            own.done = entry.done
 
     def start(self, firing: Firing) -> None:
         """Note that a node took its ids."""
@@ -91,12 +105,22 @@ class Buffer:
                 self.through[node] -= len(chosen)
             yield entry, chosen
 
-    def finish(self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int) -> list[str]:
-        """Note what a firing made. Ids outside `kept` were filtered out. Returns the ids that nobody needs any more."""
-        made, keep, gone = set(keys), set(kept), set[str]()
+    def finish(
+        self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int
+    ) -> list[str]:
+        """Note what a firing made.
+
+        Ids outside `kept` were filtered out. Returns the ids that nobody needs any more.
+        """
+        made = set(keys)
+        keep = set(kept)
+        gone = set[str]()
         self.finished[firing.node] = self.finished.get(firing.node, 0) + 1
         dropped = set(self.entries.parts(firing.ids).get(None, ()))  # by another filter, meanwhile
-        here = [id for id in firing.ids if id not in dropped] if dropped else firing.ids
+        if dropped:
+            here: Sequence[str] = [id for id in firing.ids if id not in dropped]
+        else:
+            here = firing.ids
         for entry in self.entries.apart(here):
             entry.done.add(firing.node)
             entry.keys |= made
@@ -112,34 +136,43 @@ class Buffer:
     def state_dict(self) -> dict[str, Any]:
         """Plain values; only between steps, with nothing in flight."""
         rows = [[id, e.batch, sorted(e.keys), sorted(e.done)] for id, e in self.entries.items()]
-        counts = {"fired": dict(self.fired), "marks": {node: dict(each) for node, each in self.marks.items()}}
+        counts = {
+            "fired": dict(self.fired),
+            "marks": {node: dict(each) for node, each in self.marks.items()},
+        }
         return {"entries": rows, **counts, "closed": self.closed, "num_batches": self.num_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.entries = Blocks(Entry, Entry.copy)
-        self.taken, self.through = Counter(), Counter()
+        self.taken = Counter()
+        self.through = Counter()
         for (batch, keys, done), rows in groupby(state["entries"], key=lambda row: row[1:]):
             ids = [row[0] for row in rows]
             self._put(ids, Entry(batch, set(keys), dict.fromkeys(done, -1), set(done)))
             for node in done:
                 self.taken[node] += len(ids)
                 self.through[node] += len(ids)
-        self.fired, self.finished = dict(state["fired"]), dict(state["fired"])
-        self.closed, self.num_batches = state["closed"], state["num_batches"]
+        self.fired = dict(state["fired"])
+        self.finished = dict(state["fired"])
+        self.closed = state["closed"]
+        self.num_batches = state["num_batches"]
         self.marks = {node: dict(each) for node, each in state["marks"].items()}
 
 
 def ready(
     graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], running: Collection[Firing]
 ) -> list[Firing]:
-    """Every firing that may start now, oldest ids first, then in the graph's order. Nothing is changed.
+    """Every firing that may start now, oldest ids first, then in the graph's order.
 
-    A node fires when `batch_size` ids hold its inputs and its version edges leave room for them; it takes the oldest.
-    Where nothing runs, nothing is full and the loader cannot help (`wants_rows`), the first node in the graph's order
-    that has any ids fires with what there is: the short last batch of an epoch, or the refill behind a filter.
+    Nothing is changed.
 
-    `versions[node]` counts the firings of `node` whose weights are in place; a node of `running` does not fire again
-    before it is through.
+    A node fires when `batch_size` ids hold its inputs and its version edges leave room for them; it
+    takes the oldest. Where nothing runs, nothing is full and the loader cannot help (`wants_rows`),
+    the first node in the graph's order that has any ids fires with what there is: the short last
+    batch of an epoch, or the refill behind a filter.
+
+    `versions[node]` counts the firings of `node` whose weights are in place; a node of `running`
+    does not fire again before it is through.
     """
     busy = {firing.node for firing in running}
     reaches = {name: _reach(graph, buffer, versions, name) for name in graph.order}
@@ -147,7 +180,8 @@ def ready(
     if full or running:
         if len(full) > 1:
             position = {id: i for i, id in enumerate(buffer.entries)}
-            full.sort(key=lambda name: position[reaches[name].ids[0]])  # stable: ties stay in the graph's order
+            # stable: ties stay in the graph's order
+            full.sort(key=lambda name: position[reaches[name].ids[0]])
         return [_firing(buffer, name, reaches[name].ids) for name in full]
     if any(reach.wants_rows for reach in reaches.values()):
         return []
@@ -155,16 +189,23 @@ def ready(
 
 
 def wants_rows(
-    graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], among: Collection[str] | None = None
+    graph: DataflowGraph,
+    buffer: Buffer,
+    versions: Mapping[str, int],
+    among: Collection[str] | None = None,
 ) -> bool:
-    """Whether another batch of the loader could help a node that reads rows alone to fire: any, or one of `among`."""
+    """Whether another batch of the loader could help a node that reads rows alone to fire: any, or
+    one of `among`.
+    """
     names = graph.order if among is None else among
     return any(_reach(graph, buffer, versions, name).wants_rows for name in names)
 
 
 @dataclass(frozen=True)
 class _Reach:
-    """The ids a node could take now, oldest first; whether they make a full batch; whether more rows would help."""
+    """The ids a node could take now, oldest first; whether they make a full batch; whether more
+    rows would help.
+    """
 
     ids: tuple[str, ...]
     full: bool
@@ -172,13 +213,17 @@ class _Reach:
 
 
 def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
-    node, producers = graph.node(name), graph.producers(name)
-    open_blocks, able = list[Block[Entry]](), list[str]()
+    node = graph.node(name)
+    producers = graph.producers(name)
+    open_blocks = list[Block[Entry]]()
+    able = list[str]()
     if buffer.taken[name] < len(buffer.entries):
         open_blocks = [each for each in buffer.entries.blocks if name not in each.known.started]
     if open_blocks and all(buffer.through[producer] for producer in producers):
         needed = set(node.inputs)
-        fitting = [b for b in open_blocks if needed <= b.known.keys and b.known.done.issuperset(producers)]
+        fitting = [
+            b for b in open_blocks if needed <= b.known.keys and b.known.done.issuperset(producers)
+        ]
         able = buffer.entries.ids_of(fitting)
     edges = graph.waits_for(name)
     allowed = able[: _allowed(graph, buffer, versions, edges, able)]
@@ -188,7 +233,10 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
     else:
         first = buffer.entries[allowed[0]].batch if allowed else 0
         taken = [id for id in allowed if buffer.entries[id].batch == first]
-        wanted = sum(len(block.ids) for block in open_blocks if block.known.batch == first) if taken else 1
+        if taken:
+            wanted = sum(len(block.ids) for block in open_blocks if block.known.batch == first)
+        else:
+            wanted = 1
     more = False
     if not buffer.closed and not producers and len(taken) < wanted:
         more = _allowed(graph, buffer, versions, edges, able, another=1) > len(allowed)
@@ -196,7 +244,9 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
 
 
 def _most(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """The most ids that a version edge ever lets pass before new weights; 0 where the loader's batches decide."""
+    """The most ids that a version edge ever lets pass before new weights; 0 where the loader's
+    batches decide.
+    """
     return (edge.max_staleness + 1) * graph.node(edge.producer).batch_size
 
 
@@ -208,11 +258,11 @@ def _allowed(
     able: Sequence[str],
     another: int = 0,
 ) -> int:
-    """How many of `able`, the oldest ones, the node may take before its weights would be too old for them; with `another` id of
-    the loader's next batch after them.
+    """How many of `able`, the oldest ones, the node may take before its weights would be too old
+    for them; with `another` id of the loader's next batch after them.
 
-    Ids that the node took and the training node has not yet taken fill the firings that come before new weights; so do
-    firings of the training node under way (started, weights not in place).
+    Ids that the node took and the training node has not yet taken fill the firings that come before
+    new weights; so do firings of the training node under way (started, weights not in place).
     """
     count = len(able) + another
     for edge in edges:
@@ -238,7 +288,11 @@ def _allowed(
 def _pending(buffer: Buffer, edge: VersionEdge) -> list[Block[Entry]]:
     """Ids that the call took and the training node has not yet taken."""
     blocks = buffer.entries.blocks
-    return [b for b in blocks if edge.consumer in b.known.started and edge.producer not in b.known.started]
+    return [
+        b
+        for b in blocks
+        if edge.consumer in b.known.started and edge.producer not in b.known.started
+    ]
 
 
 def _count(blocks: Iterable[Block[Entry]]) -> int:
@@ -246,23 +300,32 @@ def _count(blocks: Iterable[Block[Entry]]) -> int:
 
 
 def _refilled(
-    graph: DataflowGraph, buffer: Buffer, edge: VersionEdge, missing: int, pending: Sequence[Block[Entry]]
+    graph: DataflowGraph,
+    buffer: Buffer,
+    edge: VersionEdge,
+    missing: int,
+    pending: Sequence[Block[Entry]],
 ) -> int:
-    """How many ids a call may take for a training node that lacks `missing`: behind a filter that refills, a whole batch once
-    all pending ones are through it, and nothing after its rounds."""
+    """How many ids a call may take for a training node that lacks `missing`: behind a filter that
+    refills, a whole batch once all pending ones are through it, and nothing after its rounds.
+    """
     filter = graph.refills(edge)
     if filter is None or not missing:
         return missing
     rounds = buffer.rounds(edge.consumer, edge.producer)
     if rounds == 0:
         return missing
-    if rounds >= filter.refill_rounds or any(filter.name not in block.known.done for block in pending):
+    if rounds >= filter.refill_rounds or any(
+        filter.name not in block.known.done for block in pending
+    ):
         return 0
     return max(missing, graph.node(edge.consumer).batch_size)
 
 
 def surplus(graph: DataflowGraph, buffer: Buffer, producer: str) -> list[str]:
-    """Ids that a refill brought beyond what `producer` took, which fired just now: their weights would be too old for it."""
+    """Ids that a refill brought beyond what `producer` took, which fired just now: their weights
+    would be too old for it.
+    """
     found: dict[str, None] = {}
     for edge in graph.version_edges:
         if edge.producer == producer and graph.refills(edge) is not None:
@@ -275,7 +338,10 @@ def exhausted(graph: DataflowGraph, buffer: Buffer) -> HostFunction | None:
     """A filter whose rounds are over without a single id that passed it."""
     for edge in graph.version_edges:
         filter = graph.refills(edge)
-        spent = filter is not None and buffer.rounds(edge.consumer, edge.producer) >= filter.refill_rounds
+        spent = (
+            filter is not None
+            and buffer.rounds(edge.consumer, edge.producer) >= filter.refill_rounds
+        )
         if spent and not _pending(buffer, edge):
             return filter
     return None

@@ -1,4 +1,6 @@
-"""Advantages and filters written as one function: what `register_advantage` and `register_filter` make of it."""
+"""Advantages and filters written as one function: what `register_advantage` and `register_filter`
+make of it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ PER = ("completion", "token")
 
 @dataclass(frozen=True)
 class Builder:
-    """What a registered function stands for: `kind(function, reads, args, **more)` as soon as there are `args`.
+    """What a registered function stands for: `kind(function, reads, args, **more)` as soon as there
+    are `args`.
 
     `reads` are its parameters without a default; those with one are options.
     """
@@ -33,11 +36,17 @@ class Builder:
     more: Mapping[str, Any]
 
     @classmethod
-    def of(cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any) -> Builder:
+    def of(
+        cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
+    ) -> Builder:
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
-            raise ConfigError(f"host function {name!r}: its parameters are named one by one, without *, ** and /")
-        return cls(kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more)
+            raise ConfigError(
+                f"host function {name!r}: its parameters are named one by one, without *, ** and /"
+            )
+        return cls(
+            kind, function, name, tuple(p.name for p in parameters if p.default is p.empty), more
+        )
 
     def build(self, args: Mapping[str, Any]) -> Any:
         """Raises `ConfigError` for an option that there is not."""
@@ -45,17 +54,21 @@ class Builder:
         for name in args:
             if name in self.reads or name not in options:
                 raise unknown_name(
-                    f"argument of host function {self.name!r}:", name, [o for o in options if o not in self.reads]
+                    f"argument of host function {self.name!r}:",
+                    name,
+                    [o for o in options if o not in self.reads],
                 )
         return self.kind(self.function, self.reads, dict(args), **self.more)
 
 
 def advantage(function: Callable[..., Any], name: str, *, per: str = "completion") -> Builder:
-    """`advantages` [L] of each completion from one number a completion, or with `per="token"` from one a token.
+    """`advantages` [L] of each completion from one number a completion, or with `per="token"` from
+    one a token.
 
-    A parameter without a default is `group` (int64 [S], the index of a completion's prompt), `lengths` (int64 [S]), `mask`
-    ([T], 1 where a token is trained), `context`, or a key, as float64: [S] where it holds one value a completion or a
-    prompt, [T] where it holds one a token. What is not trained gets 0.
+    A parameter without a default is `group` (int64 [S], the index of a completion's prompt),
+    `lengths` (int64 [S]), `mask` ([T], 1 where a token is trained), `context`, or a key, as
+    float64: [S] where it holds one value a completion or a prompt, [T] where it holds one a token.
+    What is not trained gets 0.
     """
     if per not in PER:
         raise unknown_name(f"per of advantage {name!r}", per, PER)
@@ -63,10 +76,11 @@ def advantage(function: Callable[..., Any], name: str, *, per: str = "completion
 
 
 def keep(function: Callable[..., Any], name: str) -> Builder:
-    """A filter: prompts for which `function` is true stay, and get `kept` [1]; the loader brings others for the rest.
+    """A filter: prompts for which `function` is true stay, and get `kept` [1]; the loader brings
+    others for the rest.
 
-    It is called once a prompt. A parameter without a default is a key (float64, the values of this prompt alone), a column of
-    the data, or `context`.
+    It is called once a prompt. A parameter without a default is a key (float64, the values of this
+    prompt alone), a column of the data, or `context`.
     """
     return Builder.of(FilterFunction, function, name)
 
@@ -82,13 +96,22 @@ class AdvantageFunction(Stateless):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        own: dict[str, Any] = {"group": rows.group, "lengths": rows.lengths, "mask": rows.mask, "context": context}
+        own: dict[str, Any] = {
+            "group": rows.group,
+            "lengths": rows.lengths,
+            "mask": rows.mask,
+            "context": context,
+        }
         given = {name: own[name] if name in own else rows.either(name) for name in self.reads}
         made: Vector = np.asarray(self.function(**given, **self.options), dtype=np.float64)
-        count = len(rows.lengths) if self.per == "completion" else int(rows.lengths.sum())
+        if self.per == "completion":
+            count = len(rows.lengths)
+        else:
+            count = int(rows.lengths.sum())
         if made.shape != (count,):
             raise ConfigError(
-                f"{self.function.__name__} returned advantages of the shape {made.shape}; it is one number a {self.per}, "
+                f"{self.function.__name__} returned advantages of the shape {made.shape}; it is "
+                f"one number a {self.per}, "
                 f"{count} here (register_advantage(.., per=..))"
             )
         if "rewards" in given:
@@ -100,13 +123,17 @@ class AdvantageFunction(Stateless):
         return rows.sample(advantages=advantages)
 
     def _check_size(self, advantages: Vector, rows: Rows) -> None:
-        """Raise `UserError` for the advantage of a trained token with which the loss would not be finite."""
+        """Raise `UserError` for the advantage of a trained token with which the loss would not be
+        finite.
+        """
         wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
         if len(wrong):
             completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
             raise UserError(
-                f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a completion of "
-                f"{rows.batch.ids[int(rows.group[completion])]}; it is a number of at most {MOST_REWARD:g} in size, or the "
+                f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a "
+                f"completion of "
+                f"{rows.batch.ids[int(rows.group[completion])]}; it is a number of at most "
+                f"{MOST_REWARD:g} in size, or the "
                 "loss is not finite"
             )
 
@@ -124,10 +151,14 @@ class FilterFunction(Stateless):
         kept = [
             id
             for index, id in enumerate(batch.ids)
-            if self.function(**{name: values[index] for name, values in columns.items()}, **self.options)
+            if self.function(
+                **{name: values[index] for name, values in columns.items()}, **self.options
+            )
         ]
         context.record("kept_fraction", len(kept) / max(batch.num_ids, 1))
-        return SequenceSample.from_default(kept, [1] * len(kept), {"kept": np.ones(len(kept), dtype=np.float32)})
+        return SequenceSample.from_default(
+            kept, [1] * len(kept), {"kept": np.ones(len(kept), dtype=np.float32)}
+        )
 
 
 def _by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
@@ -136,9 +167,14 @@ def _by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
         return [context] * batch.num_ids
     if name in batch.data:
         values = host_array(batch.data[name]).astype(np.float64)
-        ends = np.concatenate([[0], np.cumsum(batch.lengths[name], dtype=np.int64)])[batch.offsets[name]]
+        ends = np.concatenate([[0], np.cumsum(batch.lengths[name], dtype=np.int64)])[
+            batch.offsets[name]
+        ]
         return np.split(values, ends[1:-1])
     if name in batch.metadata:
         return batch.metadata[name]
     held = ", ".join([*batch.data, *batch.metadata]) or "none"
-    raise DataError(f"a filter reads {name!r}, which is neither a key of its node nor a column; there are: {held}")
+    raise DataError(
+        f"a filter reads {name!r}, which is neither a key of its node nor a column; there are: "
+        f"{held}"
+    )

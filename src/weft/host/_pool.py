@@ -1,4 +1,7 @@
-"""Processes that compute rewards, kept between batches. A hung thread cannot be killed; a process can."""
+"""Processes that compute rewards, kept between batches.
+
+A hung thread cannot be killed; a process can.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,15 @@ LOOK_SECONDS = 1.0  # between two looks at whether a worker that says nothing st
 
 SOURCE = Path(__file__).resolve().parent.parent.parent  # the folder that holds the package
 
-Task = tuple[Any, ...]  # index of the function, prompts, completions, completion ids, columns, the rows' own arguments
+# index of the function, prompts, completions, completion ids, columns, the rows' own arguments
+Task = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How a task ended: its rewards, or what went wrong (and at which completion), or that time or the process ended."""
+    """How a task ended: its rewards, or what went wrong (and at which completion), or that time or
+    the process ended.
+    """
 
     status: Literal["ok", "error", "timeout", "died"]
     value: Any = None
@@ -40,7 +46,9 @@ class Reply:
 
 @dataclass
 class Worker:
-    """One process and the connection to it; it leads a process group of its own, so that all of it can be killed."""
+    """One process and the connection to it; it leads a process group of its own, so that all of it
+    can be killed.
+    """
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -88,7 +96,10 @@ class Worker:
 
 @dataclass
 class Lane:
-    """One worker and the thread that talks to it. `lock` guards what both that thread and others touch."""
+    """One worker and the thread that talks to it.
+
+    `lock` guards what both that thread and others touch.
+    """
 
     worker: Worker | None = None
     job: Future[Reply] | None = None  # what the thread has taken
@@ -144,7 +155,8 @@ class Lane:
         with self.lock:
             if self.late:
                 self._let_go()
-            self.job, self.late = None, False
+            self.job = None
+            self.late = False
 
     def _let_go(self) -> None:
         with self.lock:
@@ -172,21 +184,26 @@ def _await_import(worker: Worker, targets: Sequence[Target]) -> None:
     names = ", ".join(target.label for target in targets)
     if not worker.connection.poll(START_SECONDS):
         raise UserError(
-            f"reward {names}: the import takes longer than {START_SECONDS:g} seconds; move work into the function"
+            f"reward {names}: the import takes longer than {START_SECONDS:g} seconds; move work "
+            f"into the function"
         )
     try:
         status, value, _ = worker.connection.recv()
     except (EOFError, OSError):
         code = worker.process.wait()
-        raise UserError(f"reward {names}: the process ended while importing (exit code {code})") from None
+        raise UserError(
+            f"reward {names}: the process ended while importing (exit code {code})"
+        ) from None
     if status == "error":
         raise UserError(str(value))
 
 
 @dataclass
 class Pool:
-    """`size` workers that have imported `targets`. Workers are started by `start` and as tasks need them, and end with the
-    pool."""
+    """`size` workers that have imported `targets`.
+
+    Workers are started by `start` and as tasks need them, and end with the pool.
+    """
 
     targets: Sequence[Target]
     size: int

@@ -1,4 +1,7 @@
-"""What a reward function returned, checked before it leaves the process that computed it. Loads no torch."""
+"""What a reward function returned, checked before it leaves the process that computed it.
+
+Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ Value = (
 )  # of a completion; of its tokens; of steps by where they end
 
 
-MOST_REWARD = 1e18  # in size: the square of a larger number leaves float32, in which losses are computed
+# in size: the square of a larger number leaves float32, in which losses are computed
+MOST_REWARD = 1e18
 
 
 class Refused(Exception):
@@ -25,29 +29,40 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """The completions of one call: texts, token ids, and whether rewards of tokens and steps are read."""
+    """The completions of one call: texts, token ids, and whether rewards of tokens and steps are
+    read.
+    """
 
     texts: Sequence[str]
     ids: Sequence[Sequence[int]]
     by_token: bool
 
     def checked(self, result: Any) -> tuple[list[Value], dict[str, float]]:
-        """(rewards, metrics): one reward a completion. A function that returns metrics, too, returns a pair.
+        """(rewards, metrics): one reward a completion.
 
-        Raises `Refused` for anything but finite numbers and None, and with `by_token` for lists and mappings of another form
-        than `Value`'s.
+        A function that returns metrics, too, returns a pair.
+
+        Raises `Refused` for anything but finite numbers and None, and with `by_token` for lists and
+        mappings of another form than `Value`'s.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _names_metrics(result[1]):
-            result, metrics = result[0], {name: _metric(name, value) for name, value in result[1].items()}
+            result, metrics = (
+                result[0],
+                {name: _metric(name, value) for name, value in result[1].items()},
+            )
         if isinstance(result, (str, bytes, Mapping)) or not (
             isinstance(result, Sized) and isinstance(result, Iterable)
         ):
             raise Refused(
-                f"it returned a {type(result).__name__}; return a list with one number or None for each completion"
+                f"it returned a {type(result).__name__}; return a list with one number or None "
+                f"for each completion"
             )
         if len(result) != len(self.texts):
-            raise Refused(f"it returned {len(result)} rewards for {len(self.texts)} completions; return one for each")
+            raise Refused(
+                f"it returned {len(result)} rewards for {len(self.texts)} completions; return one "
+                f"for each"
+            )
         return [self._value(value, index) for index, value in enumerate(result)], metrics
 
     def _value(self, value: Any, index: int) -> Value:
@@ -57,14 +72,16 @@ class Expected:
             count = len(self.ids[index])
             if len(value) != count:
                 raise Refused(
-                    f"it returned {len(value)} rewards for the {count} tokens of a completion; return one for each token, "
+                    f"it returned {len(value)} rewards for the {count} tokens of a completion; "
+                    f"return one for each token, "
                     "None where there is none",
                     index,
                 )
             return [_number(each, index) for each in value]
         if isinstance(value, (Mapping, list, tuple)):
             raise Refused(
-                f"it returned a {type(value).__name__} for a completion; return a number, or set reward_by_token=true for "
+                f"it returned a {type(value).__name__} for a completion; return a number, or set "
+                f"reward_by_token=true for "
                 "rewards of tokens or steps",
                 index,
             )
@@ -75,9 +92,15 @@ class Expected:
         made = {}
         for end, reward in value.items():
             number = _number(reward, index)
-            if isinstance(end, bool) or not isinstance(end, int) or not 0 < end <= length or number is None:
+            if (
+                isinstance(end, bool)
+                or not isinstance(end, int)
+                or not 0 < end <= length
+                or number is None
+            ):
                 raise Refused(
-                    f"it returned the step {end!r}: {reward!r} for a completion of {length} characters; a step is its end, "
+                    f"it returned the step {end!r}: {reward!r} for a completion of {length} "
+                    f"characters; a step is its end, "
                     f"in characters from 1 to {length}, and a number",
                     index,
                 )
@@ -92,7 +115,8 @@ def _names_metrics(value: Any) -> bool:
 def _metric(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise Refused(
-            f"it returned the metric {name}={value!r}; a metric is a finite number, which is summed over the batch"
+            f"it returned the metric {name}={value!r}; a metric is a finite number, which is "
+            f"summed over the batch"
         )
     return float(value)
 
@@ -108,10 +132,15 @@ def _number(value: Any, index: int) -> float | None:
         what = f"{value!r} ({type(value).__name__}); return a number, or None where the reward does not apply"
         raise Refused(f"it returned {what}", index) from None
     if not math.isfinite(number):
-        raise Refused(f"it returned {number}; return a finite number, or None where the reward does not apply", index)
+        raise Refused(
+            f"it returned {number}; return a finite number, or None where the reward does not "
+            f"apply",
+            index,
+        )
     if abs(number) > MOST_REWARD:
         raise Refused(
-            f"it returned {number:g}; a reward is at most {MOST_REWARD:g} in size, or the loss is not finite: scale it",
+            f"it returned {number:g}; a reward is at most {MOST_REWARD:g} in size, or the loss is "
+            f"not finite: scale it",
             index,
         )
     return number

@@ -1,4 +1,6 @@
-"""Which reward functions see which completions: those of the option `reward`, or those that a row itself names."""
+"""Which reward functions see which completions: those of the option `reward`, or those that a row
+itself names.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,16 @@ from weft.errors import ConfigError, DataError
 from weft.host.spec import RewardPart, Target, locate, parse_reward
 from weft.registry import verifiers
 
-# Options that a row of the data must not set: where a key is sent, which variable holds it, which file is written.
+# Options that a row of the data must not set: where a key is sent, which variable holds it, which
+# file is written.
 BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 
 @dataclass(frozen=True)
 class Use:
-    """One function on some completions: its index among the targets, its weight, and the row's own arguments."""
+    """One function on some completions: its index among the targets, its weight, and the row's own
+    arguments.
+    """
 
     target: int
     weight: float
@@ -25,20 +30,27 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The functions whose weighted sum some completions get. Two rows that say the same have the same one."""
+    """The functions whose weighted sum some completions get.
+
+    Two rows that say the same have the same one.
+    """
 
     uses: tuple[Use, ...]
 
 
 class Routes:
-    """The functions of `reward`, and with a `column` every registered verifier, for the rows that name some there.
+    """The functions of `reward`, and with a `column` every registered verifier, for the rows that
+    name some there.
 
-    A row names verifiers only: data must not be able to have any function of any module called. Raises `ConfigError` for
-    functions that cannot be found.
+    A row names verifiers only: data must not be able to have any function of any module called.
+    Raises `ConfigError` for functions that cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
-        parts = [] if reward is None and column is not None else parse_reward(reward)
+        if reward is None and column is not None:
+            parts = []
+        else:
+            parts = parse_reward(reward)
         self.column = column
         targets = [locate(part) for part in parts]
         self.usual = Route(tuple(Use(index, part.weight) for index, part in enumerate(parts)))
@@ -52,19 +64,25 @@ class Routes:
         self._read: dict[str, Route] = {}
 
     def of_rows(self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]) -> list[Route]:
-        """One route an id. Raises `DataError` for an id whose row names what is no verifier, or nothing where it must."""
+        """One route an id.
+
+        Raises `DataError` for an id whose row names what is no verifier, or nothing where it must.
+        """
         if self.column is None:
             return [self.usual] * len(ids)
         if self.column not in columns:
             held = ", ".join(sorted(columns)) or "none"
             raise DataError(f"reward_column={self.column!r}: the dataset's columns are: {held}")
-        return [self._of_row(value, id) for value, id in zip(columns[self.column], ids, strict=True)]
+        return [
+            self._of_row(value, id) for value, id in zip(columns[self.column], ids, strict=True)
+        ]
 
     def _of_row(self, value: Any, id: str) -> Route:
         if value is None or value in ("", [], {}):
             if not self.usual.uses:
                 raise DataError(
-                    f"{id}: the column {self.column!r} names no verifier, and there is no reward for such rows; set reward"
+                    f"{id}: the column {self.column!r} names no verifier, and there is no reward "
+                    f"for such rows; set reward"
                 )
             return self.usual
         key = repr(value)
@@ -78,13 +96,20 @@ class Routes:
             parts = parse_reward(value)
             for part in parts:
                 if ":" in part.name:
-                    raise ConfigError(f"reward: {part.name!r} is no verifier; a row may name registered verifiers only")
+                    raise ConfigError(
+                        f"reward: {part.name!r} is no verifier; a row may name registered "
+                        f"verifiers only"
+                    )
                 barred = [name for name in BARRED.get(part.name, ()) if name in part.args]
                 if barred:
-                    raise ConfigError(f"reward: a row must not set {', '.join(barred)} of {part.name!r}")
+                    raise ConfigError(
+                        f"reward: a row must not set {', '.join(barred)} of {part.name!r}"
+                    )
                 locate(part)
         except ConfigError as error:
-            raise DataError(f"{id}: column {self.column!r}: {str(error).removeprefix('reward: ')}") from None
+            raise DataError(
+                f"{id}: column {self.column!r}: {str(error).removeprefix('reward: ')}"
+            ) from None
         names = [part.name for part in parts]
         twice = [name for name in names if names.count(name) > 1]
         if twice:

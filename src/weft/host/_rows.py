@@ -1,4 +1,6 @@
-"""A batch as host functions that weigh completions see it: tokens and completions as vectors, rewards in their shape."""
+"""A batch as host functions that weigh completions see it: tokens and completions as vectors,
+rewards in their shape.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,24 @@ class Rows:
             return values
         if len(values) == self.batch.num_ids:
             return values[group]
-        raise DataError(f"key {key!r} holds {len(values)} values; there are {len(group)} completions")
+        raise DataError(
+            f"key {key!r} holds {len(values)} values; there are {len(group)} completions"
+        )
 
     def rewards(self) -> Vector:
-        """The key "rewards" [S]. Raises `DataError` for one with which the loss would leave float32, naming its completion."""
+        """The key "rewards" [S].
+
+        Raises `DataError` for one with which the loss would leave float32, naming its completion.
+        """
         values = self.sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
         if len(large):
             at = int(large[0])
             raise DataError(
-                f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; a reward is at most "
-                f"{MOST_REWARD:g} in size, or the loss is not finite: look at the reward model, or scale what it gives"
+                f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; "
+                f"a reward is at most "
+                f"{MOST_REWARD:g} in size, or the loss is not finite: look at the reward model, "
+                f"or scale what it gives"
             )
         return values
 
@@ -60,7 +69,9 @@ class Rows:
         """A key of one value a completion or an id [S], or else of one a token [T]."""
         if key not in self.batch.data:
             held = ", ".join(self.batch.data) or "none"
-            raise DataError(f"there is no key {key!r}; the node reads: {held}; add it to its input_keys")
+            raise DataError(
+                f"there is no key {key!r}; the node reads: {held}; add it to its input_keys"
+            )
         if (self.batch.lengths[key] == 1).all():
             return self.sequences(key)
         return self.tokens(key)
@@ -72,8 +83,13 @@ class Rows:
 
     @property
     def mask(self) -> Vector:
-        """1 where a token is trained: `loss_mask` where the batch holds one, and never what nothing precedes."""
-        mask = self.tokens("loss_mask") if "loss_mask" in self.batch.data else np.ones(int(self.lengths.sum()))
+        """1 where a token is trained: `loss_mask` where the batch holds one, and never what nothing
+        precedes.
+        """
+        if "loss_mask" in self.batch.data:
+            mask = self.tokens("loss_mask")
+        else:
+            mask = np.ones(int(self.lengths.sum()))
         if "prompt" in self.batch.lengths:
             alone = self.batch.lengths["prompt"][self.batch.group_of("completion")] == 0
             mask[starts_of(self.lengths)[alone & (self.lengths > 0)]] = 0.0
@@ -86,16 +102,22 @@ class Rows:
 
     def values(self, **keys: Vector) -> SequenceSample:
         """New keys of one value a completion, as float32."""
-        return self.batch.one_per("completion", **{key: each.astype(np.float32) for key, each in keys.items()})
+        return self.batch.one_per(
+            "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
+        )
 
     def sample(self, **keys: Vector) -> SequenceSample:
         """New keys of one value a token, as float32."""
-        return self.batch.like("completion", **{key: each.astype(np.float32) for key, each in keys.items()})
+        return self.batch.like(
+            "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
+        )
 
 
 @dataclass(frozen=True)
 class RewardShape:
-    """clip((reward - bias) * scaling, +-clip), less a penalty where the completion was cut by its length; None is no clip."""
+    """clip((reward - bias) * scaling, +-clip), less a penalty where the completion was cut by its
+    length; None is no clip.
+    """
 
     clip: float | None
     scaling: float
@@ -112,8 +134,11 @@ class RewardShape:
 
 
 def kl_rows(rows: Rows, mask: Vector, estimator: str, context: HostContext) -> Vector:
-    """The KL to the reference at each trained token, nats. Records its means over tokens and over completions under the
-    estimator's name: `kl_k1` and `kl_k1_per_completion` (`kl` alone is what a policy node measures)."""
+    """The KL to the reference at each trained token, nats.
+
+    Records its means over tokens and over completions under the estimator's name: `kl_k1` and
+    `kl_k1_per_completion` (`kl` alone is what a policy node measures).
+    """
     kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), estimator) * mask
     context.record(f"kl_{estimator}", float(kl.sum() / max(mask.sum(), 1.0)))
     context.record(f"kl_{estimator}_per_completion", float(segment_sums(kl, rows.lengths).mean()))

@@ -1,4 +1,6 @@
-"""What reward functions are told of a batch: texts, token ids and the dataset's columns, one entry a completion."""
+"""What reward functions are told of a batch: texts, token ids and the dataset's columns, one entry
+a completion.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,18 @@ class Texts:
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
         return cls(
-            names=[f"{batch.ids[g]}[{n - start}]" for n, (g, start) in enumerate(zip(group, starts, strict=True))],
+            names=[
+                f"{batch.ids[g]}[{n - start}]"
+                for n, (g, start) in enumerate(zip(group, starts, strict=True))
+            ],
             group=group,
             prompt_ids=[sequence.tolist() for sequence in batch.sequences("prompt")],
             completion_ids=[sequence.tolist() for sequence in batch.sequences("completion")],
-            columns={name: list(values) for name, values in batch.metadata.items() if name not in (*RESERVED, PART)},
+            columns={
+                name: list(values)
+                for name, values in batch.metadata.items()
+                if name not in (*RESERVED, PART)
+            },
             tokenizer=tokenizer,
         )
 
@@ -46,28 +55,41 @@ class Texts:
         """Prompt ids, completion ids and columns of some completions."""
         groups = self.group[list(chunk)].tolist()
         columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
-        return [self.prompt_ids[g] for g in groups], [self.completion_ids[n] for n in chunk], columns
+        return (
+            [self.prompt_ids[g] for g in groups],
+            [self.completion_ids[n] for n in chunk],
+            columns,
+        )
 
     def task(self, chunk: Sequence[int]) -> Task:
         """Texts without special tokens, ids and columns of some completions."""
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.told(chunk)
-        texts = {g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True) for g in dict.fromkeys(groups)}
+        texts = {
+            g: self.tokenizer.decode(self.prompt_ids[g], skip_special=True)
+            for g in dict.fromkeys(groups)
+        }
         completions = [
-            self.tokenizer.decode_after(prompt, each, True) for prompt, each in zip(prompts, ids, strict=True)
+            self.tokenizer.decode_after(prompt, each, True)
+            for prompt, each in zip(prompts, ids, strict=True)
         ]
         return [texts[g] for g in groups], completions, ids, columns
 
-    def by_token(self, place: int, value: Sequence[float | None] | Mapping[int, float]) -> npt.NDArray[np.float64]:
-        """float64 [L]: rewards of the tokens of one completion, NaN where there is none; those of steps, given by where in the
-        text a step ends, at the step's last token."""
+    def by_token(
+        self, place: int, value: Sequence[float | None] | Mapping[int, float]
+    ) -> npt.NDArray[np.float64]:
+        """float64 [L]: rewards of the tokens of one completion, NaN where there is none; those of
+        steps, given by where in the text a step ends, at the step's last token.
+        """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):
             return np.array([np.nan if each is None else each for each in value])
         ends = sorted(value)
         made = np.full(len(ids), np.nan)
         for index, end in zip(
-            step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends), ends, strict=True
+            step_tokens(self.tokenizer, self.prompt_ids[self.group[place]], ids, ends),
+            ends,
+            strict=True,
         ):
             made[index] = np.nan_to_num(made[index]) + value[end]
         return made

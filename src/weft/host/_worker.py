@@ -1,7 +1,10 @@
-"""A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`. Loads no torch.
+"""A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`.
 
-It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and answers each with
-an `Answer`. It ends when its standard input does, which is when the process that started it has died or let go of it.
+Loads no torch.
+
+It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and
+answers each with an `Answer`. It ends when its standard input does, which is when the process that
+started it has died or let go of it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from weft.host._results import Expected, Refused, Value
 from weft.host.spec import Target
 from weft.registry import import_user_code
 
-Answer = tuple[str, Any, int | None]  # "ok", value, None; or "error", what went wrong, index of the completion or None
+# "ok", value, None; or "error", what went wrong, index of the completion or None
+Answer = tuple[str, Any, int | None]
 POSITIONAL = 2  # prompts, completions
 SHOWN_FRAMES = 4  # of a traceback
 
@@ -58,14 +62,19 @@ def main(descriptor: int) -> None:
 
 
 def _die_with_parent(descriptor: int) -> None:
-    """Wait for the end of the old standard input, then end this process and what it has started in its group."""
+    """Wait for the end of the old standard input, then end this process and what it has started in
+    its group.
+    """
     while os.read(descriptor, 1024):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
-    """What `work` returns or, for the parent to raise, what went wrong. Nothing in user code may end this process."""
+    """What `work` returns or, for the parent to raise, what went wrong.
+
+    Nothing in user code may end this process.
+    """
     try:
         return "ok", work(*arguments), None
     except Refused as error:
@@ -73,8 +82,15 @@ def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
     except UserError as error:
         return "error", str(error), None
     except BaseException as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-        places = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-SHOWN_FRAMES:]]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename != __file__
+        ]
+        places = [
+            f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+            for frame in frames[-SHOWN_FRAMES:]
+        ]
         return "error", "\n  ".join([f"it raised {type(error).__name__}: {error}", *places]), None
 
 
@@ -89,7 +105,9 @@ def load(target: Target) -> Callable[..., Any]:
     try:
         function = getattr(module, target.attribute)
     except AttributeError:
-        raise Refused(f"there is no function {target.attribute!r} in {target.file or target.module}") from None
+        raise Refused(
+            f"there is no function {target.attribute!r} in {target.file or target.module}"
+        ) from None
     if not callable(function):
         raise Refused(f"{target.attribute!r} is a {type(function).__name__}, no function")
     made: Callable[..., Any] = function
@@ -100,12 +118,20 @@ def load(target: Target) -> Callable[..., Any]:
     return made
 
 
-def arguments(function: Callable[..., Any], target: Target, columns: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(
+    function: Callable[..., Any], target: Target, columns: Mapping[str, Any]
+) -> dict[str, Any]:
     """The data's columns and the target's own arguments, which win."""
     options: set[str] = set()
     if target.verifier:
-        options = {p.name for p in inspect.signature(function).parameters.values() if p.default is not p.empty}
-    return {name: values for name, values in columns.items() if name not in options} | dict(target.args)
+        options = {
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.default is not p.empty
+        }
+    return {name: values for name, values in columns.items() if name not in options} | dict(
+        target.args
+    )
 
 
 def call(
@@ -129,10 +155,16 @@ async def _awaited(result: Any) -> Any:
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """The columns a function takes. Raises `Refused` where it needs one that is not there."""
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in columns and p.kind in NAMED]
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.name not in columns and p.kind in NAMED
+    ]
     if missing:
         held = ", ".join(sorted(set(columns) - {"completion_ids"})) or "none"
-        raise Refused(f"it needs {', '.join(map(repr, missing))}, and the dataset's columns are: {held}")
+        raise Refused(
+            f"it needs {', '.join(map(repr, missing))}, and the dataset's columns are: {held}"
+        )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(columns)
     return {p.name: columns[p.name] for p in parameters if p.name in columns}

@@ -1,4 +1,7 @@
-"""Advantages of a whole batch, PPO's and GRPO's. The one home of the KL controller and of value statistics."""
+"""Advantages of a whole batch, PPO's and GRPO's.
+
+The one home of the KL controller and of value statistics.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,13 @@ from weft.algorithms.advantages import (
     whiten,
 )
 from weft.algorithms.base import host_array
-from weft.algorithms.kl import AdaptiveController, Controller, FixedController, ValueNormalizer, kl_estimate
+from weft.algorithms.kl import (
+    AdaptiveController,
+    Controller,
+    FixedController,
+    ValueNormalizer,
+    kl_estimate,
+)
 from weft.data.sample import SequenceSample
 from weft.errors import ConfigError, DataError
 from weft.host._rows import RewardShape, Rows, Vector, kl_rows
@@ -35,20 +44,23 @@ from weft.registry import register_function
 @register_function("gae_advantages")
 @dataclass
 class GAEAdvantages:
-    """PPO: `advantages` and `returns` [L] of each completion from its reward, its KL and the critic's values.
+    """PPO: `advantages` and `returns` [L] of each completion from its reward, its KL and the
+    critic's values.
 
         r_t = -kl_coef * KL_t,   and the shaped reward is added to the last trained token of a completion that has ended
 
-    then generalised advantage estimation over trained tokens, and whitening over the whole batch (`adv_norm`).
+    then generalised advantage estimation over trained tokens, and whitening over the whole batch
+    (`adv_norm`).
 
-    Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and `ref_logprobs` where kl_ctl is
-    above 0; `loss_mask`, `prompt` where there are any; `token_rewards` [L], the part of a reward that lies on single tokens
-    and stays there (NaN where there is none). `truncated` says what a completion that was cut by its length gets:
-    "bootstrap", the critic's value of what would follow and no reward, whose text is not whole (ReaLHF); "score", its reward
-    as if it had ended (TRL). The missing-eos penalty is taken off either way.
+    Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and
+    `ref_logprobs` where kl_ctl is above 0; `loss_mask`, `prompt` where there are any;
+    `token_rewards` [L], the part of a reward that lies on single tokens and stays there (NaN where
+    there is none). `truncated` says what a completion that was cut by its length gets: "bootstrap",
+    the critic's value of what would follow and no reward, whose text is not whole (ReaLHF);
+    "score", its reward as if it had ended (TRL). The missing-eos penalty is taken off either way.
 
-    With `value_norm` the critic lives in units of the running mean and deviation of returns: `values` are brought to
-    rewards' units first, `returns` are given in the critic's.
+    With `value_norm` the critic lives in units of the running mean and deviation of returns:
+    `values` are brought to rewards' units first, `returns` are given in the critic's.
     """
 
     kl_ctl: float = 0.05
@@ -74,24 +86,40 @@ class GAEAdvantages:
     def __post_init__(self) -> None:
         if self.truncated not in ("bootstrap", "score"):
             raise ConfigError(f"truncated={self.truncated!r} must be bootstrap or score")
-        adaptive = AdaptiveController(self.kl_ctl, self.adaptive_kl_target, self.adaptive_kl_horizon)
-        self.controller = adaptive if self.use_adaptive_kl_ctl else FixedController(self.kl_ctl)
+        adaptive = AdaptiveController(
+            self.kl_ctl, self.adaptive_kl_target, self.adaptive_kl_horizon
+        )
+        if self.use_adaptive_kl_ctl:
+            self.controller = adaptive
+        else:
+            self.controller = FixedController(self.kl_ctl)
         kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)  # refuses an unknown name
-        self.normalizer = ValueNormalizer(self.value_norm_type, self.value_norm_beta, self.value_norm_eps**0.5)
+        self.normalizer = ValueNormalizer(
+            self.value_norm_type, self.value_norm_beta, self.value_norm_eps**0.5
+        )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        mask, finished = rows.mask, rows.sequences("finished")
+        mask = rows.mask
+        finished = rows.sequences("finished")
         kl = self._kl(rows, mask, context)
         values, after = self._values(rows)
         ended = (finished != 0.0) | (self.truncated == "score")
         rewards = self._token_rewards(rows, mask, kl, ended, context)
 
-        # Trained tokens only: what somebody else wrote in between is passed over, and takes no time.
+        # Trained tokens only: what somebody else wrote in between is passed over, and takes no
+        # time.
         trained = mask != 0.0
         counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
-        found = gae(rewards[trained], values[trained], last_values, counts, discount=self.discount, lam=self.gae_lambda)
+        found = gae(
+            rewards[trained],
+            values[trained],
+            last_values,
+            counts,
+            discount=self.discount,
+            lam=self.gae_lambda,
+        )
         advantages, returns = (_scatter(each, trained) for each in found)
         context.record("advantage_std", float(np.std(found[0])) if len(found[0]) else 0.0)
         context.record("return", float(np.mean(found[1])) if len(found[1]) else 0.0)
@@ -103,10 +131,16 @@ class GAEAdvantages:
         return rows.sample(advantages=advantages, returns=returns)
 
     def _kl(self, rows: Rows, mask: Vector, context: HostContext) -> Vector:
-        """The KL of each trained token. Raises `DataError` where a penalty has no reference to compare with."""
+        """The KL of each trained token.
+
+        Raises `DataError` where a penalty has no reference to compare with.
+        """
         if "ref_logprobs" not in rows.batch.data:
             if self.kl_ctl > 0:
-                raise DataError(f"kl_ctl={self.kl_ctl} needs the key ref_logprobs; add it to the node or set kl_ctl=0")
+                raise DataError(
+                    f"kl_ctl={self.kl_ctl} needs the key ref_logprobs; add it to the node or set "
+                    f"kl_ctl=0"
+                )
             return np.zeros_like(mask)
         kl = kl_rows(rows, mask, self.kl_estimator, context)
         by_completion = float(segment_sums(kl, rows.lengths).mean())
@@ -119,7 +153,9 @@ class GAEAdvantages:
         """(V before each token, V after the last one of each completion) in rewards' units."""
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
-            raise DataError("key 'values' must hold one value a completion token and one after the last")
+            raise DataError(
+                "key 'values' must hold one value a completion token and one after the last"
+            )
         values = host_array(rows.batch.data["values"]).astype(np.float64)
         if self.value_norm:
             values = self.normalizer.denormalize(values)
@@ -127,15 +163,26 @@ class GAEAdvantages:
         return np.delete(values, last), values[last]
 
     def _token_rewards(
-        self, rows: Rows, mask: Vector, penalty: Vector, ended: npt.NDArray[np.bool_], context: HostContext
+        self,
+        rows: Rows,
+        mask: Vector,
+        penalty: Vector,
+        ended: npt.NDArray[np.bool_],
+        context: HostContext,
     ) -> Vector:
-        """-penalty at every token, the rewards of single tokens, and at the last trained one the rest, shaped."""
-        raw, finished = rows.rewards(), rows.sequences("finished")
+        """-penalty at every token, the rewards of single tokens, and at the last trained one the
+        rest, shaped.
+        """
+        raw = rows.rewards()
+        finished = rows.sequences("finished")
         by_token = np.zeros_like(mask)
         if "token_rewards" in rows.batch.data:
             by_token = np.nan_to_num(rows.tokens("token_rewards")) * mask
         shape = RewardShape(
-            self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
+            self.max_reward_clip,
+            self.reward_output_scaling,
+            self.reward_output_bias,
+            self.missing_eos_penalty,
         )
         outcome = shape(raw - segment_sums(by_token, rows.lengths), finished, context)
         rewards = by_token * self.reward_output_scaling - penalty
@@ -148,7 +195,10 @@ class GAEAdvantages:
         return rewards
 
     def state_dict(self) -> dict[str, Any]:
-        return {"controller": self.controller.state_dict(), "normalizer": self.normalizer.state_dict()}
+        return {
+            "controller": self.controller.state_dict(),
+            "normalizer": self.normalizer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.controller.load_state_dict(state["controller"])
@@ -174,24 +224,29 @@ def _last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[n
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(Stateless):
-    """GRPO and kin: `advantages` [L] of each completion's trained tokens, from the rewards of its group.
+    """GRPO and kin: `advantages` [L] of each completion's trained tokens, from the rewards of its
+    group.
 
-    The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty, `kl_coef` times the KL to the
-    reference), its `baseline` taken off and the rest divided by `scale` (`weft.algorithms.advantages`), then whitened over all
-    trained tokens of the batch where `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none.
-    ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten). OPO: opo, none.
-    GPG: group, none, `rescale_informative`. `pass_k` asks for one of k completions to pass (a reward above `pass_reward`), and
-    stands in place of baseline and scale. `part_weights` normalises each part of the reward by itself (GDPO).
+    The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty,
+    `kl_coef` times the KL to the reference), its `baseline` taken off and the rest divided by
+    `scale` (`weft.algorithms.advantages`), then whitened over all trained tokens of the batch where
+    `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none. ReMax:
+    given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten).
+    OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` asks for one of k completions
+    to pass (a reward above `pass_reward`), and stands in place of baseline and scale.
+    `part_weights` normalises each part of the reward by itself (GDPO).
 
-    Without a baseline the KL penalty of a token is felt by it and those before it (REINFORCE++); otherwise the whole completion
-    is charged for all of it (verl, TRL's RLOO).
+    Without a baseline the KL penalty of a token is felt by it and those before it (REINFORCE++);
+    otherwise the whole completion is charged for all of it (verl, TRL's RLOO).
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given" `baseline_rewards`, `baseline_finished` [1]
-    and `baseline_completion` (lengths), one an id: the baseline is shaped and penalised as the samples are; `logprobs`,
-    `ref_logprobs` for the KL; `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN but at
-    their last tokens), which get advantages of their own; `loss_mask`, `prompt` where there are any. `max_new_tokens` and
-    `overlong_buffer` are in tokens; a buffer of 0 is no penalty. `mask_truncated` also gives a `loss_mask` that leaves out
-    completions cut by their length (DAPO's overlong filtering).
+    Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given"
+    `baseline_rewards`, `baseline_finished` [1] and `baseline_completion` (lengths), one an id: the
+    baseline is shaped and penalised as the samples are; `logprobs`, `ref_logprobs` for the KL;
+    `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN but at
+    their last tokens), which get advantages of their own; `loss_mask`, `prompt` where there are
+    any. `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 is no penalty.
+    `mask_truncated` also gives a `loss_mask` that leaves out completions cut by their length
+    (DAPO's overlong filtering).
     """
 
     baseline: str = "group"
@@ -215,73 +270,111 @@ class GroupAdvantages(Stateless):
     def __post_init__(self) -> None:
         if self.overlong_buffer and not self.overlong_buffer <= (self.max_new_tokens or 0):
             raise ConfigError(
-                f"overlong_buffer={self.overlong_buffer} lies before the end of a completion; set max_new_tokens "
-                f"({self.max_new_tokens}) to the most tokens a completion may have, at least the buffer"
+                f"overlong_buffer={self.overlong_buffer} lies before the end of a completion; set "
+                f"max_new_tokens "
+                f"({self.max_new_tokens}) to the most tokens a completion may have, at least the "
+                f"buffer"
             )
         pair = np.arange(2.0)
-        baselined(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))  # refuses an unknown name
+        # refuses an unknown name
+        baselined(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))
         scaled(pair, pair, np.zeros(2, np.int64), self.scale)
         kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        raw, finished, mask = rows.rewards(), rows.sequences("finished"), rows.mask
+        raw = rows.rewards()
+        finished = rows.sequences("finished")
+        mask = rows.mask
         context.record("reward", float(raw.mean()))
         trained = (mask != 0.0).astype(np.float64)
         if self.mask_truncated:
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
-        by_token = rows.tokens("token_rewards") if "token_rewards" in batch.data else None
+        if "token_rewards" in batch.data:
+            by_token = rows.tokens("token_rewards")
+        else:
+            by_token = None
         if by_token is not None:
             by_token = np.where(mask != 0.0, by_token, np.nan)
             raw = raw - segment_sums(np.nan_to_num(by_token), rows.lengths)
-        penalty = (
-            self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context) if self.kl_coef else np.zeros_like(mask)
-        )
-        charged = np.zeros(len(raw)) if self.baseline == "none" else segment_sums(penalty, rows.lengths)
+        if self.kl_coef:
+            penalty = self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context)
+        else:
+            penalty = np.zeros_like(mask)
+        if self.baseline == "none":
+            charged = np.zeros(len(raw))
+        else:
+            charged = segment_sums(penalty, rows.lengths)
         each = self._completions(rows, raw, finished, charged, context)
         context.record("advantage_std", float(each.std()))
         advantages = np.repeat(each, rows.lengths)
         if self.baseline == "none":
             advantages = advantages - reversed_discounted_sums(penalty, rows.lengths, 1.0)
         if by_token is not None:
-            advantages = advantages + step_advantages(by_token, rows.lengths, rows.group, self.scale)
-        advantages = whiten(advantages, trained) if self.whiten else advantages * trained
+            advantages = advantages + step_advantages(
+                by_token, rows.lengths, rows.group, self.scale
+            )
+        if self.whiten:
+            advantages = whiten(advantages, trained)
+        else:
+            advantages = advantages * trained
         keys = {"advantages": advantages}
-        return rows.sample(**keys, loss_mask=mask * trained) if self.mask_truncated else rows.sample(**keys)
+        if self.mask_truncated:
+            return rows.sample(**keys, loss_mask=mask * trained)
+        return rows.sample(**keys)
 
-    def _completions(self, rows: Rows, raw: Vector, finished: Vector, charged: Vector, context: HostContext) -> Vector:
+    def _completions(
+        self, rows: Rows, raw: Vector, finished: Vector, charged: Vector, context: HostContext
+    ) -> Vector:
         """One advantage a completion; `charged` is taken off its reward."""
-        overlong, group = self._overlong(rows.lengths), rows.group
+        overlong = self._overlong(rows.lengths)
+        group = rows.group
         if self.overlong_buffer:
             context.record("overlong_penalty", float(-overlong.mean()))
         if self.pass_k is not None:
             passed = (raw > self.pass_reward).astype(np.float64)
-            context.record(f"pass@{self.pass_k}", float(pass_at_k(passed, group, self.pass_k).mean()))
+            context.record(
+                f"pass@{self.pass_k}", float(pass_at_k(passed, group, self.pass_k).mean())
+            )
             return pass_at_k_advantages(passed, group, self.pass_k)
         if self.part_weights is not None:
             penalties = overlong - charged - self.missing_eos_penalty * (finished == 0.0)
             parts = host_array(rows.batch.data["reward_parts"]).astype(np.float64)
-            return decoupled(np.column_stack([parts, penalties]), np.array([*self.part_weights, 1.0]), group)
+            return decoupled(
+                np.column_stack([parts, penalties]), np.array([*self.part_weights, 1.0]), group
+            )
         rewards = self._shape(raw, finished, context) + overlong - charged
         given = self._given(rows, context) if self.baseline == "given" else None
         lengths = segment_sums((rows.mask != 0.0).astype(np.float64), rows.lengths)
-        each = scaled(baselined(rewards, group, self.baseline, given, lengths), rewards, group, self.scale)
-        return each * informative_factor(rewards, group) if self.rescale_informative else each
+        each = scaled(
+            baselined(rewards, group, self.baseline, given, lengths), rewards, group, self.scale
+        )
+        if self.rescale_informative:
+            return each * informative_factor(rewards, group)
+        return each
 
     def _given(self, rows: Rows, context: HostContext) -> Vector:
-        """The baseline's reward at each completion, less what its own length and its missing end cost."""
-        raw, finished = rows.sequences("baseline_rewards"), rows.sequences("baseline_finished")
+        """The baseline's reward at each completion, less what its own length and its missing end
+        cost.
+        """
+        raw = rows.sequences("baseline_rewards")
+        finished = rows.sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
         lengths = rows.batch.lengths["baseline_completion"].astype(np.int64)
         return self._shape(raw, finished, HostContext()) + self._overlong(lengths[rows.group])
 
     def _shape(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
         return RewardShape(
-            self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
+            self.max_reward_clip,
+            self.reward_output_scaling,
+            self.reward_output_bias,
+            self.missing_eos_penalty,
         )(rewards, finished, context)
 
     def _overlong(self, lengths: npt.NDArray[np.int64]) -> Vector:
         """What completions of these lengths lose, 0 or below."""
         if not (self.overlong_buffer and self.max_new_tokens):
             return np.zeros(len(lengths))
-        return self.overlong_penalty * soft_overlong(lengths, self.max_new_tokens, self.overlong_buffer)
+        return self.overlong_penalty * soft_overlong(
+            lengths, self.max_new_tokens, self.overlong_buffer
+        )

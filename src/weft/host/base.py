@@ -1,4 +1,7 @@
-"""Host functions: nodes of the graph without a role. CPU code on a whole batch, with state and a deadline."""
+"""Host functions: nodes of the graph without a role.
+
+CPU code on a whole batch, with state and a deadline.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,15 @@ from weft.registry import functions
 
 @dataclass
 class HostContext:
-    """What a host function is told besides its batch. `record` adds to the node's metrics, logged as `{node}/{name}`."""
+    """What a host function is told besides its batch.
+
+    `record` adds to the node's metrics, logged as `{node}/{name}`.
+    """
 
     step: int = 0  # the firing's index, counted from 0
     seed: int = 0
-    tokenizer: Tokenizer | None = None  # of the node's `tokenizer_role`, or of the role that reads the data
+    # of the node's `tokenizer_role`, or of the role that reads the data
+    tokenizer: Tokenizer | None = None
     deadline_s: float | None = None  # seconds the node has, or no bound
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -29,13 +36,16 @@ class HostContext:
     def require_tokenizer(self, function: str) -> Tokenizer:
         """The tokenizer. Raises `UserError` naming the function where the node has none."""
         if self.tokenizer is None:
-            raise UserError(f"host function {function!r} reads text; set tokenizer_role of its node")
+            raise UserError(
+                f"host function {function!r} reads text; set tokenizer_role of its node"
+            )
         return self.tokenizer
 
 
 @runtime_checkable
 class HostCallable(Protocol):
-    """Called with the node's input keys; returns a sample with its output keys, for all ids or (a filter) fewer.
+    """Called with the node's input keys; returns a sample with its output keys, for all ids or (a
+    filter) fewer.
 
     `state_dict` holds nested plain values and numpy arrays, and is part of every recovery point.
     """
@@ -49,11 +59,12 @@ class HostCallable(Protocol):
 class SupportsPrefetch(HostCallable, Protocol):
     """A host function that can begin with some ids while others are still sampled.
 
-    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a running call has made them, in
-    threads, also beside each other and beside a call with another batch; never where two nodes, or a host function, make
-    these keys. The call with these ids comes when it is over, and raises what it raised. It is a head start and no more:
-    the ids may never come, may come with other values, and the result is the same without it. `context.step` is not known
-    yet (0), and what is recorded is not logged.
+    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a
+    running call has made them, in threads, also beside each other and beside a call with another
+    batch; never where two nodes, or a host function, make these keys. The call with these ids comes
+    when it is over, and raises what it raised. It is a head start and no more: the ids may never
+    come, may come with other values, and the result is the same without it. `context.step` is not
+    known yet (0), and what is recorded is not logged.
     """
 
     begins_with: Sequence[str]
@@ -63,7 +74,9 @@ class SupportsPrefetch(HostCallable, Protocol):
 
 @runtime_checkable
 class KeepsAll(HostCallable, Protocol):
-    """A host function that never drops an id: what comes next need not wait until it is known what it keeps."""
+    """A host function that never drops an id: what comes next need not wait until it is known what
+    it keeps.
+    """
 
     keeps_all: Literal[True]
 
@@ -104,10 +117,11 @@ class PlainFunction(Stateless):
 
 
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
-    """The host function registered as `name`: a class is built with `args`, a function is called with them every time.
-    `name` may also be `module:thing` or `FILE.py:thing`.
+    """The host function registered as `name`: a class is built with `args`, a function is called
+    with them every time. `name` may also be `module:thing` or `FILE.py:thing`.
 
-    Raises `ConfigError` for an unknown name and for arguments that the thing does not take or that are missing.
+    Raises `ConfigError` for an unknown name and for arguments that the thing does not take or that
+    are missing.
     """
     thing = functions.get(name)
     if isinstance(thing, Short):
@@ -117,14 +131,19 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
     made = thing(**args) if is_class else PlainFunction(thing, dict(args))
     if not isinstance(made, HostCallable):
         raise ConfigError(
-            f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or load_state_dict; "
+            f"host function {name!r}: {thing.__name__} lacks __call__, state_dict or "
+            f"load_state_dict; "
             "a class without state derives from weft.host.base.Stateless"
         )
     return made
 
 
-def check_arguments(what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int) -> None:
-    """Refuse keyword arguments that `thing` does not take or lacks, beside its first `given` positional ones."""
+def check_arguments(
+    what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int
+) -> None:
+    """Refuse keyword arguments that `thing` does not take or lacks, beside its first `given`
+    positional ones.
+    """
     parameters = list(inspect.signature(thing).parameters.values())[given:]
     takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -132,8 +151,17 @@ def check_arguments(what: str, thing: Callable[..., Any], args: Mapping[str, Any
     for name in args:
         if name not in takes:
             close = nearest(name, takes)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(takes) or 'none'}"
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            else:
+                hint = f"it takes {', '.join(takes) or 'none'}"
             raise ConfigError(f"{what} has no argument {name!r}; {hint}")
-    missing = [p.name for p in parameters if p.name in takes and p.default is p.empty and p.name not in args]
+    missing = [
+        p.name
+        for p in parameters
+        if p.name in takes and p.default is p.empty and p.name not in args
+    ]
     if missing:
-        raise ConfigError(f"{what} needs the argument {', '.join(map(repr, missing))}; give it in its args")
+        raise ConfigError(
+            f"{what} needs the argument {', '.join(map(repr, missing))}; give it in its args"
+        )

@@ -17,18 +17,19 @@ from weft.registry import register_function
 @register_function("bco_shift")
 @dataclass
 class BCOShift:
-    """Makes `reward_shift` [1]: delta = (mean desirable reward + mean undesirable reward) / 2 over all completions so far,
-    this batch included. A reward is beta times the sum of log pi - log ref.
+    """Makes `reward_shift` [1]: delta = (mean desirable reward + mean undesirable reward) / 2 over
+    all completions so far, this batch included. A reward is beta times the sum of log pi - log ref.
 
-    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both labels have been seen, delta
-    is the mean reward of the one that has.
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
+    labels have been seen, delta is the mean reward of the one that has.
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs` [L], `label` [1];
-    `loss_mask` and `prompt` if present.
+    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    [L], `label` [1]; `loss_mask` and `prompt` if present.
     """
 
     beta: float = 0.1
-    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)  # of undesirable and desirable rewards
+    # of undesirable and desirable rewards
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
@@ -39,7 +40,9 @@ class BCOShift:
             own = rewards[desirable == bool(side)]
             self.sums[side] += float(own.sum())
             self.counts[side] += len(own)
-        means = [total / count for total, count in zip(self.sums, self.counts, strict=True) if count]
+        means = [
+            total / count for total, count in zip(self.sums, self.counts, strict=True) if count
+        ]
         shift = sum(means) / len(means) if means else 0.0
         context.record("reward_shift", shift)
         return rows.values(reward_shift=np.full(len(rewards), shift))
@@ -48,4 +51,5 @@ class BCOShift:
         return {"sums": list(self.sums), "counts": list(self.counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.sums, self.counts = list(state["sums"]), list(state["counts"])
+        self.sums = list(state["sums"])
+        self.counts = list(state["counts"])

@@ -1,4 +1,6 @@
-"""The host function that finds the tokens whose log-prob and advantage vary together most (Clip-Cov and KL-Cov)."""
+"""The host function that finds the tokens whose log-prob and advantage vary together most (Clip-Cov
+and KL-Cov).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from weft.registry import register_function
 @register_function("high_covariance")
 @dataclass
 class HighCovariance(Stateless):
-    """`high_covariance` [L] of each completion: 1 at the tokens that Clip-Cov or KL-Cov acts on (`weft.algorithms.covariance`).
+    """`high_covariance` [L] of each completion: 1 at the tokens that Clip-Cov or KL-Cov acts on
+    (`weft.algorithms.covariance`).
 
-    `share` is of all trained tokens; Clip-Cov draws them at random between the bounds `low` and `high`. Keys: `logprobs` and
-    `advantages` [L]; `loss_mask`, `prompt` where there are any.
+    `share` is of all trained tokens; Clip-Cov draws them at random between the bounds `low` and
+    `high`. Keys: `logprobs` and `advantages` [L]; `loss_mask`, `prompt` where there are any.
     """
 
     method: str
@@ -34,7 +37,8 @@ class HighCovariance(Stateless):
             raise unknown_name("covariance control", self.method, ("clip", "kl"))
         if not 0.0 < self.share <= 1.0 or self.low >= self.high:
             raise ConfigError(
-                f"high_covariance: share={self.share} must lie in (0, 1] and low={self.low} below high={self.high}"
+                f"high_covariance: share={self.share} must lie in (0, 1] and low={self.low} below "
+                f"high={self.high}"
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:

@@ -1,4 +1,6 @@
-"""What all requests of a run to other servers share: checked URLs and keys, and when a request is sent again."""
+"""What all requests of a run to other servers share: checked URLs and keys, and when a request is
+sent again.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ class Trouble:
     after: float = 0.0
 
 
-def parts(option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str) -> SplitResult:
-    """The parts of a URL without credentials, which belong into `key_variable`. Raises `ConfigError`."""
+def parts(
+    option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str
+) -> SplitResult:
+    """The parts of a URL without credentials, which belong into `key_variable`.
+
+    Raises `ConfigError`.
+    """
     if any(mark in str(url) for mark in "@?#"):
         raise ConfigError(
-            f"{option} must hold no user, password, query or fragment (it is not shown); put the key into the environment "
+            f"{option} must hold no user, password, query or fragment (it is not shown); put the "
+            f"key into the environment "
             f"variable {key_variable}"
         )
     try:
@@ -50,21 +58,28 @@ def parts(option: str, url: Any, schemes: Sequence[str], example: str, key_varia
 
 
 def secret(option: str, variable: str | None, usual: str) -> str | None:
-    """What the environment variable holds; only `usual` may be unset. No message shows the option: a key that was written there
-    by mistake is secret."""
+    """What the environment variable holds; only `usual` may be unset.
+
+    No message shows the option: a key that was written there by mistake is secret.
+    """
     if not variable:
         return None
     if not isinstance(variable, str) or not re.fullmatch(r"[A-Za-z_]\w*", variable, re.ASCII):
-        raise ConfigError(f"{option} must be the name of an environment variable, not a key; its value is not shown")
+        raise ConfigError(
+            f"{option} must be the name of an environment variable, not a key; its value is not "
+            f"shown"
+        )
     key = os.environ.get(variable, "").strip()
     name = option.rpartition(" ")[2]
     if not key and variable != usual:
         raise ConfigError(
-            f"{option} names an environment variable that is not set; export it, or set {name} to null to send no key"
+            f"{option} names an environment variable that is not set; export it, or set {name} to "
+            f"null to send no key"
         )
     if key and not re.fullmatch(r"[\x21-\x7e]+", key):
         raise ConfigError(
-            f"{option.removesuffix(name)}the variable that {name} names must hold ASCII characters without spaces"
+            f"{option.removesuffix(name)}the variable that {name} names must hold ASCII "
+            f"characters without spaces"
         )
     return key or None
 
@@ -81,7 +96,8 @@ def without(text: str, key: str | None) -> str:
     """What a server said, which may repeat the key."""
     if key is None:
         return text
-    return text.replace(key, "[key]").replace(key.replace("/", "\\/"), "[key]")  # JSON may escape slashes
+    # JSON may escape slashes
+    return text.replace(key, "[key]").replace(key.replace("/", "\\/"), "[key]")
 
 
 def may_repeat(status: int) -> bool:
@@ -95,7 +111,9 @@ def pause(attempt: int, after: float, jitter: random.Random) -> float:
 
 
 def seconds(retry_after: str | None) -> float:
-    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where there is none."""
+    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where
+    there is none.
+    """
     if retry_after is None:
         return 0.0
     try:

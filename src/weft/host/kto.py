@@ -1,4 +1,5 @@
-"""KTO's z0: how far the policy has moved from the reference, measured on completions that do not fit their prompt.
+"""KTO's z0: how far the policy has moved from the reference, measured on completions that do not
+fit their prompt.
 
 z0 is a statistic of the whole batch, so it arrives at the loss as a key (rule 5.1). The graph:
 
@@ -28,11 +29,14 @@ from weft.registry import register_function
 def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
     """Give every prompt the completions of the next id, and the last prompt those of the first.
 
-    Makes `kl_completion` and `kl_mask`, the `loss_mask` that goes with it (ones where there is none). As the KTO paper
-    estimates z0 (section 4.1) and TRL pairs them, but over the whole batch. A batch of one id, such as the last of an epoch
-    may be, has nothing that does not fit: its mask is 0, and so is its z0.
+    Makes `kl_completion` and `kl_mask`, the `loss_mask` that goes with it (ones where there is
+    none). As the KTO paper estimates z0 (section 4.1) and TRL pairs them, but over the whole batch.
+    A batch of one id, such as the last of an epoch may be, has nothing that does not fit: its mask
+    is 0, and so is its z0.
     """
-    keys = {"completion": "kl_completion"} | ({"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {})
+    keys = {"completion": "kl_completion"} | (
+        {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}
+    )
     rolled = batch.select(ids=[*batch.ids[1:], batch.ids[0]], keys=keys).remap_keys(keys)
     mask = torch.ones(rolled.num_tokens("kl_completion"))
     if "kl_mask" in rolled.data:
@@ -45,14 +49,20 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
 
 @register_function("kto_baseline")
 def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs), nats.
+    """z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs),
+    nats.
 
     Makes `kl_baseline` [1], the same value for every id, from the tokens that `kl_mask` counts.
     """
     lengths = batch.lengths["kl_logprobs"].astype(np.int64)
     if not np.array_equal(lengths, batch.lengths["kl_ref_logprobs"]):
-        raise DataError("keys 'kl_logprobs' and 'kl_ref_logprobs' differ in lengths; both must score kl_completion")
-    ratio = host_array(batch.data["kl_logprobs"]).astype(np.float64) - host_array(batch.data["kl_ref_logprobs"])
+        raise DataError(
+            "keys 'kl_logprobs' and 'kl_ref_logprobs' differ in lengths; both must score "
+            "kl_completion"
+        )
+    ratio = host_array(batch.data["kl_logprobs"]).astype(np.float64) - host_array(
+        batch.data["kl_ref_logprobs"]
+    )
     sums = segment_sums(ratio * host_array(batch.data["kl_mask"]), lengths)
     baseline = max(0.0, float(sums.mean()))
     context.record("kl_baseline", baseline)

@@ -1,4 +1,6 @@
-"""What AOT compares each completion with: the score of the same rank on the other side of the whole batch."""
+"""What AOT compares each completion with: the score of the same rank on the other side of the whole
+batch.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,28 @@ Index = npt.NDArray[np.int64]
 
 
 @register_function("optimal_transport")
-def optimal_transport(batch: SequenceSample, context: HostContext, loss_type: str = "aot") -> SequenceSample:
-    """Makes `partner` [1] of each completion (`weft.algorithms.transport`): the reference's margin of the same rank at a pair's
-    better completion (aot, 0 at the worse), or the log-ratio of the same rank on the other side (aot_unpaired).
+def optimal_transport(
+    batch: SequenceSample, context: HostContext, loss_type: str = "aot"
+) -> SequenceSample:
+    """Makes `partner` [1] of each completion (`weft.algorithms.transport`): the reference's margin
+    of the same rank at a pair's better completion (aot, 0 at the worse), or the log-ratio of the
+    same rank on the other side (aot_unpaired).
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy as it is, `ref_logprobs` [L], `rank` (and `comparison`);
-    `loss_mask`, `prompt` where there are any. Raises `DataError` for completions of no pair or several.
+    Keys: completion (lengths), `old_logprobs` [L] by the policy as it is, `ref_logprobs` [L],
+    `rank` (and `comparison`); `loss_mask`, `prompt` where there are any. Raises `DataError` for
+    completions of no pair or several.
     """
     if loss_type not in TRANSPORTED:
         raise ConfigError(f"loss_type={loss_type!r} must be {' or '.join(TRANSPORTED)}")
     rows = Rows(batch)
     better, worse = _pairs(batch, rows)
-    policy, reference = rows.sums("old_logprobs"), rows.sums("ref_logprobs")
+    policy = rows.sums("old_logprobs")
+    reference = rows.sums("ref_logprobs")
     partner = np.zeros(len(policy))
     if loss_type == "aot":
-        partner[better] = sorted_partners(policy[better] - policy[worse], reference[better] - reference[worse])
+        partner[better] = sorted_partners(
+            policy[better] - policy[worse], reference[better] - reference[worse]
+        )
     else:
         ratios = policy - reference
         partner[better] = sorted_partners(ratios[better], ratios[worse])
@@ -42,19 +51,28 @@ def optimal_transport(batch: SequenceSample, context: HostContext, loss_type: st
 def _pairs(batch: SequenceSample, rows: Rows) -> tuple[Index, Index]:
     """int64 ([P], [P]): the better and the worse completion of each pair."""
     rank = host_array(batch.data["rank"])
-    comparison = host_array(batch.data["comparison"]) if "comparison" in batch.data else np.zeros_like(rank)
+    if "comparison" in batch.data:
+        comparison = host_array(batch.data["comparison"])
+    else:
+        comparison = np.zeros_like(rank)
     order = np.lexsort((rank, comparison, rows.group)).astype(np.int64)
-    first, second = order[0::2], order[1::2]
+    first = order[0::2]
+    second = order[1::2]
     paired = len(order) % 2 == 0 and bool(
-        ((rows.group[first] == rows.group[second]) & (comparison[first] == comparison[second])).all()
+        (
+            (rows.group[first] == rows.group[second]) & (comparison[first] == comparison[second])
+        ).all()
         and (rank[first] < rank[second]).all()
     )
-    names, counts = np.unique(np.stack([rows.group, comparison], axis=-1), axis=0, return_counts=True)
+    names, counts = np.unique(
+        np.stack([rows.group, comparison], axis=-1), axis=0, return_counts=True
+    )
     if not paired or (counts != 2).any():
         odd = names[counts != 2][:1]
         id = batch.ids[int(odd[0, 0])] if len(odd) else batch.ids[0]
         raise DataError(
-            f"{id}: aot and aot_unpaired compare a better with a worse completion, so each completion must be in one pair; "
+            f"{id}: aot and aot_unpaired compare a better with a worse completion, so each "
+            f"completion must be in one pair; "
             "give rows of pairs, not rankings"
         )
     return first, second

@@ -16,9 +16,11 @@ from weft.registry import register_function
 @register_function("pass_rates")
 @dataclass
 class PassRates(Stateless):
-    """Makes no keys. Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a completion;
-    `pass@k`, the share of prompts of which one of the k completions passes (a reward above `pass_reward`); where k is
-    more than 1 also `pass@1`, the share of completions that pass.
+    """Makes no keys.
+
+    Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a
+    completion; `pass@k`, the share of prompts of which one of the k completions passes (a reward
+    above `pass_reward`); where k is more than 1 also `pass@1`, the share of completions that pass.
 
     Keys: `rewards` [1] of each completion.
     """
@@ -27,7 +29,8 @@ class PassRates(Stateless):
     pass_reward: float = 0.5
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> None:
-        rewards, group = host_array(batch.data["rewards"]).astype(np.float64), batch.group_of("rewards")
+        rewards = host_array(batch.data["rewards"]).astype(np.float64)
+        group = batch.group_of("rewards")
         passed = (rewards > self.pass_reward).astype(np.float64)
         first = np.unique(group, return_index=True)[1]
         context.record(f"avg@{self.count}", float(rewards.mean()))

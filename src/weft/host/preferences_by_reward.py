@@ -1,4 +1,6 @@
-"""Which of a prompt's sampled completions are better than which, by their rewards: pairs for losses of preferences."""
+"""Which of a prompt's sampled completions are better than which, by their rewards: pairs for losses
+of preferences.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,28 @@ Index = npt.NDArray[np.int64]
 @register_function("preferences_by_reward")
 @dataclass
 class PreferencesByReward(Stateless):
-    """Makes `rank` and `comparison` [1] of each completion, as `RowBatch.pairs` reads them, from the rewards of its group.
+    """Makes `rank` and `comparison` [1] of each completion, as `RowBatch.pairs` reads them, from
+    the rewards of its group.
 
-    `pairs="best_worst"`: the best completion (rank 0) is compared with the worst one (rank 1); every other one has a
-    comparison of its own, so that it is in no pair. `pairs="all"`: the completions of a prompt are one comparison, ranked by
-    reward. Equal rewards have equal rank and make no pair either way. Of several that are best the first is taken, of
-    several that are worst the last. With two completions both settings are the same.
+    `pairs="best_worst"`: the best completion (rank 0) is compared with the worst one (rank 1);
+    every other one has a comparison of its own, so that it is in no pair. `pairs="all"`: the
+    completions of a prompt are one comparison, ranked by reward. Equal rewards have equal rank and
+    make no pair either way. Of several that are best the first is taken, of several that are worst
+    the last. With two completions both settings are the same.
 
-    Rewards are shaped first (`RewardShape`): bias, scale and clip, and a penalty for completions that were cut by their length.
+    Rewards are shaped first (`RewardShape`): bias, scale and clip, and a penalty for completions
+    that were cut by their length.
 
-    Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792, have two completions; the best
-    against the worst of several is what Dong et al. 2024, "RLHF Workflow", arXiv 2405.07863, do (of 8). TRL's OnlineDPOTrainer
-    has two completions and calls the first one better where rewards are equal.
+    Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792,
+    have two completions; the best against the worst of several is what Dong et al. 2024, "RLHF
+    Workflow", arXiv 2405.07863, do (of 8). TRL's OnlineDPOTrainer has two completions and calls the
+    first one better where rewards are equal.
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]. Metrics: `reward`, the mean as given; `reward_margin`, the mean
-    difference of the shaped rewards of a pair; `tied_fraction`, the share of comparisons that make no pair because the rewards
-    are equal (of prompts for best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` where a prompt has one completion
-    only, `DataError` for a reward that is not finite.
+    Keys: completion (lengths), `rewards` [1], `finished` [1]. Metrics: `reward`, the mean as given;
+    `reward_margin`, the mean difference of the shaped rewards of a pair; `tied_fraction`, the share
+    of comparisons that make no pair because the rewards are equal (of prompts for best_worst, of
+    all C(n, 2) pairs for all). Raises `ConfigError` where a prompt has one completion only,
+    `DataError` for a reward that is not finite.
     """
 
     pairs: str = "best_worst"
@@ -51,13 +58,20 @@ class PreferencesByReward(Stateless):
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
-        raw, counts = rows.sequences("rewards"), np.diff(batch.offsets["completion"])
+        raw = rows.sequences("rewards")
+        counts = np.diff(batch.offsets["completion"])
         _check(batch, rows, raw, counts)
         shape = RewardShape(
-            self.max_reward_clip, self.reward_output_scaling, self.reward_output_bias, self.missing_eos_penalty
+            self.max_reward_clip,
+            self.reward_output_scaling,
+            self.reward_output_bias,
+            self.missing_eos_penalty,
         )
         groups = np.split(shape(raw, rows.sequences("finished"), context), np.cumsum(counts)[:-1])
-        made = [(best_and_worst if self.pairs == "best_worst" else ranking)(rewards) for rewards in groups]
+        made = [
+            (best_and_worst if self.pairs == "best_worst" else ranking)(rewards)
+            for rewards in groups
+        ]
         margins = np.concatenate([margins for _, _, margins in made])
         context.record("reward", float(raw.mean()))
         context.record("tied_fraction", float((margins == 0.0).mean()))
@@ -71,33 +85,42 @@ class PreferencesByReward(Stateless):
 
 
 def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """(rank, comparison, margin [1]) of one prompt's rewards [n]: the best against the worst, the others by themselves.
+    """(rank, comparison, margin [1]) of one prompt's rewards [n]: the best against the worst, the
+    others by themselves.
 
     `comparison` is 0 for the two and unlike every other for the rest; a margin of 0 is no pair.
     """
-    rank, comparison = np.zeros(len(rewards), np.int64), np.arange(1, len(rewards) + 1)
-    best, worst = int(rewards.argmax()), len(rewards) - 1 - int(rewards[::-1].argmin())
+    rank = np.zeros(len(rewards), np.int64)
+    comparison = np.arange(1, len(rewards) + 1)
+    best = int(rewards.argmax())
+    worst = len(rewards) - 1 - int(rewards[::-1].argmin())
     comparison[[best, worst]] = 0
     rank[worst] = int(rewards[best] > rewards[worst])
     return rank, comparison, rewards[[best]] - rewards[[worst]]
 
 
 def ranking(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """(rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n]: one comparison of all, equal rewards of equal rank."""
+    """(rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n]: one comparison of all,
+    equal rewards of equal rank.
+    """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
     one, other = np.triu_indices(len(rewards), 1)
     return rank, np.zeros_like(rank), np.abs(rewards[one] - rewards[other])
 
 
-def _check(batch: SequenceSample, rows: Rows, rewards: Vector, counts: npt.NDArray[np.int32]) -> None:
+def _check(
+    batch: SequenceSample, rows: Rows, rewards: Vector, counts: npt.NDArray[np.int32]
+) -> None:
     if (counts < 2).any():
         raise ConfigError(
-            "preferences_by_reward compares the completions of one prompt, and a prompt has only one here; set "
+            "preferences_by_reward compares the completions of one prompt, and a prompt has only "
+            "one here; set "
             "samples_per_prompt to 2 or more"
         )
     wrong = np.flatnonzero(~np.isfinite(rewards))
     if len(wrong):
         raise DataError(
-            f"{batch.ids[int(rows.group[wrong[0]])]}: a completion's reward is {rewards[wrong[0]]}, which cannot be ranked; "
+            f"{batch.ids[int(rows.group[wrong[0]])]}: a completion's reward is "
+            f"{rewards[wrong[0]]}, which cannot be ranked; "
             "look at the reward model"
         )

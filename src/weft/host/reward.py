@@ -1,4 +1,6 @@
-"""The host function `reward`: verifiers and users' functions on the text of completions, in processes of their own."""
+"""The host function `reward`: verifiers and users' functions on the text of completions, in
+processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -35,32 +37,37 @@ CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 @register_function("reward")
 @dataclass
 class RewardFunction(Stateless):
-    """`rewards` [1] of each completion: the weighted sum of `reward`'s parts, and of `scores` where a reward model made some.
+    """`rewards` [1] of each completion: the weighted sum of `reward`'s parts, and of `scores` where
+    a reward model made some.
 
-    `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a list of these, of
-    `[NAME, WEIGHT]` and of `{name, weight, args}`. A function
-    `fn(prompts, completions, *, completion_ids, **columns)` gets lists with one entry a completion (all completions of a
-    prompt in one call) and returns a number or None (it does not apply) for each; it may be async. It is called on parts of
-    the batch (`chunk_size` prompts at a time) in `num_workers` processes that live as long as the run. Without a `chunk_size`
-    it is called on a prompt as soon as all completions of it are there, while others are still sampled. It may return
+    `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
+    list of these, of `[NAME, WEIGHT]` and of `{name, weight, args}`. A function `fn(prompts,
+    completions, *, completion_ids, **columns)` gets lists with one entry a completion (all
+    completions of a prompt in one call) and returns a number or None (it does not apply) for each;
+    it may be async. It is called on parts of the batch (`chunk_size` prompts at a time) in
+    `num_workers` processes that live as long as the run. Without a `chunk_size` it is called on a
+    prompt as soon as all completions of it are there, while others are still sampled. It may return
     `(rewards, metrics)`; metrics by name are summed over the batch.
 
-    `column` names a column of the data whose rows say which verifiers reward them, in the forms of `reward`; `reward` is for
-    rows that say nothing. With `by_token` a completion's reward may be a list, one number or None a token, or a mapping from
-    where steps end (characters of the completion) to rewards; the node then makes `token_rewards` [L], too, NaN where there is
-    none, and `rewards` counts them in. `keep_parts` also makes `reward_parts` [1, parts]: the parts without their weights, the
-    reward model's score last, NaN where a part does not apply.
+    `column` names a column of the data whose rows say which verifiers reward them, in the forms of
+    `reward`; `reward` is for rows that say nothing. With `by_token` a completion's reward may be a
+    list, one number or None a token, or a mapping from where steps end (characters of the
+    completion) to rewards; the node then makes `token_rewards` [L], too, NaN where there is none,
+    and `rewards` counts them in. `keep_parts` also makes `reward_parts` [1, parts]: the parts
+    without their weights, the reward model's score last, NaN where a part does not apply.
 
-    `timeout_s` is for the whole batch, from when all its completions are there. Completions whose call has not come back by
-    then stop the run, or get `on_timeout` for that part where it is set, counted as the metric `timeouts`. The process is
-    killed, with all that it started.
+    `timeout_s` is for the whole batch, from when all its completions are there. Completions whose
+    call has not come back by then stop the run, or get `on_timeout` for that part where it is set,
+    counted as the metric `timeouts`. The process is killed, with all that it started.
 
-    Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a prompt's completions (of the whole
-    batch, where prompts have one each); `frac_reward_zero_std`, the share of prompts whose completions all have one reward;
-    `reward/{part}`, the mean of a part where it applies; `reward/{part}/{name}`, a metric of the part's own.
+    Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
+    prompt's completions (of the whole batch, where prompts have one each); `frac_reward_zero_std`,
+    the share of prompts whose completions all have one reward; `reward/{part}`, the mean of a part
+    where it applies; `reward/{part}/{name}`, a metric of the part's own.
 
-    Raises `UserError` when built for functions that cannot be found or imported; when called, for a function that raises,
-    hangs, or returns something else than finite numbers, with its name and the samples' ids.
+    Raises `UserError` when built for functions that cannot be found or imported; when called, for a
+    function that raises, hangs, or returns something else than finite numbers, with its name and
+    the samples' ids.
     """
 
     reward: Any = None
@@ -83,8 +90,13 @@ class RewardFunction(Stateless):
                 raise ConfigError(f"reward: {name}={value} must be above 0")
         self.routes = Routes(self.reward, self.column, by_token=self.by_token)
         if self.keep_parts and self.column is not None:
-            raise ConfigError(f"reward: keep_parts has one column a part, and column={self.column!r} lets rows differ")
-        self.pool = Pool(self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1))
+            raise ConfigError(
+                f"reward: keep_parts has one column a part, and column={self.column!r} lets rows "
+                f"differ"
+            )
+        self.pool = Pool(
+            self.routes.targets, self.num_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+        )
         self.pool.start()
         self.notes: Sequence[str] = ()
         if any(target.module == CODE for target in self.routes.targets):
@@ -100,16 +112,22 @@ class RewardFunction(Stateless):
         routes = self.routes.of_rows(texts.columns, batch.ids)
         for index, id in enumerate(batch.ids):
             self._drop([id])
-            self._begun[id] = self._submit(texts, np.flatnonzero(texts.group == index).tolist(), routes[index])
+            self._begun[id] = self._submit(
+                texts, np.flatnonzero(texts.group == index).tolist(), routes[index]
+            )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         texts = Texts.of(batch, context.require_tokenizer("reward"))
         self.pool.start()
         calls = self._calls(texts, batch.ids)
-        replies = iter(self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s))
+        replies = iter(
+            self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s)
+        )
         sums = Sums(texts, self.routes.labels)
         for call in calls:
-            for use, reply in zip(call.route.uses, islice(replies, len(call.route.uses)), strict=True):
+            for use, reply in zip(
+                call.route.uses, islice(replies, len(call.route.uses)), strict=True
+            ):
                 names = [texts.names[place] for place in call.places]
                 values, metrics = self._answer(reply, self.routes.labels[use.target], names)
                 sums.add(use.target, use.weight, call.places, values)
@@ -125,29 +143,44 @@ class RewardFunction(Stateless):
     def _sample(self, rewards: Vector, sums: Sums, batch: SequenceSample) -> SequenceSample:
         single = {"rewards": rewards}
         if self.keep_parts:
-            scores = [host_array(batch.data["scores"])] if "scores" in batch.data else []
+            if "scores" in batch.data:
+                scores = [host_array(batch.data["scores"])]
+            else:
+                scores = []
             single["reward_parts"] = np.column_stack([*sums.parts, *scores])
-        made = batch.one_per("completion", **{key: values.astype(np.float32) for key, values in single.items()})
+        made = batch.one_per(
+            "completion", **{key: values.astype(np.float32) for key, values in single.items()}
+        )
         if self.by_token:
-            made = made.update(batch.like("completion", token_rewards=sums.by_token.astype(np.float32)))
+            made = made.update(
+                batch.like("completion", token_rewards=sums.by_token.astype(np.float32))
+            )
         return made
 
     def _check_size(self, rewards: Vector, texts: Texts) -> None:
-        """Raise `UserError` for a sum of parts that is too large, though none of them is. Scores that are not finite are the
-        reward model's: training names them."""
+        """Raise `UserError` for a sum of parts that is too large, though none of them is.
+
+        Scores that are not finite are the reward model's: training names them.
+        """
         large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
         if len(large):
             raise UserError(
-                f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the weights of "
-                f"{', '.join(self.routes.labels)}; it is at most {MOST_REWARD:g} in size, or the loss is not finite: lower them"
+                f"the reward of {texts.names[int(large[0])]} is {rewards[large[0]]:g} with the "
+                f"weights of "
+                f"{', '.join(self.routes.labels)}; it is at most {MOST_REWARD:g} in size, or the "
+                f"loss is not finite: lower them"
             )
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
-        """All completions, those of consecutive prompts together that the same functions reward, `chunk_size` prompts at a
-        time; a prompt whose completions were begun with is a call of its own."""
+        """All completions, those of consecutive prompts together that the same functions reward,
+        `chunk_size` prompts at a time; a prompt whose completions were begun with is a call of its
+        own.
+        """
         calls: list[Call] = []
         rest: dict[Route, list[list[int]]] = {}
-        for index, (id, route) in enumerate(zip(ids, self.routes.of_rows(texts.columns, ids), strict=True)):
+        for index, (id, route) in enumerate(
+            zip(ids, self.routes.of_rows(texts.columns, ids), strict=True)
+        ):
             places = np.flatnonzero(texts.group == index).tolist()
             begun = self._begun.get(id)
             if begun is not None and begun.told == texts.told(places):
@@ -155,12 +188,23 @@ class RewardFunction(Stateless):
             else:
                 rest.setdefault(route, []).append(places)
         self._batches += 1
-        self._drop([*ids, *(id for id, call in list(self._begun.items()) if call.batches < self._batches - KEPT)])
+        self._drop(
+            [
+                *ids,
+                *(
+                    id
+                    for id, call in list(self._begun.items())
+                    if call.batches < self._batches - KEPT
+                ),
+            ]
+        )
         left = sum(len(prompts) for prompts in rest.values())
         size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
         for route, prompts in rest.items():
             chunks = (prompts[n : n + size] for n in range(0, len(prompts), size))
-            calls += [self._submit(texts, list(chain.from_iterable(chunk)), route) for chunk in chunks]
+            calls += [
+                self._submit(texts, list(chain.from_iterable(chunk)), route) for chunk in chunks
+            ]
         return calls
 
     def _submit(self, texts: Texts, places: list[int], route: Route) -> Call:
@@ -174,45 +218,60 @@ class RewardFunction(Stateless):
             if (call := self._begun.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
 
-    def _answer(self, reply: Reply, label: str, names: Sequence[str]) -> tuple[Sequence[Value], Mapping[str, float]]:
+    def _answer(
+        self, reply: Reply, label: str, names: Sequence[str]
+    ) -> tuple[Sequence[Value], Mapping[str, float]]:
         """(rewards, metrics) of one call."""
         if reply.status == "ok":
             values, metrics = reply.value
             return values, metrics
         shown = names if reply.index is None else [names[reply.index]]
-        where = ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
+        where = ", ".join(shown[:SHOWN]) + (
+            f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+        )
         if reply.status == "error":
             raise UserError(f"reward {label!r} failed on {where}: {reply.value}")
         if reply.status == "died" and reply.value >= 0:
             raise UserError(
-                f"reward {label!r} failed on {where}: it ended its process (exit code {reply.value}); return, or raise an error"
+                f"reward {label!r} failed on {where}: it ended its process (exit code "
+                f"{reply.value}); return, or raise an error"
             )
         if reply.status == "died":
             raise RunError(
-                f"reward {label!r} failed on {where}: its process was killed by signal {-reply.value}; it may need more memory"
+                f"reward {label!r} failed on {where}: its process was killed by signal "
+                f"{-reply.value}; it may need more memory"
             )
         if self.on_timeout is None:
             raise UserError(
-                f"reward {label!r} did not finish within reward_timeout_s={self.timeout_s:g} seconds on {where}; make it "
-                "faster, raise reward_timeout_s, or set reward_on_timeout to the reward that such completions get"
+                f"reward {label!r} did not finish within reward_timeout_s={self.timeout_s:g} "
+                f"seconds on {where}; make it "
+                "faster, raise reward_timeout_s, or set reward_on_timeout to the reward that such "
+                "completions get"
             )
         return [self.on_timeout] * len(names), {}
 
     def _with_scores(self, sums: Sums, batch: SequenceSample, context: HostContext) -> Vector:
-        """The weighted sum over the parts that apply to each completion, and the reward model's score."""
+        """The weighted sum over the parts that apply to each completion, and the reward model's
+        score.
+        """
         sums.record(context)
         if "scores" in batch.data:
             scores = host_array(batch.data["scores"]).astype(np.float64)
             if len(scores) != len(sums.total):
-                raise DataError(f"key 'scores' holds {len(scores)} values; there are {len(sums.total)} completions")
+                raise DataError(
+                    f"key 'scores' holds {len(scores)} values; there are {len(sums.total)} "
+                    f"completions"
+                )
             context.record("reward/model", float(scores.mean()))
             return sums.total + self.scores_weight * scores
         names = sums.texts.names
         without = [names[int(n)] for n in np.flatnonzero(np.isnan(sums.parts).all(axis=0))]
         if without:
             raise UserError(
-                f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of {len(names)} completions): "
-                f"{', '.join(self.routes.labels)} returned None; give these rows what a reward needs, or add one that applies"
+                f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of "
+                f"{len(names)} completions): "
+                f"{', '.join(self.routes.labels)} returned None; give these rows what a reward "
+                f"needs, or add one that applies"
             )
         return sums.total
 
@@ -232,7 +291,8 @@ class Sums:
     """The rewards of a batch as they are added up."""
 
     def __init__(self, texts: Texts, labels: Sequence[str]) -> None:
-        self.texts, self.labels = texts, labels
+        self.texts = texts
+        self.labels = labels
         self.parts = np.full(
             (len(labels), len(texts.names)), np.nan
         )  # without weights, NaN where a part does not apply

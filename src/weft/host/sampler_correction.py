@@ -17,11 +17,13 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(Stateless):
-    """`sampler_weights` [L] of each completion: what its tokens weigh in the policy loss (`weft.algorithms.sampler`).
+    """`sampler_weights` [L] of each completion: what its tokens weigh in the policy loss
+    (`weft.algorithms.sampler`).
 
-    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same weights; `loss_mask`,
-    `prompt` where there are any. Metrics over trained tokens: `weight` and `weight_max` before the bound,
-    `bounded_fraction` (truncated, or left out), `effective_fraction` = (sum of weights)^2 / (tokens * sum of squared weights).
+    Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
+    weights; `loss_mask`, `prompt` where there are any. Metrics over trained tokens: `weight` and
+    `weight_max` before the bound, `bounded_fraction` (truncated, or left out), `effective_fraction`
+    = (sum of weights)^2 / (tokens * sum of squared weights).
     """
 
     correction: str = "token_truncate"
@@ -33,7 +35,8 @@ class SamplerCorrection(Stateless):
             raise unknown_name("sampler correction", self.correction, CORRECTIONS)
         if not self.high >= 1.0 or not 0.0 <= (self.low or 0.0) <= 1.0:
             raise ConfigError(
-                f"sampler_correction: high={self.high} must be at least 1 and low={self.low} between 0 and 1, so that a "
+                f"sampler_correction: high={self.high} must be at least 1 and low={self.low} "
+                f"between 0 and 1, so that a "
                 f"ratio of 1 "
                 "keeps its weight"
             )
@@ -41,13 +44,20 @@ class SamplerCorrection(Stateless):
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
         rows = Rows(batch)
         mask = rows.mask
-        trainer, sampler = rows.tokens("old_logprobs"), rows.tokens("logprobs")
-        weights, ratio = sampler_weights(trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low)
+        trainer = rows.tokens("old_logprobs")
+        sampler = rows.tokens("logprobs")
+        weights, ratio = sampler_weights(
+            trainer, sampler, mask, rows.lengths, self.correction, self.high, self.low
+        )
         trained = mask != 0.0
-        kept, before = weights[trained], ratio[trained]
+        kept = weights[trained]
+        before = ratio[trained]
         if len(kept):
             context.record("weight", float(before.mean()))
             context.record("weight_max", float(before.max()))
             context.record("bounded_fraction", float((kept != before).mean()))
-            context.record("effective_fraction", float(kept.sum() ** 2 / max(len(kept) * np.square(kept).sum(), 1e-12)))
+            context.record(
+                "effective_fraction",
+                float(kept.sum() ** 2 / max(len(kept) * np.square(kept).sum(), 1e-12)),
+            )
         return rows.sample(sampler_weights=weights)

@@ -15,14 +15,18 @@ from weft.errors import ConfigError, nearest, unknown_name
 from weft.registry import verifiers
 
 FORM = (
-    "a verifier's name, module:function, FILE.py:function, {NAME: WEIGHT, ..}, or a list of these, of [NAME, WEIGHT] and of "
+    "a verifier's name, module:function, FILE.py:function, {NAME: WEIGHT, ..}, or a list of "
+    "these, of [NAME, WEIGHT] and of "
     "{name, weight, args}"
 )
 
 
 @dataclass(frozen=True)
 class RewardPart:
-    """One of the functions whose weighted sum is the reward. `args` are keyword arguments beside the data's columns."""
+    """One of the functions whose weighted sum is the reward.
+
+    `args` are keyword arguments beside the data's columns.
+    """
 
     name: str
     weight: float = 1.0
@@ -31,10 +35,12 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class Target:
-    """Where another process finds a part's function: a module, or a file, and the function's name in it.
+    """Where another process finds a part's function: a module, or a file, and the function's name
+    in it.
 
-    A verifier's parameters with a default are its options, which `args` alone sets: a column of the data that happens to have
-    an option's name does not. A user's function may give a column a default. `by_token`: it may return rewards of tokens.
+    A verifier's parameters with a default are its options, which `args` alone sets: a column of the
+    data that happens to have an option's name does not. A user's function may give a column a
+    default. `by_token`: it may return rewards of tokens.
     """
 
     label: str
@@ -47,20 +53,28 @@ class Target:
 
 
 def parse_reward(reward: Any) -> list[RewardPart]:
-    """The parts of the option `reward`. Raises `ConfigError` for another form; names are not looked up."""
+    """The parts of the option `reward`.
+
+    Raises `ConfigError` for another form; names are not looked up.
+    """
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
     if not entries or reward is None or reward == {}:
         raise ConfigError(f"reward: nothing is named; give {FORM}")
     if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
         raise ConfigError(
-            f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of its own: [{list(entries)}]"
+            f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of "
+            f"its own: [{list(entries)}]"
         )
     parts = [part for entry in entries for part in _parts(entry)]
     if all(part.weight == 0 for part in parts):
-        raise ConfigError("reward: all weights are 0, so every reward is; give one of them another weight")
+        raise ConfigError(
+            "reward: all weights are 0, so every reward is; give one of them another weight"
+        )
     for index, part in enumerate(parts):
         if any((part.name, part.args) == (other.name, other.args) for other in parts[:index]):
-            raise ConfigError(f"reward: {part.name!r} is named twice; name it once, with the weight of both")
+            raise ConfigError(
+                f"reward: {part.name!r} is named twice; name it once, with the weight of both"
+            )
     return parts
 
 
@@ -92,7 +106,8 @@ def _named(entry: Mapping[str, Any]) -> RewardPart:
 def _part(name: str, weight: Any, args: Mapping[str, Any] | None = None) -> RewardPart:
     if not _is_number(weight):
         raise ConfigError(
-            f"reward: weight={weight!r} of {name!r} must be a number, and a finite one; options of a part go into the form "
+            f"reward: weight={weight!r} of {name!r} must be a number, and a finite one; options "
+            f"of a part go into the form "
             "{name, weight, args}"
         )
     return RewardPart(name, float(weight), dict(args or {}))
@@ -103,13 +118,18 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> Target:
-    """Where the part's function is. Raises `ConfigError` for a name nobody registered, a missing file or module, and where it
-    is `checked` for options that a verifier does not take."""
+    """Where the part's function is.
+
+    Raises `ConfigError` for a name nobody registered, a missing file or module, and where it is
+    `checked` for options that a verifier does not take.
+    """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
         return _locate_verifier(part, checked)
     if not attribute.isidentifier():
-        raise ConfigError(f"reward: {part.name!r}: what follows the colon must be a function's name")
+        raise ConfigError(
+            f"reward: {part.name!r}: what follows the colon must be a function's name"
+        )
     if place.endswith(".py"):
         file = Path(place).expanduser()
         if not file.is_file():
@@ -119,37 +139,63 @@ def locate(part: RewardPart, *, checked: bool = True) -> Target:
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> Target:
-    """A registered function may come from user code that another process has not imported; it is found by its home."""
+    """A registered function may come from user code that another process has not imported; it is
+    found by its home.
+    """
     if part.name.endswith(".py"):
-        raise ConfigError(f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION")
+        raise ConfigError(
+            f"reward: {part.name!r} names no function in the file; write {part.name}:FUNCTION"
+        )
     if part.name not in verifiers:
         raise unknown_name("verifier", part.name, verifiers.names())
     function = verifiers.get(part.name)
     if checked:
         _check_options(part, function)
-    module, name = function.__module__, function.__qualname__
+    module = function.__module__
+    name = function.__qualname__
     if module == "__main__" or not name.isidentifier():
         raise ConfigError(
-            f"reward: {part.name!r} is {module}.{name}, which another process cannot import; define it at the top of a module"
+            f"reward: {part.name!r} is {module}.{name}, which another process cannot import; "
+            f"define it at the top of a module"
         )
     file = inspect.getsourcefile(sys.modules[module])
     found = importlib.util.find_spec(module)
     importable = (
-        found is not None and found.origin is not None and file is not None and Path(found.origin).samefile(file)
+        found is not None
+        and found.origin is not None
+        and file is not None
+        and Path(found.origin).samefile(file)
     )
-    # A file imported by path (`--import FILE.py`) is a module here only; elsewhere it is imported by path again.
-    return Target(part.name, module if importable else None, None if importable else file, name, part.args, True)
+    # A file imported by path (`--import FILE.py`) is a module here only; elsewhere it is imported
+    # by path again.
+    return Target(
+        part.name,
+        module if importable else None,
+        None if importable else file,
+        name,
+        part.args,
+        True,
+    )
 
 
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
-    """Refuse arguments that are no option of a verifier; a shipped one refuses wrong values when it has nothing to verify."""
+    """Refuse arguments that are no option of a verifier; a shipped one refuses wrong values when it
+    has nothing to verify.
+    """
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]
     for name in part.args:
         if name not in options:
             close = nearest(name, options)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"its options: {', '.join(options) or 'none'}"
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            else:
+                hint = f"its options: {', '.join(options) or 'none'}"
             raise ConfigError(f"reward: verifier {part.name!r} has no option {name!r}; {hint}")
     if function.__module__.startswith("weft.host.verifiers."):
-        needed = [p.name for p in list(parameters)[2:] if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+        needed = [
+            p.name
+            for p in list(parameters)[2:]
+            if p.default is p.empty and p.kind is p.KEYWORD_ONLY
+        ]
         function([], [], **{name: [] for name in needed}, **part.args)

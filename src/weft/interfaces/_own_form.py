@@ -1,4 +1,6 @@
-"""A batch in a role's own form: prompts and completions as the text that its model was trained on, in its own tokens."""
+"""A batch in a role's own form: prompts and completions as the text that its model was trained on,
+in its own tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +22,46 @@ Ids = list[int]
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether the same ids mean the same tokens; chat templates and habits may differ."""
-    return one is other or one.fingerprint == other.fingerprint or one.hf.get_vocab() == other.hf.get_vocab()
+    return (
+        one is other
+        or one.fingerprint == other.fingerprint
+        or one.hf.get_vocab() == other.hf.get_vocab()
+    )
 
 
 def has_own_form(model: Model, batch: SequenceSample) -> bool:
-    """Whether a role reads another text than the batch's tokens: it has another vocabulary, or the prompts are messages and its
-    chat template is another one."""
+    """Whether a role reads another text than the batch's tokens: it has another vocabulary, or the
+    prompts are messages and its chat template is another one.
+    """
     if not same_tokens(model.tokenizer, model.data_tokenizer):
         return True
     template = model.tokenizer.chat_template
-    return MESSAGES in batch.metadata and template is not None and template != model.data_tokenizer.chat_template
+    return (
+        MESSAGES in batch.metadata
+        and template is not None
+        and template != model.data_tokenizer.chat_template
+    )
 
 
-def in_own_form(model: Model, batch: SequenceSample, prefix: str = "", suffix: str = "") -> SequenceSample:
+def in_own_form(
+    model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
+) -> SequenceSample:
     """The batch in the role's own tokens: same ids, one prompt an id, as many completions.
 
-    Prompts of messages are rendered with the role's chat template, a completion as the assistant's turn. Others are text, with
-    `prefix` and `suffix` around the prompt; where one of these is set, so are messages. A completion that was cut by its length
-    has no end token: `finished` says which, or its last token where the batch has no such key.
+    Prompts of messages are rendered with the role's chat template, a completion as the assistant's
+    turn. Others are text, with `prefix` and `suffix` around the prompt; where one of these is set,
+    so are messages. A completion that was cut by its length has no end token: `finished` says
+    which, or its last token where the batch has no such key.
 
-    The metadata `left_out` says for each id what of its messages the role's template does not write. Raises `ConfigError`
-    naming role and id where it refuses them, or leaves out what a reply must know, and where the role has no template.
+    The metadata `left_out` says for each id what of its messages the role's template does not
+    write. Raises `ConfigError` naming role and id where it refuses them, or leaves out what a reply
+    must know, and where the role has no template.
     """
     owner = batch.group_of("completion")
-    finished = batch.data["finished"].tolist() if "finished" in batch.data else [None] * len(owner)
+    if "finished" in batch.data:
+        finished = batch.data["finished"].tolist()
+    else:
+        finished = [None] * len(owner)
     completions: list[list[tuple[Ids, bool]]] = [[] for _ in batch.ids]
     stop_ids = model.data_tokenizer.stop_ids()
     for index, sequence, flag in zip(owner, batch.sequences("completion"), finished, strict=True):
@@ -52,11 +70,15 @@ def in_own_form(model: Model, batch: SequenceSample, prefix: str = "", suffix: s
         completions[int(index)].append((ids, ended))
     nothing = (None,) * batch.num_ids
     given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
-    made, left_out = [], list[list[str]]()
+    made = []
+    left_out = list[list[str]]()
     for id, prompt, group, messages, tools in zip(
         batch.ids, batch.sequences("prompt"), completions, *given, strict=True
     ):
-        said = [(model.data_tokenizer.decode_after(prompt.tolist(), ids, True), ended) for ids, ended in group]
+        said = [
+            (model.data_tokenizer.decode_after(prompt.tolist(), ids, True), ended)
+            for ids, ended in group
+        ]
         if messages is None or prefix or suffix:
             text = prefix + model.data_tokenizer.decode(prompt.tolist(), skip_special=True) + suffix
             made.append(_as_text(model.tokenizer, text, said))
@@ -74,7 +96,9 @@ def in_own_form(model: Model, batch: SequenceSample, prefix: str = "", suffix: s
     return SequenceSample.from_groups(batch.ids, lengths, data, {"left_out": left_out})
 
 
-def _as_text(tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]) -> tuple[Ids, list[Ids]]:
+def _as_text(
+    tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
+) -> tuple[Ids, list[Ids]]:
     """Prompt and completions as plain text; a completion that was ended gets the role's own EOS."""
     made = []
     for text, ended in said:
@@ -83,20 +107,29 @@ def _as_text(tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
     return tokenizer.encode(prompt), made
 
 
-def _context(model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any) -> tuple[Ids, frozenset[str]]:
-    """(a prompt as the role's template renders it, what of its messages is in no token). Raises `ConfigError`."""
+def _context(
+    model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
+) -> tuple[Ids, frozenset[str]]:
+    """(a prompt as the role's template renders it, what of its messages is in no token).
+
+    Raises `ConfigError`.
+    """
     if model.tokenizer.chat_template is None:
         raise ConfigError(
-            f"role {model.role!r} has another tokenizer than the data and no chat template, so it cannot be shown prompts that "
-            f"are messages; set {model.role}.tokenizer.chat_template to a jinja file, or {model.role}.prompt_suffix (and "
+            f"role {model.role!r} has another tokenizer than the data and no chat template, so it "
+            f"cannot be shown prompts that "
+            f"are messages; set {model.role}.tokenizer.chat_template to a jinja file, or "
+            f"{model.role}.prompt_suffix (and "
             "prompt_prefix) to the text that stands around a prompt"
         )
     try:
         return model.tokenizer.encode_context(messages, tools)
     except UserError as error:
         raise ConfigError(
-            f"role {model.role!r} cannot be shown the prompt of row {id!r}: {error}; the option of this role is "
-            f"{model.role}.tokenizer.chat_template, and with {model.role}.prompt_suffix (and prompt_prefix) it reads plain text"
+            f"role {model.role!r} cannot be shown the prompt of row {id!r}: {error}; the option "
+            f"of this role is "
+            f"{model.role}.tokenizer.chat_template, and with {model.role}.prompt_suffix (and "
+            f"prompt_prefix) it reads plain text"
         ) from error
 
 
@@ -107,9 +140,11 @@ def _as_turns(
     tools: Any,
     said: Sequence[tuple[str, bool]],
 ) -> tuple[Ids, list[Ids]]:
-    """Prompt and completions as the role's template renders them, up to the end of the assistant's turn.
+    """Prompt and completions as the role's template renders them, up to the end of the assistant's
+    turn.
 
-    Blanks that the template of the data's tokenizer writes around a reply are its own, and no part of what was said.
+    Blanks that the template of the data's tokenizer writes around a reply are its own, and no part
+    of what was said.
     """
     tokenizer = model.tokenizer
     before, after = _blanks(model.data_tokenizer)
@@ -124,7 +159,9 @@ def _as_turns(
 
 
 def _blanks(tokenizer: Tokenizer) -> tuple[str, str]:
-    """White space that a chat template writes before a reply, and between the reply and the token that ends it."""
+    """White space that a chat template writes before a reply, and between the reply and the token
+    that ends it.
+    """
     before, after = tokenizer.around_reply
     after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
     return (before if before.isspace() else ""), (after if after.isspace() else "")
@@ -132,7 +169,10 @@ def _blanks(tokenizer: Tokenizer) -> tuple[str, str]:
 
 def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
     """The conversation up to the token that ends its last turn, with it where the turn was ended."""
-    stop = None if tokenizer.turn_end is None else tokenizer.special_id(tokenizer.turn_end)
+    if tokenizer.turn_end is None:
+        stop = None
+    else:
+        stop = tokenizer.special_id(tokenizer.turn_end)
     last = next((at for at in range(len(ids) - 1, start - 1, -1) if ids[at] == stop), None)
     kept = ids if last is None else ids[:last]
     if not ended:

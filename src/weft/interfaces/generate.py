@@ -1,7 +1,8 @@
-"""The generic generation call: samples completions of the prompts, with their log-probs as sampled and weight versions.
+"""The generic generation call: samples completions of the prompts, with their log-probs as sampled
+and weight versions.
 
-Several nodes may generate with one role: ReMax's greedy baseline is a second node with `greedy=true`, `samples_per_prompt=1`
-and its outputs remapped to names of their own.
+Several nodes may generate with one role: ReMax's greedy baseline is a second node with
+`greedy=true`, `samples_per_prompt=1` and its outputs remapped to names of their own.
 """
 
 from __future__ import annotations
@@ -29,24 +30,35 @@ from weft.registry import register_interface
 
 @register_interface("generate")
 class Generate:
-    """`samples_per_prompt` completions of every prompt; the other arguments are those of `GenerationSpec` (`gen.*`).
+    """`samples_per_prompt` completions of every prompt; the other arguments are those of
+    `GenerationSpec` (`gen.*`).
 
-    With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the completions of their rows.
-    Where the call is interruptible, new weights are taken up between two tokens: completions go on where they were, and
-    `versions` says which token came of which. Draws depend on the run's seed, the firing's index, the id and the completion's
-    index alone.
+    With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the
+    completions of their rows. Where the call is interruptible, new weights are taken up between two
+    tokens: completions go on where they were, and `versions` says which token came of which. Draws
+    depend on the run's seed, the firing's index, the id and the completion's index alone.
     """
 
     def __init__(
-        self, *, samples_per_prompt: int = 1, record_support: bool = False, share: float = 1.0, **gen: Any
+        self,
+        *,
+        samples_per_prompt: int = 1,
+        record_support: bool = False,
+        share: float = 1.0,
+        **gen: Any,
     ) -> None:
         if samples_per_prompt < 1:
             raise ConfigError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
         if not 0.0 < share <= 1.0:
-            raise ConfigError(f"share={share}: must be above 0 and at most 1; without sampling leave out the call")
+            raise ConfigError(
+                f"share={share}: must be above 0 and at most 1; without sampling leave out the call"
+            )
         if share < 1.0 and record_support:
-            raise ConfigError(f"share={share} with record_support: what nobody sampled was not limited to any ids")
-        self.samples_per_prompt, self.share = samples_per_prompt, share
+            raise ConfigError(
+                f"share={share} with record_support: what nobody sampled was not limited to any ids"
+            )
+        self.samples_per_prompt = samples_per_prompt
+        self.share = share
         spec = read(GenerationSpec(), gen, "gen.")
         validate(spec, "gen.")
         self.spec = replace(spec, record_support=record_support)
@@ -55,20 +67,24 @@ class Generate:
         """Raises `ConfigError` where the role reads other token ids than the data's."""
         if not same_tokens(own, data):
             raise ConfigError(
-                f"role {role!r} generates with another tokenizer than the one that made the prompts; "
+                f"role {role!r} generates with another tokenizer than the one that made the "
+                f"prompts; "
                 "use one tokenizer for both"
             )
 
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """Reads `prompt`. Makes K completions an id.
 
-        One value a token, the end token included: `completion` int64, `logprobs` float32, `versions` int64, `loss_mask` float32
-        (1). One a completion: `finished` float32 (1 ended by itself, 0 cut by length). With `record_support` also `support`
-        int64 (the ids that a limit kept, all tokens of a completion together) and `support_counts` int64 (how many at each
-        token; 0 where nothing was left out). Announces ids as soon as their completions have all ended.
+        One value a token, the end token included: `completion` int64, `logprobs` float32,
+        `versions` int64, `loss_mask` float32 (1). One a completion: `finished` float32 (1 ended by
+        itself, 0 cut by length). With `record_support` also `support` int64 (the ids that a limit
+        kept, all tokens of a completion together) and `support_counts` int64 (how many at each
+        token; 0 where nothing was left out). Announces ids as soon as their completions have all
+        ended.
 
-        With a `share` below 1 it reads `completion` too, and `loss_mask` where there is one, and makes these two, the rows' own
-        where nothing is sampled, and `sampled` float32, one a completion: 1 where it was. Nothing is announced.
+        With a `share` below 1 it reads `completion` too, and `loss_mask` where there is one, and
+        makes these two, the rows' own where nothing is sampled, and `sampled` float32, one a
+        completion: 1 where it was. Nothing is announced.
 
         Raises `ConfigError` where the role reads other token ids than the batch holds.
         """
@@ -84,11 +100,20 @@ class Generate:
         draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
         chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
         others = [id for id, draw in zip(batch.ids, draws, strict=True) if draw >= self.share]
-        parts = [_own(batch.select(ids=others))] if others or not batch.num_ids else []
+        if others or not batch.num_ids:
+            parts = [_own(batch.select(ids=others))]
+        else:
+            parts = []
         counts = model.gather((len(chosen), batch.num_ids))
-        metrics = {"sampled_fraction": sum(count for count, _ in counts) / sum(count for _, count in counts)}
-        if metrics["sampled_fraction"]:  # then on every rank, since they bring their weights together
-            made, own = self._sample(replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"]))
+        metrics = {
+            "sampled_fraction": sum(count for count, _ in counts)
+            / sum(count for _, count in counts)
+        }
+        # then on every rank, since they bring their weights together
+        if metrics["sampled_fraction"]:
+            made, own = self._sample(
+                replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"])
+            )
             parts += [_marked(made, 1.0)] if chosen or not parts else []
             metrics |= _metrics(model.gather(own))
         return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
@@ -102,22 +127,32 @@ class Generate:
             for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
             for k in range(self.samples_per_prompt)
         ]
-        progress = _Progress({(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0))
-        started, left, interruptions = time.perf_counter(), requests, 0
-        goes_on = True  # with nothing to sample too: ranks may have to bring their weights together for others
+        progress = _Progress(
+            {(request.id, request.k): [] for request in requests}, dict.fromkeys(batch.ids, 0)
+        )
+        started = time.perf_counter()
+        left = requests
+        interruptions = 0
+        # with nothing to sample too: ranks may have to bring their weights together for others
+        goes_on = True
         while goes_on:
             with model.engine.generating(spec) as generator:
                 generator.submit(left)
                 partials = self._run(model, generator, progress)
             interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
-            left = [replace(r, generated=parts[r.id, r.k]) for r in requests if (r.id, r.k) in parts]
+            left = [
+                replace(r, generated=parts[r.id, r.k]) for r in requests if (r.id, r.k) in parts
+            ]
             goes_on = model.updates is not None and model.updates.take(left=bool(left))
         seconds = time.perf_counter() - started
         completions = list(progress.rows.values())
         cut = sum(row[-1].finish == "length" for row in completions)
         sampled = Sampled(
-            [len(row) for row in completions], cut, seconds, interruptions if model.updates is not None else None
+            [len(row) for row in completions],
+            cut,
+            seconds,
+            interruptions if model.updates is not None else None,
         )
         return self._outputs(batch.ids, completions), sampled
 
@@ -133,7 +168,9 @@ class Generate:
                     if progress.ended[event.id] == self.samples_per_prompt:
                         complete.append(event.id)
             if complete and model.announce is not None:
-                made = [progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)]
+                made = [
+                    progress.rows[id, k] for id in complete for k in range(self.samples_per_prompt)
+                ]
                 model.announce(self._outputs(complete, made))
             if partials or generator.idle or model.updates is None:
                 continue
@@ -144,7 +181,8 @@ class Generate:
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
         """The completions, K by K in order of `ids`, as keys of a sample."""
         events = [event for row in rows for event in row]
-        tokens, single = [len(row) for row in rows], [1] * len(rows)
+        tokens = [len(row) for row in rows]
+        single = [1] * len(rows)
         made: dict[str, tuple[list[int], list[Any], npt.DTypeLike]] = {
             "completion": (tokens, [event.token for event in events], np.int64),
             "logprobs": (tokens, [event.logprob for event in events], np.float32),
@@ -158,7 +196,8 @@ class Generate:
             made["support_counts"] = (tokens, [len(event.support) for event in events], np.int64)
         count = self.samples_per_prompt
         lengths = {
-            key: [sizes[i : i + count] for i in range(0, len(rows), count)] for key, (sizes, _, _) in made.items()
+            key: [sizes[i : i + count] for i in range(0, len(rows), count)]
+            for key, (sizes, _, _) in made.items()
         }
         data = {key: np.array(values, dtype=dtype) for key, (_, values, dtype) in made.items()}
         return SequenceSample.from_groups(ids, lengths, data)
@@ -168,7 +207,10 @@ def _own(batch: SequenceSample) -> SequenceSample:
     """The rows' own completions, every token trained where nothing is said."""
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     kept = batch.select(keys=keys)
-    mask = host_array(kept.data["loss_mask"]) if len(keys) > 1 else np.ones(kept.num_tokens())
+    if len(keys) > 1:
+        mask = host_array(kept.data["loss_mask"])
+    else:
+        mask = np.ones(kept.num_tokens())
     own = {"completion": kept.data["completion"], "loss_mask": mask.astype(np.float32)}
     return _marked(kept.like("completion", **own), 0.0)
 
@@ -176,7 +218,9 @@ def _own(batch: SequenceSample) -> SequenceSample:
 def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
     """`completion` and `loss_mask`, with `sampled` at every completion."""
     marks = np.full(made.num_sequences(), sampled, dtype=np.float32)
-    return made.select(keys=["completion", "loss_mask"]).update(made.one_per("completion", sampled=marks))
+    return made.select(keys=["completion", "loss_mask"]).update(
+        made.one_per("completion", sampled=marks)
+    )
 
 
 @dataclass(frozen=True)
@@ -189,8 +233,9 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one rank sampled: tokens of each completion, how many were cut by length, how long it took, and how often it was
-    interrupted, where it may be."""
+    """What one rank sampled: tokens of each completion, how many were cut by length, how long it
+    took, and how often it was interrupted, where it may be.
+    """
 
     lengths: list[int]
     cut: int
@@ -199,8 +244,10 @@ class Sampled:
 
 
 def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
-    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length), `tokens_per_second`, and
-    `interruptions_max` of a rank where there may be any; none where nothing was sampled."""
+    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length),
+    `tokens_per_second`, and `interruptions_max` of a rank where there may be any; none where
+    nothing was sampled.
+    """
     lengths = [length for rank in ranks for length in rank.lengths]
     if not lengths:
         return {}

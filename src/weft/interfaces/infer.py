@@ -1,7 +1,9 @@
-"""The generic inference call: log-probs, entropy, values or scores of given completions, by a role's network.
+"""The generic inference call: log-probs, entropy, values or scores of given completions, by a
+role's network.
 
-A role whose tokenizer is not the one that made the batch, or that has a prompt form of its own, reads the *text*, put into that
-form and tokenized again (`_own_form.py`). Such a role returns one score a completion, no value a token.
+A role whose tokenizer is not the one that made the batch, or that has a prompt form of its own,
+reads the *text*, put into that form and tokenized again (`_own_form.py`). Such a role returns one
+score a completion, no value a token.
 """
 
 from __future__ import annotations
@@ -29,12 +31,15 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(LIKELIEST))
 
 @register_interface("infer")
 class Infer:
-    """`outputs`: what the network is asked for; each becomes a key of that name. `temperature`: as in the sampler. `top_k`: how
-    many ids at each token `top_ids` and `top_logprobs` are of.
+    """`outputs`: what the network is asked for; each becomes a key of that name.
 
-    `prompt_prefix` and `prompt_suffix` stand around the prompt's text in the form that the role's model was trained on; without
-    them prompts that are messages are rendered with the role's own chat template. `finished` says which completions were ended;
-    without that key their last tokens do.
+    `temperature`: as in the sampler. `top_k`: how many ids at each token `top_ids` and
+    `top_logprobs` are of.
+
+    `prompt_prefix` and `prompt_suffix` stand around the prompt's text in the form that the role's
+    model was trained on; without them prompts that are messages are rendered with the role's own
+    chat template. `finished` says which completions were ended; without that key their last tokens
+    do.
     """
 
     def __init__(
@@ -49,38 +54,57 @@ class Infer:
         asked = self.outputs & LIKELIEST
         if (top_k is None) != (not asked) or (top_k is not None and top_k < 1):
             rule = f"at least 1 with the outputs {' and '.join(sorted(LIKELIEST))}, and absent without them"
-            raise ConfigError(f"top_k={top_k} with the outputs {', '.join(sorted(self.outputs))}: must be {rule}")
+            raise ConfigError(
+                f"top_k={top_k} with the outputs {', '.join(sorted(self.outputs))}: must be {rule}"
+            )
         self.top_k = top_k
         self.temperature = temperature
-        self.prompt_prefix, self.prompt_suffix = prompt_prefix, prompt_suffix
+        self.prompt_prefix = prompt_prefix
+        self.prompt_suffix = prompt_suffix
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raises `ConfigError` where a role with another tokenizer or prompt form is asked for a value a token."""
+        """Raises `ConfigError` where a role with another tokenizer or prompt form is asked for a
+        value a token.
+        """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
         if tokenwise and (self._has_form or not same_tokens(own, data)):
             raise ConfigError(
-                f"role {role!r} has another tokenizer or prompt form than the data, so it cannot give "
-                f"{', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no prompt_prefix or prompt_suffix"
+                f"role {role!r} has another tokenizer or prompt form than the data, so it cannot "
+                f"give "
+                f"{', '.join(tokenwise)} for the data's tokens; use one tokenizer, and no "
+                f"prompt_prefix or prompt_suffix"
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `[L]` log-probs, entropy and top1, `[L + 1]` values, one score a completion, `[L, K]` top_ids and
-        `[L, K + 1]` top_logprobs of the ids that the data's tokenizer knows. Raises `ConfigError` as `check_tokens` does."""
+        """Keys by id: `[L]` log-probs, entropy and top1, `[L + 1]` values, one score a completion,
+        `[L, K]` top_ids and `[L, K + 1]` top_logprobs of the ids that the data's tokenizer knows.
+        Raises `ConfigError` as `check_tokens` does.
+        """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
         if self._has_form or (self.outputs.isdisjoint(TOKENWISE) and has_own_form(model, batch)):
             read = in_own_form(model, batch, self.prompt_prefix, self.prompt_suffix)
         made = model.engine.forward(
-            read, self.outputs, temperature=self.temperature, top=self._top(model), max_tokens=model.max_tokens
+            read,
+            self.outputs,
+            temperature=self.temperature,
+            top=self._top(model),
+            max_tokens=model.max_tokens,
         )
         left_out = read.metadata.get("left_out", ()) if read is not batch else ()
-        return MFCResult(made.select(keys=sorted(self.outputs)), _metrics(model.gather(Part.of(made, left_out))))
+        return MFCResult(
+            made.select(keys=sorted(self.outputs)), _metrics(model.gather(Part.of(made, left_out)))
+        )
 
     def _top(self, model: Model) -> TopIds | None:
-        """Networks of one tokenizer may have more outputs than it has tokens, and not equally many. All tokens but one are as
-        good as all, and leave something over in every network."""
+        """Networks of one tokenizer may have more outputs than it has tokens, and not equally many.
+
+        All tokens but one are as good as all, and leave something over in every network.
+        """
         known = model.data_tokenizer.vocab_size
-        return None if self.top_k is None else TopIds(min(self.top_k, known - 1), below=known)
+        if self.top_k is None:
+            return None
+        return TopIds(min(self.top_k, known - 1), below=known)
 
     @property
     def _has_form(self) -> bool:
@@ -89,8 +113,10 @@ class Infer:
 
 @dataclass(frozen=True)
 class Part:
-    """What metrics are made of, of one rank's part of the batch: (sum, number) of tokenwise outputs, scores with the id that
-    each is of, and how many ids' prompts the role's template cuts, where there is such a template."""
+    """What metrics are made of, of one rank's part of the batch: (sum, number) of tokenwise
+    outputs, scores with the id that each is of, and how many ids' prompts the role's template cuts,
+    where there is such a template.
+    """
 
     sums: Mapping[str, tuple[float, int]]
     scores: npt.NDArray[np.float64] | None
@@ -101,24 +127,46 @@ class Part:
     @classmethod
     def of(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Part:
         values = {
-            key: host_array(made.data[key]).astype(np.float64) for key in ("entropy", "values") if key in made.data
+            key: host_array(made.data[key]).astype(np.float64)
+            for key in ("entropy", "values")
+            if key in made.data
         }
-        scores = host_array(made.data["scores"]).astype(np.float64) if "scores" in made.data else None
-        owners = [made.ids[group] for group in made.group_of("scores")] if scores is not None else []
+        if "scores" in made.data:
+            scores = host_array(made.data["scores"]).astype(np.float64)
+        else:
+            scores = None
+        if scores is not None:
+            owners = [made.ids[group] for group in made.group_of("scores")]
+        else:
+            owners = []
         sums = {key: (float(value.sum()), len(value)) for key, value in values.items()}
-        return cls(sums, scores, owners, made.num_ids, sum(map(bool, left_out)) if any(left_out) else None)
+        return cls(
+            sums, scores, owners, made.num_ids, sum(map(bool, left_out)) if any(left_out) else None
+        )
 
 
 def _metrics(parts: Sequence[Part]) -> Mapping[str, float]:
-    """The mean of what was computed; of scores also the spread, under the names of reward nodes. `prompts_in_part`: the share
-    of prompts of which the role's template leaves out something, where there are such."""
+    """The mean of what was computed; of scores also the spread, under the names of reward nodes.
+
+    `prompts_in_part`: the share of prompts of which the role's template leaves out something, where
+    there are such.
+    """
     context = HostContext()
     for key in parts[0].sums:
         total, count = (sum(part.sums[key][n] for part in parts) for n in (0, 1))
         context.record(key, total / count)
     if parts[0].scores is not None:
-        owners = np.unique([owner for part in parts for owner in part.owners], return_inverse=True)[1]
-        record_rewards(np.concatenate([part.scores for part in parts if part.scores is not None]), owners, context)
+        owners = np.unique([owner for part in parts for owner in part.owners], return_inverse=True)[
+            1
+        ]
+        record_rewards(
+            np.concatenate([part.scores for part in parts if part.scores is not None]),
+            owners,
+            context,
+        )
     if any(part.cut for part in parts):
-        context.record("prompts_in_part", sum(part.cut or 0 for part in parts) / sum(part.ids for part in parts))
+        context.record(
+            "prompts_in_part",
+            sum(part.cut or 0 for part in parts) / sum(part.ids for part in parts),
+        )
     return context.metrics

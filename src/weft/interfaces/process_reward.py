@@ -1,4 +1,6 @@
-"""A reward for every step of a completion, by a process reward model: what its head says at the token that ends the step."""
+"""A reward for every step of a completion, by a process reward model: what its head says at the
+token that ends the step.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,44 @@ from weft.registry import register_interface
 class ProcessReward:
     """`step`: the text that a step ends with; the completion's own end ends the last one.
 
-    For roles with a head of one value a token (Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050).
+    For roles with a head of one value a token (Lightman et al. 2023, "Let's Verify Step by Step",
+    arXiv 2305.20050).
     """
 
     def __init__(self, step: str) -> None:
         if not step:
-            raise ConfigError("step='' ends nothing; set it to the text that a step ends with, such as a blank line")
+            raise ConfigError(
+                "step='' ends nothing; set it to the text that a step ends with, such as a blank "
+                "line"
+            )
         self.step = step
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
         """Raises `ConfigError` for a role with another tokenizer than the data's."""
         if not same_tokens(own, data):
             raise ConfigError(
-                f"role {role!r} has another tokenizer than the data, so it cannot give rewards at the data's tokens; "
+                f"role {role!r} has another tokenizer than the data, so it cannot give rewards at "
+                f"the data's tokens; "
                 "use a reward model with the same tokenizer, or leave out rew_step"
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores` [1], their sum (0 for a
-        completion without steps). Raises `ConfigError` as `check_tokens` does."""
+        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores`
+        [1], their sum (0 for a completion without steps). Raises `ConfigError` as `check_tokens`
+        does.
+        """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
         values = host_array(made.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)
-        after = np.delete(values, ends - lengths - 1)  # [L]: what the head says at each token of a completion
+        # [L]: what the head says at each token of a completion
+        after = np.delete(values, ends - lengths - 1)
         rewards = np.full(len(after), np.nan)
         steps = self._last_tokens(model, batch)
         rewards[steps] = after[steps]
-        scores, counted = (
-            segment_sums(np.nan_to_num(rewards), lengths),
-            segment_sums((~np.isnan(rewards)).astype(float), lengths),
-        )
+        scores = segment_sums(np.nan_to_num(rewards), lengths)
+        counted = segment_sums((~np.isnan(rewards)).astype(float), lengths)
         owners = [batch.ids[group] for group in batch.group_of("completion")]
         parts = model.gather((counted, scores, owners))
         context = HostContext()
@@ -66,10 +74,16 @@ class ProcessReward:
         found = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]
-        for group, sequence in zip(batch.group_of("completion"), batch.sequences("completion"), strict=True):
-            ids, prompt = sequence.tolist(), prompts[int(group)]
+        for group, sequence in zip(
+            batch.group_of("completion"), batch.sequences("completion"), strict=True
+        ):
+            ids = sequence.tolist()
+            prompt = prompts[int(group)]
             ends = step_ends(model.data_tokenizer.decode_after(prompt, ids, True), self.step)
-            found += [start + at for at in dict.fromkeys(step_tokens(model.data_tokenizer, prompt, ids, ends))]
+            found += [
+                start + at
+                for at in dict.fromkeys(step_tokens(model.data_tokenizer, prompt, ids, ends))
+            ]
             start += len(ids)
         return found
 

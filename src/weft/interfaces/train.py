@@ -1,4 +1,6 @@
-"""The generic training call: every minibatch of a batch is one optimizer step on a loss: the algorithm."""
+"""The generic training call: every minibatch of a batch is one optimizer step on a loss: the
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,22 @@ from weft.errors import ConfigError
 from weft.interfaces.base import MFCResult, Minibatches, Model
 from weft.registry import losses, register_interface
 
-FIRST = ("sampler_logprob_diff", "sampler_logprob_diff_max")  # mean something before the first update of a batch only
+# mean something before the first update of a batch only
+FIRST = ("sampler_logprob_diff", "sampler_logprob_diff_max")
 LAST = ("learning_rate",)
 ADDED = ("num_tokens", "seconds")
 
 
 @register_interface("train")
 class Train:
-    """`loss` is a registered loss, built with `loss_args`. A batch is cut into `num_minibatches`, or into minibatches of
-    `mini_batch_size` completions, and gone through `epochs` times. `temperature` divides the logits, as in the sampler.
+    """`loss` is a registered loss, built with `loss_args`.
 
-    A role whose schedule has frozen steps sits out its first calls. Where a batch holds `versions` [L], those of the weights
-    that sampled its tokens, the metrics `staleness` (a mean over trained tokens) and `staleness_max` say by how many train
-    steps the trained weights are newer.
+    A batch is cut into `num_minibatches`, or into minibatches of `mini_batch_size` completions, and
+    gone through `epochs` times. `temperature` divides the logits, as in the sampler.
+
+    A role whose schedule has frozen steps sits out its first calls. Where a batch holds `versions`
+    [L], those of the weights that sampled its tokens, the metrics `staleness` (a mean over trained
+    tokens) and `staleness_max` say by how many train steps the trained weights are newer.
     """
 
     def __init__(
@@ -56,31 +61,45 @@ class Train:
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
         """An optimizer step on each; metrics of all of them together, no outputs."""
         frozen = model.schedule.frozen_steps if model.schedule else 0
-        # The schedule counts whole batches, so a short one stands for as many steps; a warm-up that has ended stays ended.
+        # The schedule counts whole batches, so a short one stands for as many steps; a warm-up that
+        # has ended stays ended.
         if model.version == 0 and model.step * self._asked(minibatches) < frozen:
             return MFCResult(metrics={"frozen": 1.0})
         lag = staleness(model, minibatches)
         steps = model.engine.train(
-            minibatches, self.loss, veto=self.loss.veto, temperature=self.temperature, max_tokens=model.max_tokens
+            minibatches,
+            self.loss,
+            veto=self.loss.veto,
+            temperature=self.temperature,
+            max_tokens=model.max_tokens,
         )
         return MFCResult(metrics={**merged(steps), **lag}, seen=steps[0].seen if steps else None)
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
         """The loss and its statistics on a batch, without a step."""
-        metrics = model.engine.evaluate(batch, self.loss, temperature=self.temperature, max_tokens=model.max_tokens)
+        metrics = model.engine.evaluate(
+            batch, self.loss, temperature=self.temperature, max_tokens=model.max_tokens
+        )
         return MFCResult(metrics=metrics)
 
     def _asked(self, minibatches: Sequence[SequenceSample]) -> int:
         """Optimizer steps that a whole batch makes."""
-        completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs if self._cut.size else 0
+        if self._cut.size:
+            completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
+        else:
+            completions = 0
         return self._cut.asked(completions) * self._cut.epochs
 
 
 def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
-    """By how many train steps the role's weights are newer than those that sampled the trained tokens: mean and largest."""
+    """By how many train steps the role's weights are newer than those that sampled the trained
+    tokens: mean and largest.
+    """
     if not all("versions" in part.data for part in minibatches):
         return {}
-    ages = [model.version - host_array(part.data["versions"])[_trained(part)] for part in minibatches]
+    ages = [
+        model.version - host_array(part.data["versions"])[_trained(part)] for part in minibatches
+    ]
     own = np.concatenate(ages)
     ranks = model.gather((float(own.sum()), len(own), float(own.max(initial=0))))
     count = sum(number for _, number, _ in ranks)
@@ -100,7 +119,9 @@ def _trained(part: SequenceSample) -> npt.NDArray[np.bool_]:
 
 
 def merged(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: sums of tokens, largest of `*_max`, means of the rest."""
+    """Metrics of several optimizer steps as one: sums of tokens, largest of `*_max`, means of the
+    rest.
+    """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):
         values = [step.metrics[name] for step in steps if name in step.metrics]
@@ -118,4 +139,6 @@ def merged(steps: Sequence[StepStats]) -> dict[str, float]:
     if seconds > 0 and "num_tokens" in metrics:
         metrics["tokens_per_second"] = metrics["num_tokens"] / seconds
     skipped = sum(step.skipped is not None for step in steps)
-    return {**metrics, "skipped_updates": float(skipped)} if skipped else metrics
+    if skipped:
+        return {**metrics, "skipped_updates": float(skipped)}
+    return metrics

@@ -1,8 +1,9 @@
-"""Functions on plain tensors that networks are made of, each by the fastest kernel at hand. docs/kernels.md is the contract.
+"""Functions on plain tensors that networks are made of, each by the fastest kernel at hand.
+docs/kernels.md is the contract.
 
-`models/` imports this module and nothing below it. Most functions serve any tensor: where a kernel takes it (plain, of a
-dtype and device that it knows) by the kernel, else by torch, with the same numbers but for rounding. Those that are kernels
-alone are called where `serves` or its kin say so.
+`models/` imports this module and nothing below it. Most functions serve any tensor: where a kernel
+takes it (plain, of a dtype and device that it knows) by the kernel, else by torch, with the same
+numbers but for rounding. Those that are kernels alone are called where `serves` or its kin say so.
 """
 
 from weft.kernels.activations import activate
@@ -44,18 +45,78 @@ from weft.kernels.products import (
     product,
     weight_gradient,
     wide_product,
-)  # fmt: skip
+)
 from weft.kernels.softmax import statistics, to_gradients
 from weft.kernels.transfer import address, put, resize_storage, storage_of
-from weft.kernels.types import Activation, AttentionSpec, AttentionState, Statistics, VarlenLengths, VarlenSegments
+from weft.kernels.types import (
+    Activation,
+    AttentionSpec,
+    AttentionState,
+    Statistics,
+    VarlenLengths,
+    VarlenSegments,
+)
 
 __all__ = [
-    "HOLES", "LEAST_QUERIES", "LEAST_ROWS", "LEAST_SPARED_KEYS", "MOST_HEAD_DIM", "Activation", "AttentionSpec",
-    "AttentionState", "BlockWeights", "CachedForward", "CachedPass", "Drawing", "Fp8Product", "GradientSum", "Groups",
-    "Lane", "LinearWeights", "Mark", "NarrowProduct", "NetworkWeights", "PrefixRows", "Statistics", "VarlenLengths",
-    "VarlenSegments", "activate", "activated", "activated_linear", "add_product", "address", "attend_cache", "attend_rows",
-    "attend_segments", "compiled_by_rows", "compiling_obstacle", "cpu_library", "draw", "flash", "flex", "fp8_obstacle",
-    "grouped_linear", "in_vectors", "kept_wide", "lane_of", "linear", "merge_rows", "product", "put",
-    "resize_storage", "rms_norm", "rotate", "rotate_heads", "serves", "serves_attention", "serves_groups", "serves_network",
-    "statistics", "storage_of", "store_keys", "to_gradients", "weight_gradient", "wide_product",
-]  # fmt: skip
+    "HOLES",
+    "LEAST_QUERIES",
+    "LEAST_ROWS",
+    "LEAST_SPARED_KEYS",
+    "MOST_HEAD_DIM",
+    "Activation",
+    "AttentionSpec",
+    "AttentionState",
+    "BlockWeights",
+    "CachedForward",
+    "CachedPass",
+    "Drawing",
+    "Fp8Product",
+    "GradientSum",
+    "Groups",
+    "Lane",
+    "LinearWeights",
+    "Mark",
+    "NarrowProduct",
+    "NetworkWeights",
+    "PrefixRows",
+    "Statistics",
+    "VarlenLengths",
+    "VarlenSegments",
+    "activate",
+    "activated",
+    "activated_linear",
+    "add_product",
+    "address",
+    "attend_cache",
+    "attend_rows",
+    "attend_segments",
+    "compiled_by_rows",
+    "compiling_obstacle",
+    "cpu_library",
+    "draw",
+    "flash",
+    "flex",
+    "fp8_obstacle",
+    "grouped_linear",
+    "in_vectors",
+    "kept_wide",
+    "lane_of",
+    "linear",
+    "merge_rows",
+    "product",
+    "put",
+    "resize_storage",
+    "rms_norm",
+    "rotate",
+    "rotate_heads",
+    "serves",
+    "serves_attention",
+    "serves_groups",
+    "serves_network",
+    "statistics",
+    "storage_of",
+    "store_keys",
+    "to_gradients",
+    "weight_gradient",
+    "wide_product",
+]

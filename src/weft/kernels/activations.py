@@ -22,7 +22,9 @@ def activate(x: Tensor, name: Activation) -> Tensor:
 
 
 def activation_gradient(grad_y: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """The gradient of `activate(x, name)` with respect to `x`, given the one with respect to its result."""
+    """The gradient of `activate(x, name)` with respect to `x`, given the one with respect to its
+    result.
+    """
     match name:
         case "silu":
             return torch.ops.aten.silu_backward(grad_y, x)

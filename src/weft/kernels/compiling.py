@@ -20,18 +20,26 @@ ROWS = 0  # the dimension whose size differs from call to call
 def obstacle(device: torch.device) -> str | None:
     """What keeps torch from compiling for the device; None where nothing does."""
     if device.type == "cuda":
-        return None if flex._compiles() else "Triton, a C compiler or Python's header files are missing"
+        if flex._compiles():
+            return None
+        return "Triton, a C compiler or Python's header files are missing"
     commands = os.environ.get("CXX"), "g++", "clang++"
-    found = any(shutil.which(command.split()[0]) for command in commands if command and command.strip())
+    found = any(
+        shutil.which(command.split()[0]) for command in commands if command and command.strip()
+    )
     return None if found else "there is no C++ compiler (CXX, g++ or clang++)"
 
 
-def by_rows(function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True) -> Callable[..., Any]:
-    """The function compiled where it is first called, for tensors of any number of rows (one row apart).
+def by_rows(
+    function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
+) -> Callable[..., Any]:
+    """The function compiled where it is first called, for tensors of any number of rows (one row
+    apart).
 
-    The first dimension of tensors among its arguments, and in dataclasses among them, is that of rows. What is compiled serves
-    all callers in the process whose arguments are alike: modules of one form, say. Not `whole`: it may call what is not
-    compiled, and is compiled in the parts between.
+    The first dimension of tensors among its arguments, and in dataclasses among them, is that of
+    rows. What is compiled serves all callers in the process whose arguments are alike: modules of
+    one form, say. Not `whole`: it may call what is not compiled, and is compiled in the parts
+    between.
     """
 
     @functools.wraps(function)

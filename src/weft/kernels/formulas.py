@@ -1,4 +1,6 @@
-"""Pointwise parts of a block written out for torch's compiler, which makes one kernel of each (`gpu/compiled.py`)."""
+"""Pointwise parts of a block written out for torch's compiler, which makes one kernel of each
+(`gpu/compiled.py`).
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,34 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(x / sqrt(mean(x^2) + eps) * (offset + weight), what x is multiplied by before the weights [..., 1])."""
+    """(x / sqrt(mean(x^2) + eps) * (offset + weight), what x is multiplied by before the weights
+    [..., 1]).
+    """
     wide = _wide(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * (_wide(weight) + offset)).to(x.dtype), inverse
 
 
 def rms_norm_gradients(
-    x: Tensor, weight: Tensor, inverse: Tensor, grad_y: Tensor, offset: float, want_x: bool, want_weight: bool
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    grad_y: Tensor,
+    offset: float,
+    want_x: bool,
+    want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
-    grad, normed = _wide(grad_y), _wide(x) * inverse
+    """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight =
+    sum of dy n.
+    """
+    grad = _wide(grad_y)
+    normed = _wide(x) * inverse
     grad_x = grad_weight = None
     if want_x:
         scaled = grad * (_wide(weight) + offset)
-        grad_x = (inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(x.dtype)
+        grad_x = (inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).to(
+            x.dtype
+        )
     if want_weight:
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
     return grad_x, grad_weight
@@ -46,8 +61,11 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def activated_gradients(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it is wanted `again`)."""
-    wide, grad = _wide(gate_up), _wide(grad_out)
+    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it
+    is wanted `again`).
+    """
+    wide = _wide(gate_up)
+    grad = _wide(grad_out)
     if not gated:
         value = activate(wide, activation)
         made = activation_gradient(grad, wide, activation)
@@ -61,9 +79,13 @@ def activated_gradients(
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     """x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated, or rotated back."""
-    half, wide = cos.shape[-1], _wide(x)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    cosine, sine = _wide(cos), -_wide(sin) if back else _wide(sin)
+    half = cos.shape[-1]
+    wide = _wide(x)
+    first = wide[..., :half]
+    second = wide[..., half : 2 * half]
+    rest = wide[..., 2 * half :]
+    cosine = _wide(cos)
+    sine = -_wide(sin) if back else _wide(sin)
     turned = [first * cosine - second * sine, second * cosine + first * sine]
     return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(x.dtype)
 

@@ -1,4 +1,6 @@
-"""Matrix products of 8-bit floats (Micikevicius et al. 2022, arXiv:2209.05433) by torchao, which is not installed with weft."""
+"""Matrix products of 8-bit floats (Micikevicius et al. 2022, arXiv:2209.05433) by torchao, which is
+not installed with weft.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ def obstacle(device: torch.device) -> str | None:
 
 
 class Fp8Product:
-    """x [..., in] times weight [out, in] transposed, differentiable in both. Each of the three products of a layer rounds what
-    it multiplies to 8 bits, scaled by its largest entries: those of the whole tensor, or by `recipe` of a row. Sums are wide,
-    and so are gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
+    """x [..., in] times weight [out, in] transposed, differentiable in both.
+
+    Each of the three products of a layer rounds what it multiplies to 8 bits, scaled by its largest
+    entries: those of the whole tensor, or by `recipe` of a row. Sums are wide, and so are
+    gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
 
     Raises `ImportError` where torchao is missing.
     """
@@ -41,8 +45,11 @@ class Fp8Product:
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        # Packs have any number of tokens, which gradients of matrices sum over: torchao fills them up.
-        config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate)
+        # Packs have any number of tokens, which gradients of matrices sum over: torchao fills them
+        # up.
+        config = replace(
+            Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate
+        )
         with torch.device("meta"):
             holder = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False))
         self._layer = convert_to_float8_training(holder, config=config)[0]

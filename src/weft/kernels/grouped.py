@@ -1,7 +1,7 @@
 """Products of rows that are sorted by group with one matrix a group, such as those of experts.
 
-On a GPU in bfloat16 one kernel computes all groups, and how many rows each has stays on the device. Elsewhere each group is a
-product of its own, and the host must know the sizes.
+On a GPU in bfloat16 one kernel computes all groups, and how many rows each has stays on the device.
+Elsewhere each group is a product of its own, and the host must know the sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Groups:
     @cached_property
     def sizes(self) -> list[int]:
         """On the host, which waits for a device."""
-        return [int(count) for count in self.counts.tolist()] if self.known is None else self.known
+        if self.known is None:
+            return [int(count) for count in self.counts.tolist()]
+        return self.known
 
     @cached_property
     def ends(self) -> Tensor:
@@ -39,21 +41,32 @@ class Groups:
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
-    """Whether one kernel computes x [rows, in] times weights [groups, out, in]: bfloat16 on a GPU by CUDA, with rows that begin
-    at multiples of 16 bytes. (torch's form for AMD's GPUs leaves memory unwritten, pytorch pull request 174314.)"""
-    plain = x.dtype == torch.bfloat16 and x.device.type in ("cuda", "meta") and torch.version.hip is None
+    """Whether one kernel computes x [rows, in] times weights [groups, out, in]: bfloat16 on a GPU
+    by CUDA, with rows that begin at multiples of 16 bytes. (torch's form for AMD's GPUs leaves
+    memory unwritten, pytorch pull request 174314.)
+    """
+    plain = (
+        x.dtype == torch.bfloat16
+        and x.device.type in ("cuda", "meta")
+        and torch.version.hip is None
+    )
     least = ALIGNMENT // x.element_size()
-    return plain and all(w.dtype == x.dtype and not (w.shape[1] % least or w.shape[2] % least) for w in weights)
+    return plain and all(
+        w.dtype == x.dtype and not (w.shape[1] % least or w.shape[2] % least) for w in weights
+    )
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """x [rows, in], sorted by group, times its group's matrix of weight [groups, out, in] transposed -> [rows, out];
-    differentiable in both, once."""
+    """x [rows, in], sorted by group, times its group's matrix of weight [groups, out, in]
+    transposed -> [rows, out]; differentiable in both, once.
+    """
     if serves(x, weight):
         return _Grouped.apply(x, weight, groups)
-    matrices = weight.unbind()  # whose gradients are stacked once: those of weight[e] would each be as large as all
+    # whose gradients are stacked once: those of weight[e] would each be as large as all
+    matrices = weight.unbind()
     made = [linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)]
-    return torch.cat(made) if made else linear(x, matrices[0])  # without rows, so that every rank takes part
+    # without rows, so that every rank takes part
+    return torch.cat(made) if made else linear(x, matrices[0])
 
 
 class _Grouped(torch.autograd.Function):
@@ -72,6 +85,7 @@ class _Grouped(torch.autograd.Function):
             grad_x = F.grouped_mm(grad_out, weight, offs=groups.ends)
         if ctx.needs_input_grad[1]:
             grad_weight = F.grouped_mm(grad_out.T, x, offs=groups.ends)
-            # On some devices the kernel leaves the memory of a group without rows as it was (pytorch issue 172439).
+            # On some devices the kernel leaves the memory of a group without rows as it was
+            # (pytorch issue 172439).
             grad_weight.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
         return grad_x, grad_weight, None

@@ -1,4 +1,5 @@
-"""Copies between host and device beside what the device computes, and marks by which either waits for them.
+"""Copies between host and device beside what the device computes, and marks by which either waits
+for them.
 
 lane = lane_of(device)
 lane.follow()                     # what is copied next comes after what the device was given so far
@@ -21,7 +22,9 @@ class Mark(Protocol):
     """A place among a lane's copies."""
 
     def hold(self) -> None:
-        """What the device is given from now on begins when the copies before the mark are done; the host does not wait."""
+        """What the device is given from now on begins when the copies before the mark are done; the
+        host does not wait.
+        """
         ...
 
     def wait(self) -> None:
@@ -30,17 +33,25 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """Copies that are done in the order in which they are asked for. `apart`: the device has memory of its own."""
+    """Copies that are done in the order in which they are asked for.
+
+    `apart`: the device has memory of its own.
+    """
 
     @property
     def apart(self) -> bool: ...
 
     def follow(self) -> None:
-        """Copies that are asked for from now on begin when the device has done all that it was given until now."""
+        """Copies that are asked for from now on begin when the device has done all that it was
+        given until now.
+        """
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """One of the two is in `buffer`'s memory. Neither may be written to, nor the target read, before a mark says so."""
+        """One of the two is in `buffer`'s memory.
+
+        Neither may be written to, nor the target read, before a mark says so.
+        """
         ...
 
     def mark(self) -> Mark: ...
@@ -86,7 +97,9 @@ class _EventMark:
 
 @dataclass(frozen=True)
 class AtOnce:
-    """Implements `Lane` for a device that works in the host's memory: every copy is done when `copy` returns."""
+    """Implements `Lane` for a device that works in the host's memory: every copy is done when
+    `copy` returns.
+    """
 
     apart: bool = False
 
@@ -113,4 +126,6 @@ class _Done:
 
 def lane_of(device: torch.device) -> Lane:
     """A lane of its own for who asks."""
-    return SideStream(device, torch.cuda.Stream(device)) if device.type == "cuda" else AtOnce()
+    if device.type == "cuda":
+        return SideStream(device, torch.cuda.Stream(device))
+    return AtOnce()

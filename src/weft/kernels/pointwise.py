@@ -1,8 +1,10 @@
-"""The parts of a block between its matrix products, as autograd functions that keep little for the backward pass.
+"""The parts of a block between its matrix products, as autograd functions that keep little for the
+backward pass.
 
-RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its first matrices and computes
-the activation again. What torch keeps for the same formulas is two to three times as much. On a GPU each is one kernel
-(`formulas.py`, compiled), where kernels can be compiled. A compiler that reads a whole part of a block is given the formulas.
+RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its
+first matrices and computes the activation again. What torch keeps for the same formulas is two to
+three times as much. On a GPU each is one kernel (`formulas.py`, compiled), where kernels can be
+compiled. A compiler that reads a whole part of a block is given the formulas.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from weft.kernels.types import Activation
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; statistics in float32.
 
-    Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it rounds to `x`'s dtype after
-    scaling; the others round before, but for torch's own kernel, which rounds once.
+    Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it
+    rounds to `x`'s dtype after scaling; the others round before, but for torch's own kernel, which
+    rounds once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]
@@ -55,7 +58,9 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _scaled(wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+def _scaled(
+    wide: Tensor, inverse: Tensor, weight: Tensor, offset: float, dtype: torch.dtype
+) -> Tensor:
     normed = wide * inverse
     if offset:
         return normed.mul_(weight.to(wide.dtype) + offset).to(dtype)
@@ -73,7 +78,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum of dy n."""
+        """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight
+        = sum of dy n.
+        """
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
             want_x, want_weight = ctx.needs_input_grad[:2]
@@ -84,8 +91,12 @@ class _RMSNorm(torch.autograd.Function):
         if compiled.serves(x, weight):
             given = (x, weight, inverse, gradients[0], ctx.offset, *ctx.needs_input_grad[:2])
             return *compiled.one_kernel(formulas.rms_norm_gradients)(*given), None, None
-        wide, grad_y = x.to(inverse.dtype), gradients[0].to(inverse.dtype)
-        scale = weight.to(wide.dtype) + ctx.offset if ctx.offset else weight.to(wide.dtype)
+        wide = x.to(inverse.dtype)
+        grad_y = gradients[0].to(inverse.dtype)
+        if ctx.offset:
+            scale = weight.to(wide.dtype) + ctx.offset
+        else:
+            scale = weight.to(wide.dtype)
         products = grad_y * wide
         flat = products.flatten(0, -2)
         grad_weight = None
@@ -109,11 +120,16 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 
 
 def activated_linear(
-    gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation,
+    gate_up: Tensor,
+    gated: bool,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
     gradient_sum: GradientSum | None = None,
-) -> Tensor:  # fmt: skip
-    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T, hidden]. With a `gradient_sum`
-    the weight's gradient goes there."""
+) -> Tensor:
+    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T,
+    hidden]. With a `gradient_sum` the weight's gradient goes there.
+    """
     if torch.compiler.is_compiling():
         return F.linear(formulas.activated(gate_up, gated, activation), weight, bias)
     if not torch.is_grad_enabled():
@@ -135,15 +151,22 @@ def _activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def _gate_up_gradient(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it is wanted `again`)."""
+    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it
+    is wanted `again`).
+    """
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.silu_gradients(gate_up, gated, grad_out, again=again)
     if compiled.serves(gate_up, grad_out):
-        return compiled.one_kernel(formulas.activated_gradients)(grad_out, gate_up, gated, activation, again)
+        return compiled.one_kernel(formulas.activated_gradients)(
+            grad_out, gate_up, gated, activation, again
+        )
     if not gated:
-        return activation_gradient(grad_out, gate_up, activation), activate(gate_up, activation) if again else None
+        return activation_gradient(grad_out, gate_up, activation), activate(
+            gate_up, activation
+        ) if again else None
     gate, up = gate_up.chunk(2, dim=1)
-    grad_gate_up, value = torch.empty_like(gate_up), activate(gate, activation)
+    grad_gate_up = torch.empty_like(gate_up)
+    value = activate(gate, activation)
     grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
     torch.mul(grad_out, value, out=grad_up)
     grad_gate.copy_(activation_gradient(grad_out * up, gate, activation))
@@ -154,24 +177,36 @@ class _Activated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.gated, ctx.activation = gated, activation
+        ctx.gated = gated
+        ctx.activation = activation
         return _activated(gate_up, gated, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
-        return _gate_up_gradient(gradients[0], gate_up, ctx.gated, ctx.activation, again=False)[0], None, None
+        return (
+            _gate_up_gradient(gradients[0], gate_up, ctx.gated, ctx.activation, again=False)[0],
+            None,
+            None,
+        )
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, gated: bool, weight: Tensor, bias: Tensor | None, activation: Activation,
+        ctx: Any,
+        gate_up: Tensor,
+        gated: bool,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
         gradient_sum: GradientSum | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.gated, ctx.activation, ctx.gradient_sum = gated, activation, gradient_sum
+        ctx.gated = gated
+        ctx.activation = activation
+        ctx.gradient_sum = gradient_sum
         return product(_activated(gate_up, gated, activation), weight, bias)
 
     @staticmethod
@@ -179,14 +214,23 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up, weight), grad_y, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
         grad_inner = product(grad_y, weight.T)
-        grad_gate_up, inner = _gate_up_gradient(grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2])
-        grad_weight = None if inner is None else weight_gradient(grad_y.T, inner.T, ctx.gradient_sum)
+        grad_gate_up, inner = _gate_up_gradient(
+            grad_inner, gate_up, ctx.gated, ctx.activation, again=needed[2]
+        )
+        if inner is None:
+            grad_weight = None
+        else:
+            grad_weight = weight_gradient(grad_y.T, inner.T, ctx.gradient_sum)
         return grad_gate_up, None, grad_weight, grad_y.sum(0) if needed[3] else None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i with i + dim / 2."""
-    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate(x, cos, sin, 1.0)
+    """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i
+    with i + dim / 2.
+    """
+    if torch.is_grad_enabled():
+        return _Rotation.apply(x, cos, sin)
+    return _rotate(x, cos, sin, 1.0)
 
 
 class _Rotation(torch.autograd.Function):
@@ -209,12 +253,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
         return native.rotate(x, cos, sin, direction)
     if compiled.serves(x, cos, sin):
         return compiled.one_kernel(formulas.rotated)(x, cos, sin, direction < 0.0)
-    return _rotate_to(torch.empty_like(x, memory_format=torch.contiguous_format), x, cos, sin, direction)
+    return _rotate_to(
+        torch.empty_like(x, memory_format=torch.contiguous_format), x, cos, sin, direction
+    )
 
 
 def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     half = cos.shape[-1]
-    first, second = x[..., :half], x[..., half : 2 * half]
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin, value=direction)
     if 2 * half < x.shape[-1]:
@@ -222,9 +269,12 @@ def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: floa
     return out
 
 
-def rotate_heads(heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of heads [T, heads + 2 kv_heads, head_dim], q and k rotated as by `rotate`: views of one new tensor, so that
-    the backward pass keeps no more than these."""
+def rotate_heads(
+    heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) of heads [T, heads + 2 kv_heads, head_dim], q and k rotated as by `rotate`: views
+    of one new tensor, so that the backward pass keeps no more than these.
+    """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
     if torch.is_grad_enabled():
         q, k, v = _RotatedHeads.apply(heads, counts, cos, sin)
@@ -235,7 +285,9 @@ def rotate_heads(heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor) -> tupl
 
 class _RotatedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         return _rotated_heads(heads, counts, cos, sin)
 
@@ -244,7 +296,12 @@ class _RotatedHeads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (cos, sin), (by_q, by_k, by_v) = ctx.saved_tensors, gradients
         if compiled.serves(*gradients, cos, sin):
-            return compiled.one_kernel(formulas.heads_gradient)(by_q, by_k, by_v, cos, sin), None, None, None
+            return (
+                compiled.one_kernel(formulas.heads_gradient)(by_q, by_k, by_v, cos, sin),
+                None,
+                None,
+                None,
+            )
         counts = [by.shape[1] for by in gradients]
         made = by_q.new_empty(len(by_q), sum(counts), by_q.shape[2])
         q, k, v = made.split(counts, dim=1)
@@ -254,7 +311,9 @@ class _RotatedHeads(torch.autograd.Function):
         return made, None, None, None
 
 
-def _rotated_heads(heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rotated_heads(
+    heads: Tensor, counts: list[int], cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     turned = counts[0] + counts[1]
     if compiled.serves(heads, cos, sin):
         made = compiled.one_kernel(formulas.rotated_heads)(heads, turned, cos, sin)

@@ -1,9 +1,10 @@
 """Matrix products by the fastest kernel at hand.
 
-On a CPU float32 goes through weft's own kernels, which reach more than four fifths of the processor's rate in training.
-Without a compiler to make them oneDNN's serve, which torch carries: MKL's, which torch would take, leave the wide vector
-units of AMD's processors idle. All give a row the same bits whatever rows stand beside it, but for passes of very few rows by
-torch's, which take other kernels; those are filled up.
+On a CPU float32 goes through weft's own kernels, which reach more than four fifths of the
+processor's rate in training. Without a compiler to make them oneDNN's serve, which torch carries:
+MKL's, which torch would take, leave the wide vector units of AMD's processors idle. All give a row
+the same bits whatever rows stand beside it, but for passes of very few rows by torch's, which take
+other kernels; those are filled up.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from torch.autograd.function import once_differentiable
 from weft.kernels.cpu import product as native
 from weft.kernels.cpu.library import is_plain, serves
 
-_KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if torch.backends.mkldnn.is_available() else None
+if torch.backends.mkldnn.is_available():
+    _KERNELS: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+else:
+    _KERNELS = None
 ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
 LEAST_ROWS = 4  # of a product by torch's kernels on a CPU
 CELLS = 1 << 24  # of a product that stands by itself before it is added to a sum
 HALF = (torch.bfloat16, torch.float16)
-WIDE = ("cuda", "meta")  # devices with products of half precision whose result is float32; meta stands for any other
+# devices with products of half precision whose result is float32; meta stands for any other
+WIDE = ("cuda", "meta")
 
 
 class GradientSum:
-    """Where the gradients of a weight are summed: in float32, by the product that makes each, in the `grad` of a parameter of
-    the same shape. Autograd is then told of none."""
+    """Where the gradients of a weight are summed: in float32, by the product that makes each, in
+    the `grad` of a parameter of the same shape. Autograd is then told of none.
+    """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
@@ -42,27 +48,39 @@ class GradientSum:
 
     def take(self, total: Tensor) -> None:
         """A float32 sum of gradients joins the others, and may be kept."""
-        self._parameter.grad = total if self._parameter.grad is None else self._parameter.grad.add_(total)
+        if self._parameter.grad is None:
+            self._parameter.grad = total
+        else:
+            self._parameter.grad = self._parameter.grad.add_(total)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable in all three, once. With a
-    `gradient_sum` the weight's gradient goes there; a compiler, which is given none, is left torch's own."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None
+) -> Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable
+    in all three, once. With a `gradient_sum` the weight's gradient goes there; a compiler, which is
+    given none, is left torch's own.
+    """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return product(x, weight, bias)
     own = gradient_sum is not None or native.serves(x, weight, bias) or _by_onednn(x, weight, bias)
-    return _Linear.apply(x, weight, bias, gradient_sum) if own else F.linear(x, weight, bias)
+    if own:
+        return _Linear.apply(x, weight, bias, gradient_sum)
+    return F.linear(x, weight, bias)
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient; both may be views that are
-    transposed."""
+    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient;
+    both may be views that are transposed.
+    """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
     if left.is_cpu and left.dim() == 2 and 0 < left.shape[0] < LEAST_ROWS:
-        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[: left.shape[0]]
+        return product(F.pad(left, (0, 0, 0, LEAST_ROWS - left.shape[0])), right, bias)[
+            : left.shape[0]
+        ]
     if not _by_onednn(left, right, bias):
         return F.linear(left, right, bias)
     whole = None if bias is None else bias.to(right.dtype).contiguous()
@@ -71,20 +89,29 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def kept_wide(right: Tensor) -> Tensor | None:
-    """`right` in float32, where `wide_product` would make such a copy each time; else None. For who multiplies by it often."""
-    return right.detach().float() if right.dtype in HALF and right.device.type not in WIDE else None
+    """`right` in float32, where `wide_product` would make such a copy each time; else None.
+
+    For who multiplies by it often.
+    """
+    if right.dtype in HALF and right.device.type not in WIDE:
+        return right.detach().float()
+    return None
 
 
-def wide_product(left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None) -> Tensor:
-    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are not rounded to it.
-    `wide_right` is what `kept_wide` made of `right`."""
+def wide_product(
+    left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
+) -> Tensor:
+    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are
+    not rounded to it. `wide_right` is what `kept_wide` made of `right`.
+    """
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)
     if left.device.type in WIDE:
         made = torch.mm(left, right.T, out_dtype=torch.float32)
         return made if bias is None else made.add_(bias)
     made = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
-    wide, size = left.float(), max(1, CELLS // max(1, right.shape[1]))
+    wide = left.float()
+    size = max(1, CELLS // max(1, right.shape[1]))
     for first in range(0, right.shape[0], size):  # a copy of all of a large matrix would not fit
         part = slice(first, first + size)
         own = _widened(right, part) if wide_right is None else wide_right[part]
@@ -97,7 +124,9 @@ def _widened(right: Tensor, rows: slice) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the dtype of `total`."""
+    """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the
+    dtype of `total`.
+    """
     if native.serves(left, right) and serves(total):
         native.add_product(total, left, right)
     elif total.dtype == torch.float32 and left.dtype in HALF and left.device.type in WIDE:
@@ -111,14 +140,23 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    plain = ONEDNN is not None and is_plain(left) and is_plain(right) and (bias is None or is_plain(bias))
+    plain = (
+        ONEDNN is not None
+        and is_plain(left)
+        and is_plain(right)
+        and (bias is None or is_plain(bias))
+    )
     return plain and left.dtype == right.dtype == torch.float32 and left.numel() > 0
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient_sum: GradientSum | None = None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_sum: GradientSum | None = None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gradient_sum = gradient_sum
@@ -126,18 +164,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_out = gradients[0].reshape(-1, gradients[0].shape[-1])
-        grad_x = product(grad_out, weight.T).view_as(x) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad_out, weight.T).view_as(x)
+        else:
+            grad_x = None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(grad_out.T, x.reshape(-1, x.shape[-1]).T, ctx.gradient_sum)
+            grad_weight = weight_gradient(
+                grad_out.T, x.reshape(-1, x.shape[-1]).T, ctx.gradient_sum
+            )
         return grad_x, grad_weight, grad_out.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 def weight_gradient(left: Tensor, right: Tensor, gradient_sum: GradientSum | None) -> Tensor | None:
-    """left [rows, n] times right [m, n] transposed, for autograd; None where it went to a `gradient_sum`."""
+    """left [rows, n] times right [m, n] transposed, for autograd; None where it went to a
+    `gradient_sum`.
+    """
     if gradient_sum is None:
         return product(left, right)
     gradient_sum.add(left, right)

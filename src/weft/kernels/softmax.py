@@ -23,13 +23,22 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 
 def to_gradients(
-    logits: Tensor, found: Statistics, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+    logits: Tensor,
+    found: Statistics,
+    labels: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
 ) -> None:
-    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its label and of its entropy,
-    each [R]. With p = softmax: grad_logprob (1 at the label - p) - grad_entropy p (log p + entropy). A label below 0 is none
-    of these ids; `found` may be of a softmax over more ids than these."""
-    floats = [x for x in (logits, found.lse, found.entropy, grad_logprob, grad_entropy) if x is not None]
-    if library.serves(*floats) and library.is_plain(labels) and logits.is_contiguous():  # they are written to
+    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its
+    label and of its entropy, each [R]. With p = softmax: grad_logprob (1 at the label - p) -
+    grad_entropy p (log p + entropy). A label below 0 is none of these ids; `found` may be of a
+    softmax over more ids than these.
+    """
+    floats = [
+        x for x in (logits, found.lse, found.entropy, grad_logprob, grad_entropy) if x is not None
+    ]
+    # they are written to
+    if library.serves(*floats) and library.is_plain(labels) and logits.is_contiguous():
         native.to_gradients(logits, found, labels, grad_logprob, grad_entropy)
         return
     z = logits - found.lse[:, None]
@@ -37,6 +46,8 @@ def to_gradients(
     made = p * -grad_logprob[:, None]
     if grad_entropy is not None:
         assert found.entropy is not None
-        made -= torch.where(p > 0.0, p * (grad_entropy[:, None] * (z + found.entropy[:, None])), 0.0)
+        made -= torch.where(
+            p > 0.0, p * (grad_entropy[:, None] * (z + found.entropy[:, None])), 0.0
+        )
     own = torch.where(labels >= 0, grad_logprob, torch.zeros_like(grad_logprob))
     logits.copy_(made.scatter_add_(1, labels.clamp_min(0)[:, None], own[:, None]))

@@ -11,9 +11,15 @@ from torch import Tensor
 
 
 def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """An array, or a tensor that need not be on the host, as a tensor on the device. From ordinary memory a copy would wait
-    until the device has done all it was given, so a GPU's is made from pinned memory; on a CPU the memory is shared."""
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    """An array, or a tensor that need not be on the host, as a tensor on the device.
+
+    From ordinary memory a copy would wait until the device has done all it was given, so a GPU's is
+    made from pinned memory; on a CPU the memory is shared.
+    """
+    if isinstance(values, np.ndarray):
+        tensor = torch.from_numpy(values)
+    else:
+        tensor = values
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -31,5 +37,7 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def resize_storage(tensor: Tensor, size: int) -> None:
-    """Have a tensor, and all that share its memory, let go of it (0 bytes) or get other memory, of which nothing is known."""
+    """Have a tensor, and all that share its memory, let go of it (0 bytes) or get other memory, of
+    which nothing is known.
+    """
     tensor.untyped_storage().resize_(size)

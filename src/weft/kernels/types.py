@@ -1,4 +1,6 @@
-"""What attention is told beside queries, keys and values, and what it may return beside its result; tensors and numbers."""
+"""What attention is told beside queries, keys and values, and what it may return beside its result;
+tensors and numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """softmax(softcap * tanh(scale * q k^T / softcap)) over the visible keys; without `softcap` softmax(scale * q k^T)."""
+    """softmax(softcap * tanh(scale * q k^T / softcap)) over the visible keys; without `softcap`
+    softmax(scale * q k^T).
+    """
 
     scale: float
     window: int | None = None  # keys a position sees, itself included
@@ -22,7 +26,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention of rows over some of their keys. Two states over different keys of the same rows can be merged exactly."""
+    """Attention of rows over some of their keys.
+
+    Two states over different keys of the same rows can be merged exactly.
+    """
 
     out: Tensor  # [..., rows, dim]
     lse: Tensor  # [..., rows]: log of the sum of exp(score)
@@ -33,10 +40,13 @@ class AttentionState:
 
 @dataclass(frozen=True)
 class VarlenSegments:
-    """Which keys the rows of a pack see. Segments are int64 [S, 4] on the host: first row, rows, first key, keys.
+    """Which keys the rows of a pack see.
 
-    The last row of a segment of `own` sees all its keys, each row before it one less, and of these the last `window`; rows of a
-    segment of `across` see all its keys too. No two segments of either have a row or a key in common.
+    Segments are int64 [S, 4] on the host: first row, rows, first key, keys.
+
+    The last row of a segment of `own` sees all its keys, each row before it one less, and of these
+    the last `window`; rows of a segment of `across` see all its keys too. No two segments of either
+    have a row or a key in common.
     """
 
     own: Tensor
@@ -46,7 +56,9 @@ class VarlenSegments:
 
 @dataclass(frozen=True)
 class VarlenLengths:
-    """Queries and keys of sequences laid end to end; where a sequence has fewer queries than keys they are its last ones."""
+    """Queries and keys of sequences laid end to end; where a sequence has fewer queries than keys
+    they are its last ones.
+    """
 
     queries: Tensor  # int32 [S + 1]: where each sequence's queries begin, and the end
     keys: Tensor  # int32 [S + 1], likewise

@@ -1,4 +1,6 @@
-"""From an experiment to a session that can run: tokenizers, data, engines, in the order in which mistakes are cheapest."""
+"""From an experiment to a session that can run: tokenizers, data, engines, in the order in which
+mistakes are cheapest.
+"""
 
 from __future__ import annotations
 
@@ -68,57 +70,89 @@ def assemble(
     show: Show | None = None,
     cluster: Cluster | None = None,
 ) -> Session:
-    """The session of a run; see `parts_of`. `show`: how it is shown. The plan of several devices is shown before they start."""
+    """The session of a run; see `parts_of`.
+
+    `show`: how it is shown. The plan of several devices is shown before they start.
+    """
     show = show or Show()
-    announce, quiet = None if anew else show.announce, show.view is not None
-    parts = parts_of(experiment, directory, mode, anew=anew, quiet=quiet, announce=announce, cluster=cluster)
+    announce = None if anew else show.announce
+    quiet = show.view is not None
+    parts = parts_of(
+        experiment, directory, mode, anew=anew, quiet=quiet, announce=announce, cluster=cluster
+    )
     return Session(parts, show)
 
 
 def parts_of(
-    experiment: Experiment, directory: RunDirectory, mode: str = "local", *, anew: bool = False, quiet: bool = False,
-    announce: Callable[[Plan, str], None] | None = None, cluster: Cluster | None = None,
-) -> Parts:  # fmt: skip
-    """Raises `UserError` for anything that can be known to be wrong before the first step; writes nothing.
+    experiment: Experiment,
+    directory: RunDirectory,
+    mode: str = "local",
+    *,
+    anew: bool = False,
+    quiet: bool = False,
+    announce: Callable[[Plan, str], None] | None = None,
+    cluster: Cluster | None = None,
+) -> Parts:
+    """Raises `UserError` for anything that can be known to be wrong before the first step; writes
+    nothing.
 
-    `mode` local with one device is this process; else there is a process a device, and they start while the data are read.
-    `anew`: in place of devices that were lost. `quiet`: reading the data shows no progress. `announce` gets the plan of several
-    devices, and what comes next. `cluster`: the Ray to start them in, if it runs already; closed where anything is wrong.
+    `mode` local with one device is this process; else there is a process a device, and they start
+    while the data are read. `anew`: in place of devices that were lost. `quiet`: reading the data
+    shows no progress. `announce` gets the plan of several devices, and what comes next. `cluster`:
+    the Ray to start them in, if it runs already; closed where anything is wrong.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
     with ExitStack() as undo:
         if cluster is not None:
             undo.callback(cluster.close)
-        experiment = replace(experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()})
-        device = resolve_device(control.device) if alone else torch.device(device_kind(experiment))
+        experiment = replace(
+            experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()}
+        )
+        if alone:
+            device = resolve_device(control.device)
+        else:
+            device = torch.device(device_kind(experiment))
         experiment, tokenizers = checked_without_data(experiment, device)
-        launch = None if alone else _launch(experiment, mode, undo, cluster, anew=anew)
+        if alone:
+            launch = None
+        else:
+            launch = _launch(experiment, mode, undo, cluster, anew=anew)
         data = load_data(
-            experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed,
-            progress=False if quiet else None, ahead=True,
-        )  # fmt: skip
+            experiment.dataset,
+            experiment.dataset_type,
+            tokenizers[experiment.data_role],
+            seed=control.seed,
+            progress=False if quiet else None,
+            ahead=True,
+        )
         undo.callback(data.close)
         asked = fixed_prompts_of(experiment, tokenizers)
         data.check_longest(partial(check_longest, experiment))
         horizon = Horizon.of(experiment, data.train)
         check_steps(control.profile_steps, horizon.steps)
-        specs, cache = horizon.specs(experiment), _cache(experiment, directory)
+        specs = horizon.specs(experiment)
+        cache = _cache(experiment, directory)
         baseline = held_memory(device) if alone else 0.0
         if not alone and announce is not None:
             announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
         build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
-        group: WorkerGroup = (
-            LocalGroup(lambda: Worker(experiment, specs, tokenizers, str(device), cache), device)
-            if launch is None
-            else DeviceGroup(launch.devices(), experiment, build, directory.path.absolute() / LOGS)
-        )
+        if launch is None:
+            group: WorkerGroup = LocalGroup(
+                lambda: Worker(experiment, specs, tokenizers, str(device), cache), device
+            )
+        else:
+            group = DeviceGroup(
+                launch.devices(), experiment, build, directory.path.absolute() / LOGS
+            )
         undo.pop_all()
         undo.callback(data.close)
         undo.callback(group.close, 0.0)
         facts = group.describe()
-        numerics, machine = group.numerics(), group.hardware()
-        hardware, room = hardware_line(machine, numerics["device"]), machine["memory"]
+        numerics = group.numerics()
+        machine = group.hardware()
+        hardware = hardware_line(machine, numerics["device"])
+        room = machine["memory"]
         known = {**numerics, "hardware": hardware, "memory": room}
         expected = forecast(experiment, facts, data.train.large_batches(), device, baseline)
         parts = Parts(
@@ -127,7 +161,9 @@ def parts_of(
             group=group,
             master=Master(experiment, group, data.train, tokenizers),
             evaluator=_evaluator(experiment, group, data, tokenizers),
-            samples=Samples(experiment.graph, group, tokenizers[experiment.data_role], horizon.steps),
+            samples=Samples(
+                experiment.graph, group, tokenizers[experiment.data_role], horizon.steps
+            ),
             horizon=horizon,
             plan=plan_of(experiment, horizon, facts, known, data, expected),
             hardware=hardware,
@@ -141,8 +177,13 @@ def parts_of(
     return parts
 
 
-def checked_without_data(experiment: Experiment, device: torch.device) -> tuple[Experiment, dict[str, Tokenizer]]:
-    """(the experiment with its dtypes, its tokenizers), with torch set up for it. Raises `UserError`."""
+def checked_without_data(
+    experiment: Experiment, device: torch.device
+) -> tuple[Experiment, dict[str, Tokenizer]]:
+    """(the experiment with its dtypes, its tokenizers), with torch set up for it.
+
+    Raises `UserError`.
+    """
     set_deterministic(experiment.control.deterministic)
     set_tf32(experiment.control.tf32, device)
     check_calls(experiment)
@@ -152,9 +193,14 @@ def checked_without_data(experiment: Experiment, device: torch.device) -> tuple[
     return experiment, tokenizers
 
 
-def _launch(experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool) -> Launch:
+def _launch(
+    experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool
+) -> Launch:
     """Begin to start the devices, which `undo` ends."""
-    launch = launch_devices_anew(experiment, mode) if anew else launch_devices(experiment, mode, cluster)
+    if anew:
+        launch = launch_devices_anew(experiment, mode)
+    else:
+        launch = launch_devices(experiment, mode, cluster)
     undo.callback(launch.cluster.close)
     return launch
 
@@ -162,42 +208,71 @@ def _launch(experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster
 def _cache(experiment: Experiment, directory: RunDirectory) -> Path:
     """Where what calls made is kept: with the rows, where runs share these."""
     shared = experiment.dataset.cache_dir
-    return directory.path / "cache" if shared is None else Path(shared).expanduser() / "outputs"
+    if shared is None:
+        return directory.path / "cache"
+    return Path(shared).expanduser() / "outputs"
 
 
 def plan_before(
-    experiment: Experiment, mode: str, horizon: Horizon, tokenizers: Mapping[str, Tokenizer], data: LoadedData
+    experiment: Experiment,
+    mode: str,
+    horizon: Horizon,
+    tokenizers: Mapping[str, Tokenizer],
+    data: LoadedData,
 ) -> Plan:
-    """What the plan of a run on several devices is before they are there: of devices like this machine's."""
+    """What the plan of a run on several devices is before they are there: of devices like this
+    machine's.
+    """
     target = Target.of(experiment, mode)
     facts = facts_of(experiment, target.device, tokenizers)
-    expected = forecast(experiment, facts, data.train.large_batches(), target.device, capacity=target.usable)
+    expected = forecast(
+        experiment, facts, data.train.large_batches(), target.device, capacity=target.usable
+    )
     numerics: dict[str, Any] = {"hardware": target.said or "GPUs of other machines"}
     if target.usable is not None:
-        numerics["memory"] = int(target.usable * (target.count if target.device.type == "cpu" else 1))
+        numerics["memory"] = int(
+            target.usable * (target.count if target.device.type == "cpu" else 1)
+        )
     return plan_of(experiment, horizon, facts, numerics, data, expected)
 
 
 def starting(experiment: Experiment) -> str:
     count = experiment.num_devices
-    return f"starting {count} processes, one for each device" if count > 1 else "starting a process for the device"
+    if count > 1:
+        return f"starting {count} processes, one for each device"
+    return "starting a process for the device"
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
-    """The experiment with the dtype of every role: its own, else that of the role that reads the data, so that a policy and
-    its reference compute alike."""
+    """The experiment with the dtype of every role: its own, else that of the role that reads the
+    data, so that a policy and its reference compute alike.
+    """
     main = experiment.roles[experiment.data_role]
-    own = main if main.path is None or main.backend in NO_NETWORK else with_dtype(main, main.path, device)
+    if main.path is None or main.backend in NO_NETWORK:
+        own = main
+    else:
+        own = with_dtype(main, main.path, device)
     dtype = own.dtype or "float32"
-    roles = {name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()}
+    roles = {
+        name: replace(spec, dtype=spec.dtype or dtype) for name, spec in experiment.roles.items()
+    }
     return replace(experiment, roles=roles)
 
 
 def check_layouts(experiment: Experiment) -> None:
-    """That every network can have the layouts that its role and calls ask for. Raises `ConfigError` naming the option."""
+    """That every network can have the layouts that its role and calls ask for.
+
+    Raises `ConfigError` naming the option.
+    """
     wanted = dict(experiment.meshes())
-    wanted |= {call.name: experiment.mesh_of(call) for call in experiment.calls() if call.layout is not None}
-    roles = {role: role for role in experiment.roles} | {call.name: call.role for call in experiment.calls()}
+    wanted |= {
+        call.name: experiment.mesh_of(call)
+        for call in experiment.calls()
+        if call.layout is not None
+    }
+    roles = {role: role for role in experiment.roles} | {
+        call.name: call.role for call in experiment.calls()
+    }
     for name, mesh in reversed(
         wanted.items()
     ):  # a call's own option before its role's, which is the same where it trains
@@ -207,59 +282,93 @@ def check_layouts(experiment: Experiment) -> None:
                 check_layout(spec, mesh.layout, read_config(check_spec(spec), spec.type)[1])
             elif spec.backend == "hf":
                 check_copies(mesh.layout)
-            elif mesh.layout.num_devices > 1 and len(signature(backends.get(spec.backend)).parameters) < 3:
-                raise ConfigError(f"backend={spec.backend} runs on one device; write d1, or backend=torch")
+            elif (
+                mesh.layout.num_devices > 1
+                and len(signature(backends.get(spec.backend)).parameters) < 3
+            ):
+                raise ConfigError(
+                    f"backend={spec.backend} runs on one device; write d1, or backend=torch"
+                )
         except ConfigError as error:
             rule = str(error).removeprefix("layout: ").removeprefix(f"layout={mesh.layout}: ")
             raise ConfigError(f"{name}.layout={mesh.layout}: {rule}") from None
 
 
 def check_longest(experiment: Experiment, rows: int) -> None:
-    """That every call can hold the longest sequence: `rows` tokens, and what is sampled after them. Raises `ConfigError`."""
+    """That every call can hold the longest sequence: `rows` tokens, and what is sampled after them.
+
+    Raises `ConfigError`.
+    """
     check_cache(experiment, rows)
     calls = experiment.graph.model_calls()
-    sampled = max((int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"), default=0)
+    sampled = max(
+        (int(call.args.get("max_new_tokens") or 0) for call in calls if call.method == "generate"),
+        default=0,
+    )
     for call in calls:
         limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
         if rows and call.method != "generate" and rows + sampled > limit:
             own = f"{call.name}." if call.max_tokens_per_microbatch else ""
-            what = f"a prompt of {rows:,} tokens and {sampled:,} new ones" if sampled else f"a row of {rows:,} tokens"
-            fix = "gen.max_new_tokens" if sampled else "dataset.max_seqlen, which cuts longer rows"
+            if sampled:
+                what = f"a prompt of {rows:,} tokens and {sampled:,} new ones"
+            else:
+                what = f"a row of {rows:,} tokens"
+            if sampled:
+                fix = "gen.max_new_tokens"
+            else:
+                fix = "dataset.max_seqlen, which cuts longer rows"
             raise ConfigError(
-                f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, {what}; raise it, or lower {fix}"
+                f"{own}max_tokens_per_microbatch={limit}: cannot hold the longest sequence, "
+                f"{what}; raise it, or lower {fix}"
             )
 
 
 def check_cache(experiment: Experiment, rows: int) -> None:
-    """That the keys and values of one sequence fit in what the user leaves them. `rows` as above. Raises `ConfigError`."""
+    """That the keys and values of one sequence fit in what the user leaves them.
+
+    `rows` as above. Raises `ConfigError`.
+    """
     for call in calls_of(experiment).values():
-        asked, spec = call.args.get("kv_cache_gb"), experiment.roles[call.role]
+        asked = call.args.get("kv_cache_gb")
+        spec = experiment.roles[call.role]
         if call.method != "generate" or asked is None or spec.backend != "torch":
             continue
         layout = experiment.mesh_of(call).layout
         config = read_config(check_spec(spec), spec.type)[1]
         each = token_bytes(config, DTYPES[dtype_of(spec)]) / (layout.tensor * layout.pipeline)
-        prompt = (
-            1 if "share" in call.args else max(rows, 1)
-        )  # where rows have completions, only these tell their prompts
-        needed, room = prompt + int(call.args.get("max_new_tokens") or 0), int(asked * GIGABYTE / each)
+        # where rows have completions, only these tell their prompts
+        if "share" in call.args:
+            prompt = 1
+        else:
+            prompt = max(rows, 1)
+        needed = prompt + int(call.args.get("max_new_tokens") or 0)
+        room = int(asked * GIGABYTE / each)
         if needed > room:
             raise ConfigError(
-                f"gen.kv_cache_gb={asked:g}: holds keys and values of {room:,} tokens, and a prompt with its completion may "
-                f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave it out"
+                f"gen.kv_cache_gb={asked:g}: holds keys and values of {room:,} tokens, and a "
+                f"prompt with its completion may "
+                f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
+                f"it out"
             )
 
 
 def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """That the model has every id at which a completion is to end. Raises `ConfigError` with the size of its vocabulary."""
+    """That the model has every id at which a completion is to end.
+
+    Raises `ConfigError` with the size of its vocabulary.
+    """
     for call in calls_of(experiment).values():
-        spec, asked = experiment.roles[call.role], call.args.get("stop_ids") or []
+        spec = experiment.roles[call.role]
+        asked = call.args.get("stop_ids") or []
         if not asked or spec.path is None or spec.backend in NO_NETWORK:
             continue
         size = read_raw(spec.path).get("vocab_size")
-        if isinstance(size, int) and max(asked) >= (known := max(size, tokenizers[call.role].vocab_size)):
+        if isinstance(size, int) and max(asked) >= (
+            known := max(size, tokenizers[call.role].vocab_size)
+        ):
             raise ConfigError(
-                f"gen.stop_ids={list(asked)}: {call.role} has a vocabulary of {known:,} tokens, 0 to {known - 1:,}, and "
+                f"gen.stop_ids={list(asked)}: {call.role} has a vocabulary of {known:,} tokens, 0 "
+                f"to {known - 1:,}, and "
                 f"no token {max(asked):,}; take it out (gen.stop takes texts)"
             )
 
@@ -273,8 +382,11 @@ def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 
 
 def check_configs(experiment: Experiment) -> None:
-    """That the config.json of every role describes a network. Raises `CheckpointError` naming the option and the file, before a
-    tokenizer is read: its library reads config.json too, and blames the tokenizer."""
+    """That the config.json of every role describes a network.
+
+    Raises `CheckpointError` naming the option and the file, before a tokenizer is read: its library
+    reads config.json too, and blames the tokenizer.
+    """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (OWN_RUN, OTHERS_RUN):
             continue
@@ -286,13 +398,18 @@ def check_configs(experiment: Experiment) -> None:
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Every role's tokenizer; roles that name the same one share it. Raises `UserError`, as `check_configs` does."""
+    """Every role's tokenizer; roles that name the same one share it.
+
+    Raises `UserError`, as `check_configs` does.
+    """
     check_configs(experiment)
     shared: dict[str, Tokenizer] = {}
     tokenizers = {}
     for role, spec in experiment.roles.items():
         if spec.path is None and spec.tokenizer.path is None:
-            raise ConfigError(f"{role}.path is missing: give a Hugging Face directory or a hub name")
+            raise ConfigError(
+                f"{role}.path is missing: give a Hugging Face directory or a hub name"
+            )
         key = repr((spec.tokenizer, spec.path, spec.trust_remote_code))
         if key not in shared:
             option = f"{option_of(experiment.config, role, str(spec.path))}.tokenizer"
@@ -301,8 +418,13 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
     return tokenizers
 
 
-def fixed_prompts_of(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> SequenceSample | None:
-    """The prompts of `eval_prompts` in the form of the run's rows; None where there are none. Raises `DataError`."""
+def fixed_prompts_of(
+    experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
+) -> SequenceSample | None:
+    """The prompts of `eval_prompts` in the form of the run's rows; None where there are none.
+
+    Raises `DataError`.
+    """
     path = experiment.control.eval_prompts
     if path is None or experiment.fixed_prompts is None:
         return None
@@ -310,8 +432,13 @@ def fixed_prompts_of(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
     context = model_context(experiment.roles[call.role])
     spec = experiment.dataset
     as_chat = bool(spec.args.get("as_chat", (spec.type or experiment.dataset_type) == "chat"))
-    tokenizer = dressed(replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role])
-    most = None if context is None else context - int(call.args["max_new_tokens"])
+    tokenizer = dressed(
+        replace(spec, system_tags=False, system_tag_length=False), tokenizers[call.role]
+    )
+    if context is None:
+        most = None
+    else:
+        most = context - int(call.args["max_new_tokens"])
     return read_fixed_prompts(path, tokenizer, as_chat=as_chat, most=most)
 
 
@@ -324,11 +451,16 @@ def _fixed_prompts(
 ) -> FixedPrompts | None:
     if experiment.fixed_prompts is None or prompts is None:
         return None
-    return FixedPrompts(experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path)
+    return FixedPrompts(
+        experiment, experiment.fixed_prompts, group, prompts, tokenizers, directory.path
+    )
 
 
 def _evaluator(
-    experiment: Experiment, group: WorkerGroup, data: LoadedData, tokenizers: Mapping[str, Tokenizer]
+    experiment: Experiment,
+    group: WorkerGroup,
+    data: LoadedData,
+    tokenizers: Mapping[str, Tokenizer],
 ) -> Evaluator | None:
     if experiment.evaluation is None or not data.valid:
         return None

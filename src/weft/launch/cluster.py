@@ -1,4 +1,6 @@
-"""Where a run's devices come from: a Ray of its own on this machine, or one that is there; and that there are enough."""
+"""Where a run's devices come from: a Ray of its own on this machine, or one that is there; and that
+there are enough.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
 MOST_A_CORE = 64  # processes, one a device, that a processor's core is given
-RETURN_SECONDS, RETURN_POLL_SECONDS = 300.0, 5.0  # that a cluster has to give devices again in place of lost ones
+# that a cluster has to give devices again in place of lost ones
+RETURN_SECONDS = 300.0
+RETURN_POLL_SECONDS = 5.0
 
 
-# What the package ray reads when it is imported: its processes' messages stay in their logs; nobody waits for its dashboard,
-# which would only gather statistics of use, and those are off.
+# What the package ray reads when it is imported: its processes' messages stay in their logs; nobody
+# waits for its dashboard, which would only gather statistics of use, and those are off.
 RAY_READS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "0"}
 
 # What there is of a GPU in /dev: by NVIDIA's driver, by AMD's, under Windows.
@@ -42,8 +46,9 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
 def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
-    """Replace lost devices as `launch_devices` starts them: a cluster may take its time to have enough of them again. Raises
-    `RunError` where it does not."""
+    """Replace lost devices as `launch_devices` starts them: a cluster may take its time to have
+    enough of them again. Raises `RunError` where it does not.
+    """
     end = time.monotonic() + RETURN_SECONDS
     while True:
         try:
@@ -55,10 +60,15 @@ def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
 
 
 def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = None) -> Launch:
-    """Begin to start a process for each device of the experiment, in `cluster` if `start_early` has started one. Raises
-    `ConfigError` before any process starts where there are too few devices; the cluster is closed then."""
-    count, kind, control = experiment.num_devices, device_kind(experiment), experiment.control
-    if cluster is not None and kind == "cuda":  # torch has found a GPU of which the system shows no file
+    """Begin to start a process for each device of the experiment, in `cluster` if `start_early` has
+    started one. Raises `ConfigError` before any process starts where there are too few devices; the
+    cluster is closed then.
+    """
+    count = experiment.num_devices
+    kind = device_kind(experiment)
+    control = experiment.control
+    # torch has found a GPU of which the system shows no file
+    if cluster is not None and kind == "cuda":
         cluster.close()
         cluster = None
     if cluster is None:
@@ -68,14 +78,17 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
         else:
             from weft.runtime.ray import Cluster
 
-            cluster = Cluster.join(str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto"))
+            cluster = Cluster.join(
+                str(control.ray_address or os.environ.get("RAY_ADDRESS") or "auto")
+            )
     from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS
 
     try:
         nodes = cluster.nodes()
         if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
             raise ConfigError(
-                "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu to leave them"
+                "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu "
+                "to leave them"
             )
         check_enough(count, kind, nodes)
         told = {**environment(), **control.env}
@@ -88,15 +101,22 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
 
 
 def starts_early(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run has several devices and all are CPUs of this machine, as far as can be known without torch."""
+    """Return whether the run has several devices and all are CPUs of this machine, as far as can be
+    known without torch.
+    """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
         return False
-    return device == "cpu" or (device is None and not any(True for each in GPU_FILES for _ in Path("/dev").glob(each)))
+    return device == "cpu" or (
+        device is None and not any(True for each in GPU_FILES for _ in Path("/dev").glob(each))
+    )
 
 
 def start_early(experiment: Experiment) -> Cluster:
-    """Start the Ray of a run that `starts_early`, without a process of a device. Raises `ConfigError` for too many devices."""
+    """Start the Ray of a run that `starts_early`, without a process of a device.
+
+    Raises `ConfigError` for too many devices.
+    """
     return _own_cluster(local_resources(experiment.num_devices, "cpu", experiment.control))
 
 
@@ -104,7 +124,8 @@ def check_ray(experiment: Experiment) -> None:
     """Raises `ConfigError` where the package ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, needs the package ray; "
+            f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, "
+            f"needs the package ray; "
             f"run: {install('ray')}"
         )
     for name, value in RAY_READS.items():
@@ -121,7 +142,10 @@ def _own_cluster(resources: tuple[int, int]) -> Cluster:
 
 
 def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
-    """(CPUs, GPUs) of this machine that a Ray of the run's own is told of. Raises `ConfigError` where they are too few."""
+    """(CPUs, GPUs) of this machine that a Ray of the run's own is told of.
+
+    Raises `ConfigError` where they are too few.
+    """
     if kind == "cpu":
         check_processes(count)
     there = 0
@@ -129,27 +153,40 @@ def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
         import torch  # not before: a run on CPUs starts Ray while torch is loaded
 
         there = torch.cuda.device_count()
-    gpus = there if control.n_gpus_per_node is None else min(there, control.n_gpus_per_node)
+    if control.n_gpus_per_node is None:
+        gpus = there
+    else:
+        gpus = min(there, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
         raise ConfigError(
-            f"the run takes {count} devices and may use {gpus} GPUs of the {there} of this machine; choose smaller layouts or "
-            "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more machines with mode=ray"
+            f"the run takes {count} devices and may use {gpus} GPUs of the {there} of this "
+            f"machine; choose smaller layouts or "
+            "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more "
+            "machines with mode=ray"
         )
-    return max(count, len(os.sched_getaffinity(0))), gpus  # a device on CPUs is a process, whatever cores there are
+    # a device on CPUs is a process, whatever cores there are
+    return max(count, len(os.sched_getaffinity(0))), gpus
 
 
 def check_processes(count: int) -> None:
-    """Raises `ConfigError` for more processes, one a device, than the processors of this machine could serve."""
+    """Raises `ConfigError` for more processes, one a device, than the processors of this machine
+    could serve.
+    """
     cores = len(os.sched_getaffinity(0))
     if count > (most := MOST_A_CORE * cores):
         raise ConfigError(
-            f"the run takes {count:,} devices, each a process, and this machine's {cores} CPU cores take at most {MOST_A_CORE} "
-            f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for GPUs with device=cuda"
+            f"the run takes {count:,} devices, each a process, and this machine's {cores} CPU "
+            f"cores take at most {MOST_A_CORE} "
+            f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for "
+            f"GPUs with device=cuda"
         )
 
 
 def device_kind(experiment: Experiment) -> str:
-    """`cuda` or `cpu`: what every device of a run of several is. Raises `ConfigError` for a name of one device."""
+    """`cuda` or `cpu`: what every device of a run of several is.
+
+    Raises `ConfigError` for a name of one device.
+    """
     name = experiment.control.device
     if name is None:
         import torch  # as above
@@ -157,25 +194,33 @@ def device_kind(experiment: Experiment) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise ConfigError(
-            f"device={name}: names one device, and the run takes {experiment.num_devices}; write cuda or cpu, and say which "
+            f"device={name}: names one device, and the run takes {experiment.num_devices}; write "
+            f"cuda or cpu, and say which "
             "by layout and device_mesh"
         )
     return name
 
 
 def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
-    """Raises `ConfigError` saying what each machine has where all of them together have fewer devices than the run takes."""
+    """Raises `ConfigError` saying what each machine has where all of them together have fewer
+    devices than the run takes.
+    """
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     found = sum(min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes)
     if found < count:
         unit = "GPUs" if kind == "cuda" else "CPUs"
         shown = ", ".join(has) or "no machine is up"
         raise ConfigError(
-            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}), {count - found} too few; "
+            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}), "
+            f"{count - found} too few; "
             "choose smaller layouts, or add machines"
         )
 
 
 def environment() -> Mapping[str, str]:
     """What the processes of devices need of this one's environment."""
-    return {name: value for name, value in os.environ.items() if name in PASSED or name.startswith(PASSED_PREFIXES)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in PASSED or name.startswith(PASSED_PREFIXES)
+    }

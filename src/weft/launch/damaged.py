@@ -11,8 +11,10 @@ from weft.experiments._models import option_of
 
 
 def damaged_weights(experiment: Experiment) -> CheckpointError | None:
-    """What is wrong with the weights that a role was read from; None where all are finite. Reads the files once more, so only
-    where a run has failed."""
+    """What is wrong with the weights that a role was read from; None where all are finite.
+
+    Reads the files once more, so only where a run has failed.
+    """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:
             continue
@@ -20,7 +22,8 @@ def damaged_weights(experiment: Experiment) -> CheckpointError | None:
         if found is not None:
             option = f"{option_of(experiment.config, role, spec.path)}.path"
             return CheckpointError(
-                f"{option}={spec.path}: the weights are damaged, and nothing finite comes of them ({found}); "
+                f"{option}={spec.path}: the weights are damaged, and nothing finite comes of them "
+                f"({found}); "
                 "take another checkpoint, or download the model again"
             )
     return None

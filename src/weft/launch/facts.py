@@ -1,4 +1,6 @@
-"""What engines would say of themselves if they were made: from config.json, before any device is there."""
+"""What engines would say of themselves if they were made: from config.json, before any device is
+there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def facts_of(
     experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Mapping[str, Any]]:
     """What the engines of every role and of its copies would say of themselves."""
-    meshes, found = experiment.meshes(), dict[str, Mapping[str, Any]]()
+    meshes = experiment.meshes()
+    found = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():
         tokenizer = tokenizers.get(role)
         copies = {
@@ -26,7 +29,12 @@ def facts_of(
             if name == role
         }
         shared = next(
-            (r for r, s in experiment.roles.items() if shares_base(spec, s) and meshes[role].parts_as(meshes[r])), None
+            (
+                r
+                for r, s in experiment.roles.items()
+                if shares_base(spec, s) and meshes[role].parts_as(meshes[r])
+            ),
+            None,
         )
         own = dict(planned_facts(spec, meshes[role], device, tokenizer))
         if shared is not None:

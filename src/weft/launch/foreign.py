@@ -1,4 +1,6 @@
-"""Started by torchrun, accelerate or deepspeed: weft starts its processes itself, and says the command that does the same."""
+"""Started by torchrun, accelerate or deepspeed: weft starts its processes itself, and says the
+command that does the same.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from weft.errors import ConfigError
 from weft.redaction import masked_words
 
 OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
-# Options that say where a model is, and those by which ranks share one copy of it or have whole ones, whatever a layout says.
+# Options that say where a model is, and those by which ranks share one copy of it or have whole
+# ones, whatever a layout says.
 LAYOUT = re.compile(r"(^|\.)(layout|device_mesh|allocation_mode|parallel(\..*)?)$")
 SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 
@@ -53,25 +56,32 @@ class Launched:
 
     def message(self, words: Sequence[str]) -> str:
         many = "one process" if self.world == 1 else f"{self.world} processes"
-        command = (
-            self.command(words) if words else "python YOUR_SCRIPT.py, with n_gpus_per_node and a layout in its options"
-        )
+        if words:
+            command = self.command(words)
+        else:
+            command = "python YOUR_SCRIPT.py, with n_gpus_per_node and a layout in its options"
         return (
-            f"{self.by} has started {many} of weft, which starts its processes itself, from one command (docs/cluster.md); "
+            f"{self.by} has started {many} of weft, which starts its processes itself, from one "
+            f"command (docs/cluster.md); "
             f"write: {command}"
         )
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
     """Who started this process, or None where it was nobody but a shell."""
-    accelerate = any(name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ)
+    accelerate = any(
+        name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ
+    )
     ranked = all(environ.get(name, "").isdigit() for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if accelerate:
         by = "accelerate launch"
     elif "TORCHELASTIC_RUN_ID" in environ:
         by = "torchrun"
     elif ranked:
-        by = "deepspeed" if "CROSS_SIZE" in environ else "another launcher (RANK, LOCAL_RANK and WORLD_SIZE are set)"
+        if "CROSS_SIZE" in environ:
+            by = "deepspeed"
+        else:
+            by = "another launcher (RANK, LOCAL_RANK and WORLD_SIZE are set)"
     else:
         return None
     world = _number(environ, "WORLD_SIZE", 1)
@@ -88,7 +98,10 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """For runs started from Python. Raises `ConfigError` where another launcher started this process."""
+    """For runs started from Python.
+
+    Raises `ConfigError` where another launcher started this process.
+    """
     found = launched(environ)
     if found is not None:
         raise ConfigError(found.message(()))

@@ -17,20 +17,24 @@ from weft.experiments._models import option_of
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Ask the hub for every model, tokenizer and dataset that is not on this machine, and bring the config.json of models;
-    whether there was any to bring.
+    """Ask the hub for every model, tokenizer and dataset that is not on this machine, and bring the
+    config.json of models; whether there was any to bring.
 
-    Lengths that nobody sets come from there. Raises `CheckpointError` or `DataError` naming the option where the hub does not
-    have it, or does not answer. Without `data` models alone are asked for.
+    Lengths that nobody sets come from there. Raises `CheckpointError` or `DataError` naming the
+    option where the hub does not have it, or does not answer. Without `data` models alone are asked
+    for.
     """
-    fileroot, fetched = experiment.control.fileroot, False
+    fileroot = experiment.control.fileroot
+    fetched = False
     for role, spec in experiment.roles.items():
         for path, kind in ((spec.path, "path"), (spec.tokenizer.path, "tokenizer.path")):
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue
             if not data and kind == "path" and kind_of_model.shipped_config(path) is not None:
                 continue  # a plan takes the config.json that comes with weft
-            option = f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
+            option = (
+                f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
+            )
             hub.check_model(option, path, names.meant(path, fileroot))
             if kind == "path" and not hub.cached(path, ["config.json"]):
                 huggingface_hub.hf_hub_download(path, "config.json")

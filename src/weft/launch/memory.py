@@ -1,4 +1,6 @@
-"""What a run will need of memory, from its configuration and the rows it has in hand; and what it then needed."""
+"""What a run will need of memory, from its configuration and the rows it has in hand; and what it
+then needed.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,22 @@ from weft.observe.memory import file_pages_gb
 from weft.runtime.split import minibatches
 from weft.topology import Mesh
 
-GIB, MIB = 2.0**30, 2.0**20
+GIB = 2.0**30
+MIB = 2.0**20
 GPU = torch.device("cuda")  # any
 SLOT = 64  # tokens a slot of the cache begins with; it doubles
-# Python objects of a run beside its tensors: 17 to 23 MiB under SFT, DPO, GRPO and PPO, measured on one small layer.
+# Python objects of a run beside its tensors: 17 to 23 MiB under SFT, DPO, GRPO and PPO, measured on
+# one small layer.
 PROGRAM = 20 * MIB
-PROCESS = 0.4 * GIB  # of a device's process on a CPU before it has a model: Python, torch and their libraries
+# of a device's process on a CPU before it has a model: Python, torch and their libraries
+PROCESS = 0.4 * GIB
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role is computed: a device, and the bytes of one that is not here, where they are known; how many ranks share a
-    batch, and the tokens of a pack."""
+    """Where a role is computed: a device, and the bytes of one that is not here, where they are
+    known; how many ranks share a batch, and the tokens of a pack.
+    """
 
     device: torch.device
     capacity: float | None = None
@@ -49,23 +55,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes by role; `incomplete` are roles whose network does not tell its sizes, so that only what they hold is known."""
+    """Bytes by role; `incomplete` are roles whose network does not tell its sizes, so that only
+    what they hold is known.
+    """
 
     roles: Mapping[str, RoleMemory]
     device: torch.device
     incomplete: tuple[str, ...]
-    baseline: float  # GiB that the process held before the engines were made, as `held_memory` counts
-    cache_limits: Mapping[str, int] = field(default_factory=dict)  # bytes of keys and values, by the call that samples
-    on_gpu: Mapping[str, Case] = field(default_factory=dict)  # what a GPU would compute, where one device has all roles
+    # GiB that the process held before the engines were made, as `held_memory` counts
+    baseline: float
+    # bytes of keys and values, by the call that samples
+    cache_limits: Mapping[str, int] = field(default_factory=dict)
+    # what a GPU would compute, where one device has all roles
+    on_gpu: Mapping[str, Case] = field(default_factory=dict)
     process: float = 0.0  # bytes of a device's own process, where it has one
 
     @property
     def total(self) -> float:
-        whole, held = memory.total(self.roles), sum(role.held for role in self.roles.values())
+        whole = memory.total(self.roles)
+        held = sum(role.held for role in self.roles.values())
         if self.device.type != "cpu":
             return whole
-        # The heap keeps what is free, with holes between tensors of many sizes; a cache's room serves little else once it is
-        # free.
+        # The heap keeps what is free, with holes between tensors of many sizes; a cache's room
+        # serves little else once it is free.
         caches = sum(role.cache for role in self.roles.values())
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
@@ -73,7 +85,11 @@ class Forecast:
         """For people, before the run; `on` says which roles each of several devices has."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
-            parts = [(f.name, getattr(role, f.name)) for f in fields(role) if f.name not in ("call", "away", "kept")]
+            parts = [
+                (f.name, getattr(role, f.name))
+                for f in fields(role)
+                if f.name not in ("call", "away", "kept")
+            ]
             shown = ", ".join(f"{what} {size(number)}" for what, number in parts if number)
             if role.away:
                 shown += f"; {size(role.away)} of it in host memory between its calls"
@@ -84,35 +100,52 @@ class Forecast:
             part = self.of(names)
             yield f"memory{f' of device {device}' if len(on) > 1 else ''}: about {size(part.total)} {part.scope}"
         if len(on) == 1 and not self.incomplete:
-            yield from fits.lines(self.on_gpu, "" if self.device.type == "cuda" else "on a GPU in bfloat16: ")
+            yield from fits.lines(
+                self.on_gpu, "" if self.device.type == "cuda" else "on a GPU in bfloat16: "
+            )
 
     def of(self, names: Sequence[str]) -> Forecast:
         """What these roles will hold."""
         roles = {name: self.roles[name] for name in names if name in self.roles}
-        return replace(self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles))
+        return replace(
+            self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles)
+        )
 
     @property
     def scope(self) -> str:
-        """What the total is of: a backend that does not tell a network's sizes leaves its activations unknown."""
-        return f"without activations of {', '.join(self.incomplete)}" if self.incomplete else "at most"
+        """What the total is of: a backend that does not tell a network's sizes leaves its
+        activations unknown.
+        """
+        if self.incomplete:
+            return f"without activations of {', '.join(self.incomplete)}"
+        return "at most"
 
     def needed(self, most: float) -> float:
-        """GiB of `most` that the run itself needed. Pages of files are left out on a CPU, unless its devices have processes of
-        their own: how much code of torch's libraries is read depends on the processor, and the system may drop it."""
+        """GiB of `most` that the run itself needed.
+
+        Pages of files are left out on a CPU, unless its devices have processes of their own: how
+        much code of torch's libraries is read depends on the processor, and the system may drop it.
+        """
         alone = self.device.type == "cpu" and not self.process
         return most - self.baseline - (file_pages_gb() if alone else 0.0)
 
     def compared(self, most: float) -> str:
-        """For people, after the run, which held `most` GiB at most (`peak_memory_gb` of its last line)."""
-        used, scope = self.needed(most) * GIB, f" {self.scope}" if self.incomplete else ""
+        """For people, after the run, which held `most` GiB at most (`peak_memory_gb` of its last
+        line).
+        """
+        used = self.needed(most) * GIB
+        scope = f" {self.scope}" if self.incomplete else ""
         return (
-            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; {size(self.total)}{scope} were expected "
+            f"memory: {most:.2f} GB at most, of which this run needed {size(used)}; "
+            f"{size(self.total)}{scope} were expected "
             f"({used / self.total:.0%})"
         )
 
 
 def held_memory(device: torch.device) -> float:
-    """Return the GiB that this process holds now: of the device's memory, or on a CPU of its own without pages of files."""
+    """Return the GiB that this process holds now: of the device's memory, or on a CPU of its own
+    without pages of files.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     if sys.platform != "linux":
@@ -130,35 +163,57 @@ def forecast(
     baseline: float = 0.0,
     capacity: float | None = None,
 ) -> Forecast:
-    """`facts` are the engines' descriptions by role, with those of its copies; `given` batches that need most; `capacity` bytes
-    of a GPU that is not here."""
+    """`facts` are the engines' descriptions by role, with those of its copies; `given` batches that
+    need most; `capacity` bytes of a GPU that is not here.
+    """
     batches = [_completed(experiment, batch) for batch in given]
     meshes = experiment.meshes()
-    roles, incomplete, on_gpu = {}, [], dict[str, Case]()
+    roles = {}
+    incomplete = []
+    on_gpu = dict[str, Case]()
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
             continue  # a tokenizer alone
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
-            calls = [c for c in experiment.graph.model_calls() if c.role == role and experiment.mesh_of(c) == mesh]
+            calls = [
+                c
+                for c in experiment.graph.model_calls()
+                if c.role == role and experiment.mesh_of(c) == mesh
+            ]
             place = Place(device, capacity, mesh.layout.data, mesh.layout.context)
             works = _all_works(experiment, calls, batches, place, own)
             name = place_name(experiment, role, mesh)
             if own.get("sizes") is None:
                 incomplete.append(name)
             chosen = spec if mesh == meshes[role] else spec.mirror()
-            leaves = _leaves(chosen, calls) if device.type != "cpu" else frozenset[What]()
+            if device.type != "cpu":
+                leaves = _leaves(chosen, calls)
+            else:
+                leaves = frozenset[What]()
             case = case_of(chosen, own, works, device, leaves)
             roles[name] = memory.estimate(case.shape, case.settings, case.works)
             on_gpu[name] = case
             if device.type != "cuda":
                 works = _all_works(experiment, calls, batches, replace(place, device=GPU), own)
-                on_gpu[name] = case_of(replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls))
-        if any(shares_base(spec, s) and meshes[role].parts_as(meshes[r]) for r, s in experiment.roles.items()):
-            roles[role] = replace(roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0)
+                on_gpu[name] = case_of(
+                    replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls)
+                )
+        if any(
+            shares_base(spec, s) and meshes[role].parts_as(meshes[r])
+            for r, s in experiment.roles.items()
+        ):
+            roles[role] = replace(
+                roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0
+            )
             on_gpu.pop(role)
     calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
-    limits = {call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))}
-    process = PROCESS if device.type == "cpu" and experiment.num_devices > 1 else 0.0
+    limits = {
+        call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))
+    }
+    if device.type == "cpu" and experiment.num_devices > 1:
+        process = PROCESS
+    else:
+        process = 0.0
     return Forecast(roles, device, tuple(incomplete), baseline, limits, on_gpu, process)
 
 
@@ -171,7 +226,12 @@ def _all_works(
 ) -> list[Work]:
     shared = facts.get("shared_prompts", {})
     batches = [_share(batch, place.data) for batch in batches]
-    return [w for call in calls for batch in batches for w in _works(experiment, call, batch, place, shared)]
+    return [
+        w
+        for call in calls
+        for batch in batches
+        for w in _works(experiment, call, batch, place, shared)
+    ]
 
 
 def _share(batch: SequenceSample, ranks: int) -> SequenceSample:
@@ -182,9 +242,12 @@ def _share(batch: SequenceSample, ranks: int) -> SequenceSample:
 
 
 def _limit(call: MFCDef, place: Place) -> int | None:
-    """Bytes of keys and values that a call which samples may hold on a device; None where the devices are those of other
-    processes, which alone know what they have, and the user does not say."""
-    asked, device = call.args.get("kv_cache_gb"), place.device
+    """Bytes of keys and values that a call which samples may hold on a device; None where the
+    devices are those of other processes, which alone know what they have, and the user does not
+    say.
+    """
+    asked = call.args.get("kv_cache_gb")
+    device = place.device
     if device.type == "cuda" and device.index is None:
         least = None if place.capacity is None else int(KV_SHARE * place.capacity)
         return least if asked is None else int(asked * GIB)
@@ -195,15 +258,24 @@ def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
     """A role, or a copy of it, for people: `actor`, `actor (actor_gen)`."""
     if mesh == experiment.meshes()[role]:
         return role
-    calls = [call.name for call in experiment.calls() if call.role == role and experiment.mesh_of(call) == mesh]
+    calls = [
+        call.name
+        for call in experiment.calls()
+        if call.role == role and experiment.mesh_of(call) == mesh
+    ]
     return f"{role} ({', '.join(dict.fromkeys(calls))})"
 
 
 def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """What of a role goes to host memory after each of its calls. Weights that hooks alone move there, without the option, are
-    on the device until the first call, with all others': they count as if they stayed."""
+    """What of a role goes to host memory after each of its calls.
+
+    Weights that hooks alone move there, without the option, are on the device until the first call,
+    with all others': they count as if they stayed.
+    """
     after = [{hook.what for hook in call.post_hooks if isinstance(hook, Offload)} for call in calls]
-    trains = [hooks for hooks, call in zip(after, calls, strict=True) if call.method == "train_step"]
+    trains = [
+        hooks for hooks, call in zip(after, calls, strict=True) if call.method == "train_step"
+    ]
     found: set[What] = set()
     if spec.offload and after and all("weights" in hooks for hooks in after):
         found.add("weights")
@@ -223,13 +295,17 @@ def case_of(
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
-        sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {"vocab": 1}
+        sizes = dict.fromkeys(("layers", "hidden", "query", "key", "inner", "embedding"), 0) | {
+            "vocab": 1
+        }
     held = facts.get("held_parameters", facts["num_parameters"])
     shape = NetworkShape(held, facts.get("held_trainable", facts["num_trainable"]), **sizes)
     return Case(shape, _settings(spec, device, shape.vocab, leaves), tuple(works))
 
 
-def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[What]) -> Settings:
+def _settings(
+    spec: ModelSpec, device: torch.device, vocab_size: int, leaves: frozenset[What]
+) -> Settings:
     dtype = dtype_of(spec)
     plain = device.type == "cpu" and dtype == "float32"
     return Settings(
@@ -254,47 +330,64 @@ def _settings(spec: ModelSpec, device: torch.device, vocab_size: int, leaves: fr
 
 
 def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """The batch as calls see it: prompts with as many completions as are sampled, all of the greatest length, or where only a
-    share of the ids is sampled of their own if that is greater."""
+    """The batch as calls see it: prompts with as many completions as are sampled, all of the
+    greatest length, or where only a share of the ids is sampled of their own if that is greater.
+    """
     for call in experiment.graph.model_calls():
         mixed = "share" in call.args
         if call.method == "generate" and (mixed or "completion" not in batch.data):
-            count, length = (
-                int(call.args.get("samples_per_prompt", 1)),
-                int(call.args.get("max_new_tokens") or GenerationSpec().most_new_tokens),
-            )
-            own = [max(group) for group in batch.seqlens["completion"]] if mixed else [0] * batch.num_ids
+            count = int(call.args.get("samples_per_prompt", 1))
+            length = int(call.args.get("max_new_tokens") or GenerationSpec().most_new_tokens)
+            if mixed:
+                own = [max(group) for group in batch.seqlens["completion"]]
+            else:
+                own = [0] * batch.num_ids
             groups = [[max(length, most)] * count for most in own]
             made = torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
-            sampled = SequenceSample.from_groups(batch.ids, {"completion": groups}, {"completion": made})
+            sampled = SequenceSample.from_groups(
+                batch.ids, {"completion": groups}, {"completion": made}
+            )
             batch = (batch.select(keys=["prompt"]) if mixed else batch).update(sampled)
     return batch
 
 
 def _works(
-    experiment: Experiment, call: MFCDef, batch: SequenceSample, place: Place, shared: Mapping[str, Any]
+    experiment: Experiment,
+    call: MFCDef,
+    batch: SequenceSample,
+    place: Place,
+    shared: Mapping[str, Any],
 ) -> Iterator[Work]:
-    """What a call asks of its role's network, one a micro-batch. `shared`: up to which length of its sequences the network
-    computes a prefix of several sequences once, and whether it does so in training."""
+    """What a call asks of its role's network, one a micro-batch.
+
+    `shared`: up to which length of its sequences the network computes a prefix of several sequences
+    once, and whether it does so in training.
+    """
     if "completion" not in batch.data:
         return
-    layout, device = PackLayout.of(batch), place.device
+    layout = PackLayout.of(batch)
+    device = place.device
     if call.method == "generate":
         together = min(len(layout.length), SEQUENCES.get(device.type, DEFAULT_SEQUENCES))
         capacity = SLOT
         while capacity < int(layout.lengths.max()):
             capacity *= 2
         limit = _limit(call, place)
-        yield Work(tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together)
+        yield Work(
+            tokens=0, cache_tokens=together * capacity, cache_limit=limit, sequences=together
+        )
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
-    limit = max(limit, int(layout.lengths.max()))  # what is too long is said where it happens: sampling may end earlier
+    # what is too long is said where it happens: sampling may end earlier
+    limit = max(limit, int(layout.lengths.max()))
     trains = call.method == "train_step"
     shares = bool(shared) and (shared["in_training"] or not trains)
     entropy = trains and bool(call.args.get("entropy_coef"))  # without a weight it has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
-        updates = max(1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1)))
+        updates = max(
+            1, experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
+        )
         parts = minibatches(batch, min(updates, batch.num_ids), "group")
     for part in parts:
         cuts = microbatches.cut(part, limit, "sequence")
@@ -302,15 +395,21 @@ def _works(
             at = PackLayout.of(cut)
             if shares and int(at.lengths.max()) <= shared["longest"]:
                 keys = (*call.input_keys, *call.optional_keys)
-                at = sharing_in_training(at, keys, cut, device) if trains else sharing(at, keys)
-            rows = (
-                int(cut.data["loss_mask"].count_nonzero())
-                if trains and "loss_mask" in cut.data
-                else int(at.length.sum())
+                if trains:
+                    at = sharing_in_training(at, keys, cut, device)
+                else:
+                    at = sharing(at, keys)
+            if trains and "loss_mask" in cut.data:
+                rows = int(cut.data["loss_mask"].count_nonzero())
+            else:
+                rows = int(at.length.sum())
+            tokens, rows = (
+                -(-number // place.context) for number in (int(at.segments.sum()), rows)
             )
-            tokens, rows = (-(-number // place.context) for number in (int(at.segments.sum()), rows))
             yield Work(tokens, rows, trains, len(cuts), entropy)
 
 
 def size(number: float) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= 0.1 * GIB else f"{number / MIB:.1f} MiB"
+    if number >= 0.1 * GIB:
+        return f"{number / GIB:.2f} GiB"
+    return f"{number / MIB:.1f} MiB"

@@ -1,4 +1,6 @@
-"""The last lines of a run: where its report is, and the commands that go on from it, as they are typed."""
+"""The last lines of a run: where its report is, and the commands that go on from it, as they are
+typed.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +29,34 @@ def next_lines(experiment: Experiment, run: Path) -> list[str]:
 
 
 def _after_policy(experiment: Experiment, role: str, run: Path) -> list[str]:
-    control, at = experiment.control, shlex.quote(str(run))
-    calls = [n for n in experiment.graph.nodes if isinstance(n, MFCDef) and n.role == role and n.trains]
+    control = experiment.control
+    at = shlex.quote(str(run))
+    calls = [
+        n for n in experiment.graph.nodes if isinstance(n, MFCDef) and n.role == role and n.trains
+    ]
     if not any(call.args.get("loss") == "sft" for call in calls):
         began = experiment.roles[role].path
-        beside = [] if began is None else [f"weft chat {shlex.quote(short(began))} {at}    # before and after"]
+        if began is None:
+            beside = []
+        else:
+            beside = [f"weft chat {shlex.quote(short(began))} {at}    # before and after"]
         return [f"weft chat {at}", *beside]
     name = _free(control, "rw")
     reward = Path(control.fileroot) / control.experiment_name / name
     return [
         f"weft chat {at}",
-        f"{_quickstart('rw', name, control)} model.path={at} dataset.type=preference dataset.path=PAIRS.jsonl",
-        f"{_quickstart('ppo', _free(control, 'ppo'), control)} actor.path={at} rew.path={shlex.quote(str(reward))} "
+        f"{_quickstart('rw', name, control)} model.path={at} dataset.type=preference "
+        f"dataset.path=PAIRS.jsonl",
+        f"{_quickstart('ppo', _free(control, 'ppo'), control)} actor.path={at} "
+        f"rew.path={shlex.quote(str(reward))} "
         "dataset.path=PROMPTS.jsonl",
     ]
 
 
 def _after_reward_model(experiment: Experiment, role: str, run: Path) -> list[str]:
-    control, began, at = experiment.control, experiment.roles[role].path, shlex.quote(str(run))
+    control = experiment.control
+    began = experiment.roles[role].path
+    at = shlex.quote(str(run))
     actor = "POLICY" if began is None else shlex.quote(short(began))
     ppo = _quickstart("ppo", _free(control, "ppo"), control)
     return [
@@ -54,11 +66,20 @@ def _after_reward_model(experiment: Experiment, role: str, run: Path) -> list[st
 
 
 def _quickstart(name: str, trial: str, control: Control) -> str:
-    root = "" if Path(control.fileroot) == Path("./runs") else f" fileroot={shlex.quote(control.fileroot)}"
-    return f"weft quickstart {name} experiment_name={control.experiment_name} trial_name={trial}{root}"
+    if Path(control.fileroot) == Path("./runs"):
+        root = ""
+    else:
+        root = f" fileroot={shlex.quote(control.fileroot)}"
+    return (
+        f"weft quickstart {name} experiment_name={control.experiment_name} trial_name={trial}{root}"
+    )
 
 
 def _free(control: Control, name: str) -> str:
     """A trial's name that the experiment has not yet."""
     folder = Path(control.fileroot).expanduser() / control.experiment_name
-    return next(each for each in (name, *(f"{name}-{n}" for n in range(2, 10_000))) if not (folder / each).exists())
+    return next(
+        each
+        for each in (name, *(f"{name}-{n}" for n in range(2, 10_000)))
+        if not (folder / each).exists()
+    )

@@ -1,4 +1,7 @@
-"""The plan of a run: what will be computed, how much of it, on what, and what memory it takes. A short table, then details."""
+"""The plan of a run: what will be computed, how much of it, on what, and what memory it takes.
+
+A short table, then details.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from weft.observe.short_names import short
 from weft.runtime.schedule import Horizon
 from weft.topology import LETTERS, Layout, Mesh
 
-MODELS = 3  # lines for models at most, and fewer where there is much else: more share one, frozen ones first
+# lines for models at most, and fewer where there is much else: more share one, frozen ones first
+MODELS = 3
 PATH = 24  # signs of a path that are shown
 MERGED = re.compile(r"\d+ models, ")  # how the text of a line for several models begins
 WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
@@ -33,16 +37,21 @@ def plan_of(
     data: LoadedData | None,
     expected: Forecast,
 ) -> Plan:
-    """`facts` are the engines' descriptions by role; `numerics` says threads, under `hardware`, in a line, what a device is,
-    and under `memory` its bytes (`hardware` alone for a device that is not here); `expected` is the memory that the run will
-    need. Without `data` and `horizon` the data were not read."""
+    """`facts` are the engines' descriptions by role; `numerics` says threads, under `hardware`, in
+    a line, what a device is, and under `memory` its bytes (`hardware` alone for a device that is
+    not here); `expected` is the memory that the run will need. Without `data` and `horizon` the
+    data were not read.
+    """
     rows = [("nodes", " -> ".join(", ".join(names) for names in _levels(experiment)))]
     if horizon is None:
         rows.append(("data", "not read, so the number of steps is not known"))
     else:
         rows += [("data", _data(experiment, horizon)), *_counts(experiment, horizon)]
     below = list[tuple[str, str]]()
-    if "memory" in numerics and (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None:
+    if (
+        "memory" in numerics
+        and (room := memory_row(expected, _held(experiment), numerics["memory"])) is not None
+    ):
         below.append(("memory", room))
     several = experiment.num_devices > 1
     if several:
@@ -51,7 +60,10 @@ def plan_of(
     models = _models(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
     rows += [*models, *below]
     told = () if data is None else data.notes
-    unused = set() if data is None else {note for count in data.counts for note in count.unused_notes()}
+    if data is None:
+        unused = set()
+    else:
+        unused = {note for count in data.counts for note in count.unused_notes()}
     details = [
         *_details(experiment, horizon, facts, data, expected),
         *_roles(experiment, facts, models),
@@ -70,7 +82,9 @@ def _model_notes(experiment: Experiment) -> list[str]:
 
 
 def _levels(experiment: Experiment) -> list[list[str]]:
-    """The nodes in the order in which they run; those that need nothing of each other stand together."""
+    """The nodes in the order in which they run; those that need nothing of each other stand
+    together.
+    """
     depth: dict[str, int] = {}
     for name in experiment.graph.order:
         depth[name] = max((depth[each] + 1 for each in experiment.graph.producers(name)), default=0)
@@ -81,13 +95,18 @@ def _levels(experiment: Experiment) -> list[list[str]]:
 def _data(experiment: Experiment, horizon: Horizon) -> str:
     batch = experiment.node(experiment.steps_follow).batch_size
     rest = horizon.num_ids % batch if batch else 0
-    laid_out = f"batches of {number(batch)}" if batch else "batches laid out by tokens"
+    if batch:
+        laid_out = f"batches of {number(batch)}"
+    else:
+        laid_out = "batches laid out by tokens"
     last = f" (last: {number(rest)})" if rest else ""
     return f"{many(horizon.num_ids, _unit(experiment))} per epoch, {laid_out}{last}"
 
 
 def _unit(experiment: Experiment) -> str:
-    return "prompt" if any(call.method == "generate" for call in experiment.graph.model_calls()) else "sample"
+    if any(call.method == "generate" for call in experiment.graph.model_calls()):
+        return "prompt"
+    return "sample"
 
 
 def _sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
@@ -101,7 +120,8 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
     """What a step, an epoch and the run have of steps, completions and optimizer steps."""
     sampling = list(_sampling(experiment))
     step = [
-        f"{many(call.batch_size, 'prompt')} x {samples} = {many(call.batch_size * samples, 'completion')}"
+        f"{many(call.batch_size, 'prompt')} x {samples} = "
+        f"{many(call.batch_size * samples, 'completion')}"
         for call, samples in sampling
     ]
     nodes = [node.name for node in experiment.trained_nodes()]
@@ -111,14 +131,25 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
         yield "step", ", ".join(step)
     epoch = [many(horizon.steps_per_epoch, "step")]
     epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
-    yield "epoch", ", ".join([*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})])
+    yield (
+        "epoch",
+        ", ".join(
+            [*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})]
+        ),
+    )
     limit = experiment.control.max_steps
     epochs = experiment.control.total_train_epochs
-    told = many(epochs, "epoch") if limit != horizon.steps else f"max_steps={limit}"
+    if limit != horizon.steps:
+        told = many(epochs, "epoch")
+    else:
+        told = f"max_steps={limit}"
     if limit == horizon.steps and epochs > 1:
         told += f", which goes before total_train_epochs={epochs}"
     trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
-    yield "run", ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)])
+    yield (
+        "run",
+        ", ".join([f"{many(horizon.steps, 'step')} ({told})", *_updates(experiment, trained)]),
+    )
 
 
 def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
@@ -128,71 +159,108 @@ def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
     for name, count in counts.items():
         found.setdefault(count, []).append(roles[name])
     if len(found) == 1:
-        return [many(count, "optimizer step") + (" per model" if len(roles) > 1 else "") for count in found]
+        return [
+            many(count, "optimizer step") + (" per model" if len(roles) > 1 else "")
+            for count in found
+        ]
     return [f"{many(count, 'optimizer step')} of {_and(names)}" for count, names in found.items()]
 
 
 def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
-    """A line a model, which roles with the same one share; of too many the frozen ones share one, and then the last."""
+    """A line a model, which roles with the same one share; of too many the frozen ones share one,
+    and then the last.
+    """
     found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
         found.setdefault(_short(spec, facts[role]), []).append(role)
     rows = [(roles, text) for text, roles in found.items()]
     if len(rows) > most:
         trained = [row for row in rows if experiment.roles[row[0][0]].trained]
-        rows = _merged([*trained, *(row for row in rows if row not in trained)], len(trained), facts)
+        rows = _merged(
+            [*trained, *(row for row in rows if row not in trained)], len(trained), facts
+        )
     rows = rows if len(rows) <= most else _merged(rows, most - 1, facts)
     return [(", ".join(roles), text) for roles, text in rows]
 
 
-def _merged(rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts) -> list[tuple[list[str], str]]:
+def _merged(
+    rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts
+) -> list[tuple[list[str], str]]:
     """The first `kept` rows, and one for the rest."""
     names = [role for roles, _ in rows[kept:] for role in roles]
     total = sum(facts[role].get("num_parameters", 0) for role in names)
-    frozen = "frozen, " if all("frozen" in text for _, text in rows[kept:]) else ""
-    return [*rows[:kept], (names, f"{len(rows) - kept} models, {frozen}{amount(total)} parameters in all")]
+    if all("frozen" in text for _, text in rows[kept:]):
+        frozen = "frozen, "
+    else:
+        frozen = ""
+    return [
+        *rows[:kept],
+        (names, f"{len(rows) - kept} models, {frozen}{amount(total)} parameters in all"),
+    ]
 
 
 def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
     path = short(spec.path or spec.tokenizer.path or "")
     path = path if len(path) <= PATH else f"…{path[-PATH + 1 :]}"
-    total, trainable = facts.get("num_parameters", 0), facts.get("num_trainable", 0)
+    total = facts.get("num_parameters", 0)
+    trainable = facts.get("num_trainable", 0)
     if not total:
-        return f"{path}, a tokenizer alone" if spec.backend == "null" else f"{path} ({spec.backend})"
-    trained = "frozen" if not spec.trained else "trained" if trainable == total else f"{amount(trainable)} trained"
+        if spec.backend == "null":
+            return f"{path}, a tokenizer alone"
+        return f"{path} ({spec.backend})"
+    if not spec.trained:
+        trained = "frozen"
+    elif trainable == total:
+        trained = "trained"
+    else:
+        trained = f"{amount(trainable)} trained"
     return f"{path} ({facts.get('family', spec.backend)}), {amount(total)} parameters, {trained}, {spec.dtype}"
 
 
 def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -> str | None:
-    """What each device will hold of its `room` bytes, which devices on a CPU share; None for one alone that needs less than a
-    tenth of it."""
+    """What each device will hold of its `room` bytes, which devices on a CPU share; None for one
+    alone that needs less than a tenth of it.
+    """
     parts = {rank: expected.of(names).total for rank, names in on.items()}
-    several, shared = len(on) > 1, expected.device.type == "cpu"
+    several = len(on) > 1
+    shared = expected.device.type == "cpu"
     need = sum(parts.values()) if shared else max(parts.values())
     if not several and need < WORTH_TELLING * room:
         return None
     ranks: dict[str, list[int]] = {}
     for rank, part in parts.items():
         ranks.setdefault(size(part), []).append(rank)
-    told = [f"{part} on {_ranks(held) if len(ranks) > 1 else 'each device'}" for part, held in ranks.items()]
-    of = (
-        f"{', '.join(told)}, of {size(room)}{' in all' if shared else ''}"
-        if several
-        else f"{size(need)} of {size(room)}"
-    )
+    told = [
+        f"{part} on {_ranks(held) if len(ranks) > 1 else 'each device'}"
+        for part, held in ranks.items()
+    ]
+    if several:
+        of = f"{', '.join(told)}, of {size(room)}{' in all' if shared else ''}"
+    else:
+        of = f"{size(need)} of {size(room)}"
     most = "at least" if "without" in expected.scope else "at most"
-    return f"{most} about {of}" + ("; it may not fit: weft plan memory shows what would" if need > room else "")
+    return f"{most} about {of}" + (
+        "; it may not fit: weft plan memory shows what would" if need > room else ""
+    )
 
 
 def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
-    """What to say at the end of a run that held so many GiB of a device of `room` bytes, and whether people need to hear it."""
-    return lambda most: (expected.compared(most), expected.needed(most) * GIB >= WORTH_TELLING * room)
+    """What to say at the end of a run that held so many GiB of a device of `room` bytes, and
+    whether people need to hear it.
+    """
+    return lambda most: (
+        expected.compared(most),
+        expected.needed(most) * GIB >= WORTH_TELLING * room,
+    )
 
 
 def _held(experiment: Experiment) -> dict[int, list[str]]:
     """The places of roles on each device."""
     named = _named(experiment)
-    return {rank: [n for n, mesh in named.items() if rank in mesh.ranks] for rank in range(experiment.num_devices)}
+    return {
+        rank: [n for n, mesh in named.items() if rank in mesh.ranks]
+        for rank in range(experiment.num_devices)
+    }
 
 
 def _named(experiment: Experiment) -> dict[str, Mesh]:
@@ -227,7 +295,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
     count = experiment.num_devices
     each = " each" if count > 1 else ""
-    threads = f", {many(numerics['threads'], 'thread')}{each}" if "threads" in numerics else ""
+    if "threads" in numerics:
+        threads = f", {many(numerics['threads'], 'thread')}{each}"
+    else:
+        threads = ""
     return f"{f'{count} x ' if count > 1 else ''}{numerics['hardware']}{threads}"
 
 
@@ -235,7 +306,11 @@ def _device(experiment: Experiment, numerics: Mapping[str, Any]) -> str:
 
 
 def _details(
-    experiment: Experiment, horizon: Horizon | None, facts: Facts, data: LoadedData | None, expected: Forecast
+    experiment: Experiment,
+    horizon: Horizon | None,
+    facts: Facts,
+    data: LoadedData | None,
+    expected: Forecast,
 ) -> Iterator[str]:
     yield from () if data is None else _sources(data)
     own = _model_notes(experiment)
@@ -258,34 +333,54 @@ def _details(
 
 
 def _sources(data: LoadedData) -> list[str]:
-    """The table of the sources, where it tells more than the row of the plan: several, validation rows, rows that were cut."""
+    """The table of the sources, where it tells more than the row of the plan: several, validation
+    rows, rows that were cut.
+    """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].notes("")
-    return [f"rows: {counts[0].name}, of type {counts[0].type}"] if plain else data.table().splitlines()
+    if plain:
+        return [f"rows: {counts[0].name}, of type {counts[0].type}"]
+    return data.table().splitlines()
 
 
 def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
-    """Lines on single nodes that the plan's table has not: which of several samples how much, and which begins later."""
+    """Lines on single nodes that the plan's table has not: which of several samples how much, and
+    which begins later.
+    """
     sampling = list(_sampling(experiment))
     if len(sampling) > 1:
-        yield from (f"{call.name}: {many(samples, 'completion')} of each prompt" for call, samples in sampling)
+        yield from (
+            f"{call.name}: {many(samples, 'completion')} of each prompt"
+            for call, samples in sampling
+        )
     for node in experiment.trained_nodes():
         frozen = experiment.roles[node.role].optimizer.frozen_epochs
-        if horizon.trained_updates(experiment, node.name) != horizon.updates(experiment, node.name)[1]:
+        if (
+            horizon.trained_updates(experiment, node.name)
+            != horizon.updates(experiment, node.name)[1]
+        ):
             yield f"{node.name}: no optimizer step in the first {'epoch' if frozen == 1 else f'{frozen} epochs'}"
 
 
-def _roles(experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Lines on each role that the plan's table leaves out: the whole path, the learning rate, and all of it
-    where a row of the table is of several models."""
+def _roles(
+    experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]
+) -> Iterator[str]:
+    """Lines on each role that the plan's table leaves out: the whole path, the learning rate, and
+    all of it where a row of the table is of several models.
+    """
     merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
-        told = [path] if (short(path) != path or len(path) > PATH) and path not in " ".join(spec.notes) else []
+        if (short(path) != path or len(path) > PATH) and path not in " ".join(spec.notes):
+            told = [path]
+        else:
+            told = []
         if role in merged:
             told = [_short(spec, facts[role])]
         if spec.trained:
-            told.append(f"learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})")
+            told.append(
+                f"learning rate {spec.optimizer.peak_lr:g} ({spec.optimizer.lr_scheduler_type})"
+            )
         if told:
             yield f"{role}: {', '.join(told)}"
 
@@ -293,7 +388,9 @@ def _roles(experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str
 def _versions(numerics: Mapping[str, Any]) -> Iterator[str]:
     flash = numerics.get("flash_attention")
     if "torch" in numerics:
-        yield f"computed with torch {numerics['torch']}" + ("" if flash is None else f", flash attention {flash}")
+        yield f"computed with torch {numerics['torch']}" + (
+            "" if flash is None else f", flash attention {flash}"
+        )
 
 
 # -- words
@@ -316,4 +413,6 @@ def amount(count: int) -> str:
 
 
 def _and(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,6 @@
-"""`--dry-run`: the plan of a run from its options, config.json, tokenizers and data. No weights are read, no device is needed.
+"""`--dry-run`: the plan of a run from its options, config.json, tokenizers and data.
+
+No weights are read, no device is needed.
 
 planned(experiment, "local")                     # the lines that the run prints before its first step, and a verdict
 planned(experiment, "local", data=False)         # `--dry-run=config`: from options and config.json alone
@@ -19,7 +21,13 @@ from weft.engine import fits
 from weft.engine.backends.auto import chosen
 from weft.experiment import Experiment
 from weft.experiments._searched import ANSWER, PAIRED, PROMPT
-from weft.launch.assemble import check_configs, check_layouts, check_longest, checked_tokenizers, with_dtypes
+from weft.launch.assemble import (
+    check_configs,
+    check_layouts,
+    check_longest,
+    checked_tokenizers,
+    with_dtypes,
+)
 from weft.launch.facts import facts_of
 from weft.launch.memory import Forecast, forecast, place_name
 from weft.launch.plan import plan_of
@@ -30,11 +38,19 @@ from weft.runtime.profiling import check_steps
 from weft.runtime.schedule import Horizon
 
 
-def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None) -> list[str]:
-    """The lines, `width` columns wide. Raises `UserError` for all that a run would refuse before its first step, as far as
-    neither weights nor devices tell it."""
-    roles, control = experiment.roles.items(), experiment.control
-    experiment = replace(experiment, roles={name: chosen(replace(spec, planned=True)) for name, spec in roles})
+def planned(
+    experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
+) -> list[str]:
+    """The lines, `width` columns wide.
+
+    Raises `UserError` for all that a run would refuse before its first step, as far as neither
+    weights nor devices tell it.
+    """
+    roles = experiment.roles.items()
+    control = experiment.control
+    experiment = replace(
+        experiment, roles={name: chosen(replace(spec, planned=True)) for name, spec in roles}
+    )
     target = Target.of(experiment, mode)
     check_calls(experiment)
     tokenizers: Mapping[str, Tokenizer] = {}
@@ -49,7 +65,10 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
     notes: list[str] = []
     if data:
         read = load_data(
-            experiment.dataset, experiment.dataset_type, tokenizers[experiment.data_role], seed=control.seed
+            experiment.dataset,
+            experiment.dataset_type,
+            tokenizers[experiment.data_role],
+            seed=control.seed,
         )
         check_longest(experiment, read.longest)
         horizon = Horizon.of(experiment, read.train)
@@ -57,7 +76,8 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
         batches: Sequence[SequenceSample] = read.train.large_batches()
     else:
         batch, note = assumed_batch(experiment)
-        batches, notes = [batch], [note]
+        batches = [batch]
+        notes = [note]
     facts = facts_of(experiment, target.device, tokenizers)
     target, expected = _forecast(experiment, facts, batches, target)
     plan = plan_of(experiment, horizon, facts, {"hardware": target.said}, read, expected)
@@ -66,12 +86,19 @@ def planned(experiment: Experiment, mode: str, *, data: bool = True, width: int 
 
 def _without_verdict(plan: Plan) -> Plan:
     """The plan without the memory that its verdict tells."""
-    return replace(plan, hidden=["memory"], details=[line for line in plan.details if not line.startswith("memory: ")])
+    return replace(
+        plan,
+        hidden=["memory"],
+        details=[line for line in plan.details if not line.startswith("memory: ")],
+    )
 
 
 def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """(a batch of the longest rows that the options allow, what was assumed), where no data are read."""
-    written, search = experiment.config.get("dataset") or {}, experiment.config.get("search") or {}
+    """(a batch of the longest rows that the options allow, what was assumed), where no data are
+    read.
+    """
+    written = experiment.config.get("dataset") or {}
+    search = experiment.config.get("search") or {}
     samples = any(call.method == "generate" for call in experiment.graph.model_calls())
     most = written.get("max_seqlen")
     total = most if isinstance(most, int) else PROMPT + ANSWER
@@ -82,14 +109,27 @@ def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
     lengths = {"prompt": [[prompt]] * size}
     if not samples:
         lengths["completion"] = [[answer] * (2 if experiment.dataset_type in PAIRED else 1)] * size
-    data = {key: torch.zeros(sum(map(sum, groups)), dtype=torch.int64) for key, groups in lengths.items()}
+    data = {
+        key: torch.zeros(sum(map(sum, groups)), dtype=torch.int64)
+        for key, groups in lengths.items()
+    }
     batch = SequenceSample.from_groups([str(number) for number in range(size)], lengths, data)
-    long = f"prompts of {prompt:,} tokens" if samples else f"rows of {prompt:,} + {answer:,} tokens"
-    return batch, f"data: not read; memory is that of {long}, which dataset.max_prompt_len and dataset.max_seqlen bound"
+    if samples:
+        long = f"prompts of {prompt:,} tokens"
+    else:
+        long = f"rows of {prompt:,} + {answer:,} tokens"
+    return (
+        batch,
+        f"data: not read; memory is that of {long}, which dataset.max_prompt_len and "
+        f"dataset.max_seqlen bound",
+    )
 
 
 def _forecast(
-    experiment: Experiment, facts: Mapping[str, Mapping[str, Any]], batches: Sequence[SequenceSample], target: Target
+    experiment: Experiment,
+    facts: Mapping[str, Mapping[str, Any]],
+    batches: Sequence[SequenceSample],
+    target: Target,
 ) -> tuple[Target, Forecast]:
     """The smallest of the targets that holds the run, else the largest, and what is needed there."""
     for each in target.among():
@@ -105,7 +145,9 @@ def _most(experiment: Experiment, expected: Forecast) -> tuple[float, Forecast]:
     places = [*experiment.meshes().items(), *experiment.copies()]
     named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})
-    parts = [expected.of([name for name, mesh in named.items() if rank in mesh.ranks]) for rank in ranks]
+    parts = [
+        expected.of([name for name, mesh in named.items() if rank in mesh.ranks]) for rank in ranks
+    ]
     worst = max(parts, key=lambda part: part.total)
     return worst.total, worst
 
@@ -113,7 +155,10 @@ def _most(experiment: Experiment, expected: Forecast) -> tuple[float, Forecast]:
 def _verdict(experiment: Experiment, target: Target, expected: Forecast) -> list[str]:
     needed, worst = _most(experiment, expected)
     assert target.usable is not None
-    scope = f" without activations of {', '.join(worst.incomplete)}" if worst.incomplete else ""
+    if worst.incomplete:
+        scope = f" without activations of {', '.join(worst.incomplete)}"
+    else:
+        scope = ""
     lines = [target.verdict(needed, scope)]
     if needed > target.usable and target.device.type == "cuda" and not worst.incomplete:
         cases = {name: case for name, case in expected.on_gpu.items() if name in worst.roles}

@@ -1,4 +1,6 @@
-"""A run to its end, whatever way: where devices are lost it comes back on others, from its last recovery point."""
+"""A run to its end, whatever way: where devices are lost it comes back on others, from its last
+recovery point.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,30 @@ RESTARTS = 3  # without a step beyond the last one that was seen
 
 
 class Driven:
-    """A run in this process: `session`, or what `anew` makes in its place where it loses its devices and `comes_back` is on.
-    `damaged` may know why numbers are not finite."""
+    """A run in this process: `session`, or what `anew` makes in its place where it loses its
+    devices and `comes_back` is on. `damaged` may know why numbers are not finite.
+    """
 
     def __init__(
-        self, session: Session, anew: Callable[[], Session], *, comes_back: bool,
+        self,
+        session: Session,
+        anew: Callable[[], Session],
+        *,
+        comes_back: bool,
         damaged: Callable[[], WeftError | None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self._session, self._anew, self._comes_back, self._damaged = session, anew, comes_back, damaged
-        self._left, self._furthest = RESTARTS, -1
+    ) -> None:
+        self._session = session
+        self._anew = anew
+        self._comes_back = comes_back
+        self._damaged = damaged
+        self._left = RESTARTS
+        self._furthest = -1
 
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl. Writes down how the run ended; trouble in doing so never hides what came before."""
+        """The lines of metrics.jsonl.
+
+        Writes down how the run ended; trouble in doing so never hides what came before.
+        """
         try:
             self._to_the_end(goes_on=goes_on)
         except BaseException as error:
@@ -34,7 +48,10 @@ class Driven:
                 self._session.close("stopped" if stopped else "failed", None if stopped else error)
             except RunError as trouble:
                 error.add_note(str(trouble))
-            told = self._session.interrupted_at_once() if isinstance(error, KeyboardInterrupt) else None
+            if isinstance(error, KeyboardInterrupt):
+                told = self._session.interrupted_at_once()
+            else:
+                told = None
             if told is not None:
                 raise told from error
             raise
@@ -55,7 +72,9 @@ class Driven:
                 raise self._damaged() or error from error
 
     def _come_back(self, lost: DevicesLost) -> None:
-        """Put another session, at the last recovery point, in the place of the one that lost its devices."""
+        """Put another session, at the last recovery point, in the place of the one that lost its
+        devices.
+        """
         while True:
             self._count(lost)
             attempt = f"restart {RESTARTS - self._left} of {RESTARTS}"
@@ -76,9 +95,14 @@ class Driven:
             return
 
     def _count(self, lost: DevicesLost) -> None:
-        """Raises `RunError` where the devices are lost again and again and no new step was made in between."""
+        """Raises `RunError` where the devices are lost again and again and no new step was made in
+        between.
+        """
         if self._session.step > self._furthest:
-            self._left, self._furthest = RESTARTS, self._session.step
+            self._left = RESTARTS
+            self._furthest = self._session.step
         if not self._left:
-            raise RunError(f"{lost}; {RESTARTS} restarts before it brought no step after step {self._furthest}")
+            raise RunError(
+                f"{lost}; {RESTARTS} restarts before it brought no step after step {self._furthest}"
+            )
         self._left -= 1

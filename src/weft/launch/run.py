@@ -1,4 +1,7 @@
-"""From a configuration to a finished run, in this process. Torch is loaded after all that can be checked without it."""
+"""From a configuration to a finished run, in this process.
+
+Torch is loaded after all that can be checked without it.
+"""
 
 from __future__ import annotations
 
@@ -39,30 +42,42 @@ class RunResult:
     directory: Path
 
     def checkpoint(self, role: str) -> Path:
-        """The newest checkpoint of a role, a Hugging Face directory. Raises `CheckpointError` where there is none."""
+        """The newest checkpoint of a role, a Hugging Face directory.
+
+        Raises `CheckpointError` where there is none.
+        """
         folder = self.directory / "checkpoints"
         steps = [p for p in (folder / role).glob("step*") if p.name.removeprefix("step").isdigit()]
         if not steps:
-            roles = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+            if folder.is_dir():
+                roles = sorted(p.name for p in folder.iterdir() if p.is_dir())
+            else:
+                roles = []
             raise CheckpointError(
-                f"{self.directory} has no checkpoint of role {role!r}; roles: {', '.join(roles) or 'none'}"
+                f"{self.directory} has no checkpoint of role {role!r}; roles: "
+                f"{', '.join(roles) or 'none'}"
             )
         return max(steps, key=lambda p: int(p.name.removeprefix("step")))
 
 
-def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show | None = None) -> RunResult:
+def run(
+    config: Buildable | Experiment, *, mode: str | None = None, show: Show | None = None
+) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is there; None takes the
-    configuration's own. `show` says how much of the run people see, and where. Raises `UserError` for input that cannot be
-    used, before anything is trained or written; `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the
-    step is over and what a restart needs is on the disk.
+    `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is
+    there; None takes the configuration's own. `show` says how much of the run people see, and
+    where. Raises `UserError` for input that cannot be used, before anything is trained or written;
+    `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and
+    what a restart needs is on the disk.
     """
     experiment, mode = _checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
 
     directory = RunDirectory.of(experiment.control)
-    goes_on = admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
+    goes_on = admit(
+        directory, experiment.control, experiment.resolved(), experiment.left_at_default
+    )
     lock = RunLock(directory.path)
     lock.take()
     try:
@@ -72,12 +87,19 @@ def run(config: Buildable | Experiment, *, mode: str | None = None, show: Show |
 
 
 def dry_run(
-    config: Buildable | Experiment, *, mode: str | None = None, data: bool = True, width: int | None = None
+    config: Buildable | Experiment,
+    *,
+    mode: str | None = None,
+    data: bool = True,
+    width: int | None = None,
 ) -> list[str]:
-    """The whole plan of a run, and whether it fits the memory of its devices; writes nothing. `width`: of the terminal.
+    """The whole plan of a run, and whether it fits the memory of its devices; writes nothing.
 
-    No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU. Without `data` neither rows
-    nor tokenizers are read: the sizes of a step are known, the number of steps is not. Raises `UserError` as `run` does.
+    `width`: of the terminal.
+
+    No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU.
+    Without `data` neither rows nor tokenizers are read: the sizes of a step are known, the number
+    of steps is not. Raises `UserError` as `run` does.
     """
     experiment, mode = _checked(without_weights(config), mode, data=data)
     from weft.launch.planned import planned
@@ -86,7 +108,10 @@ def dry_run(
     lines = planned(experiment, mode, data=data, width=width)
     try:
         admit(
-            RunDirectory.of(experiment.control), experiment.control, experiment.resolved(), experiment.left_at_default
+            RunDirectory.of(experiment.control),
+            experiment.control,
+            experiment.resolved(),
+            experiment.left_at_default,
         )
     except ConfigError as error:  # of no weight for a plan
         lines.append(f"note: the run itself would be refused: {error}")
@@ -98,15 +123,26 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
-    models = {name: replace(value, planned=True) for name, value in own.items() if isinstance(value, ModelSpec)}
+    models = {
+        name: replace(value, planned=True)
+        for name, value in own.items()
+        if isinstance(value, ModelSpec)
+    }
     return cast(Buildable, replace(config, **models))
 
 
-def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = True) -> tuple[Experiment, str]:
-    """(the experiment, its mode) once all is checked that needs no torch; without `data` but for the data."""
+def _checked(
+    config: Buildable | Experiment, mode: str | None, *, data: bool = True
+) -> tuple[Experiment, str]:
+    """(the experiment, its mode) once all is checked that needs no torch; without `data` but for
+    the data.
+    """
     foreign.check(os.environ)
     experiment = built(config)
-    mode = mode if mode is not None else str(experiment.config.get("mode", "local"))
+    if mode is not None:
+        mode = mode
+    else:
+        mode = str(experiment.config.get("mode", "local"))
     check_mode(mode)
     check_no_masks(experiment)
     os.environ.update(experiment.control.env)
@@ -114,16 +150,21 @@ def _checked(config: Buildable | Experiment, mode: str | None, *, data: bool = T
     experiment.check()
     if mode == "local" and experiment.control.n_nodes > 1:
         raise ConfigError(
-            f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or mode=slurm"
+            f"n_nodes={experiment.control.n_nodes}: mode=local is this machine; write mode=ray or "
+            f"mode=slurm"
         )
     check_devices(experiment)
     check_sinks(experiment.control.loggers)
     return with_files(config, experiment, data=data), mode
 
 
-def with_files(config: Buildable | Experiment, experiment: Experiment, *, data: bool = True) -> Experiment:
-    """The experiment that `config` builds, with the config.json of its models brought from the hub. Raises `UserError` where
-    neither this machine nor the hub has a model, or with `data` the data."""
+def with_files(
+    config: Buildable | Experiment, experiment: Experiment, *, data: bool = True
+) -> Experiment:
+    """The experiment that `config` builds, with the config.json of its models brought from the hub.
+
+    Raises `UserError` where neither this machine nor the hub has a model, or with `data` the data.
+    """
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
@@ -140,26 +181,38 @@ def built(config: Buildable | Experiment) -> Experiment:
         return experiment
     given = dict(flat(to_mapping(config)))
     settled = flat(experiment.config)
-    chosen = [name for name, value in settled if left_open(given.get(name, "")) and value != given.get(name, value)]
+    chosen = [
+        name
+        for name, value in settled
+        if left_open(given.get(name, "")) and value != given.get(name, value)
+    ]
     return replace(experiment, chosen=chosen)
 
 
 def check_devices(experiment: Experiment) -> None:
     """Raises `ConfigError` for layouts that take more devices than the run may use."""
-    control, count = experiment.control, experiment.num_devices
-    if control.n_gpus_per_node is not None and count > (most := control.n_nodes * control.n_gpus_per_node):
+    control = experiment.control
+    count = experiment.num_devices
+    if control.n_gpus_per_node is not None and count > (
+        most := control.n_nodes * control.n_gpus_per_node
+    ):
         raise ConfigError(
-            f"the layouts take {count} devices, and n_nodes={control.n_nodes} x n_gpus_per_node={control.n_gpus_per_node} are "
-            f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or leave n_gpus_per_node out"
+            f"the layouts take {count} devices, and n_nodes={control.n_nodes} x "
+            f"n_gpus_per_node={control.n_gpus_per_node} are "
+            f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or "
+            f"leave n_gpus_per_node out"
         )
 
 
 def check_no_masks(experiment: Experiment) -> None:
-    """Raises `ConfigError` for a configuration that was read back from where its secrets are not stored."""
+    """Raises `ConfigError` for a configuration that was read back from where its secrets are not
+    stored.
+    """
     hidden = list(masked_options(experiment.config))
     if hidden:
         raise ConfigError(
-            f"{', '.join(hidden)}: the value is {MASK}, which stands for a secret that was not stored; give it again, best "
+            f"{', '.join(hidden)}: the value is {MASK}, which stands for a secret that was not "
+            f"stored; give it again, best "
             "by an environment variable: write ${oc.env:NAME} as the value and export NAME"
         )
 
@@ -170,12 +223,16 @@ def check_mode(mode: str) -> None:
         raise unknown_name("mode", mode, MODES)
     if mode == "slurm":
         raise ConfigError(
-            "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm or weft start ... --mode "
-            "slurm (a configuration of your own has one by register_quickstart, an experiment by register_experiment)"
+            "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm "
+            "or weft start ... --mode "
+            "slurm (a configuration of your own has one by register_quickstart, an experiment by "
+            "register_experiment)"
         )
 
 
-def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None) -> RunResult:
+def _run(
+    experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on: bool, show: Show | None
+) -> RunResult:
     from weft.runtime.supervised import Wire
 
     anew = Wire.of(os.environ).restarts > 0
@@ -193,15 +250,18 @@ def _run(experiment: Experiment, directory: RunDirectory, mode: str, *, goes_on:
 
 
 def ray_while_torch_loads(experiment: Experiment, mode: str) -> Cluster | None:
-    """Start the Ray of a run on several CPUs while another thread imports `weft.launch.assemble`; None for other runs.
+    """Start the Ray of a run on several CPUs while another thread imports `weft.launch.assemble`;
+    None for other runs.
 
-    Ray has to start in the main thread: it ends with the thread that starts it."""
+    Ray has to start in the main thread: it ends with the thread that starts it.
+    """
     from weft.launch.cluster import check_ray, start_early, starts_early
 
     if not starts_early(experiment, mode):
         return None
     check_ray(experiment)
-    import_module("weft.runtime.ray")  # first: two threads that import one package may get in each other's way
+    # first: two threads that import one package may get in each other's way
+    import_module("weft.runtime.ray")
 
     def load() -> None:
         with suppress(Exception):  # who imports it next gets the error

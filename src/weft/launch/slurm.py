@@ -1,7 +1,8 @@
-"""`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command there with `mode=ray`.
+"""`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command
+there with `mode=ray`.
 
-`start` writes and submits it, `plan` shows what it would do, `running_job` and `cancel` find and end it. Script, logs and the
-job's number lie in the run's directory, under `slurm/`.
+`start` writes and submits it, `plan` shows what it would do, `running_job` and `cancel` find and
+end it. Script, logs and the job's number lie in the run's directory, under `slurm/`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from weft.redaction import masked_words
 from weft.registry import import_user_code
 from weft.writing import write
 
-FOLDER, SCRIPT, JOB = "slurm", "job.sh", "job.json"
+FOLDER = "slurm"
+SCRIPT = "job.sh"
+JOB = "job.json"
 POLL_SECONDS = 0.5
 QUEUE_SECONDS = 60.0  # for a command of Slurm to answer
 MODULE = "weft.cli.main"
@@ -55,9 +58,14 @@ class Request:
 
 
 def start(
-    config: Buildable | Experiment, command: Sequence[str], asked: Scheduling | None = None, *, print_only: bool = False
+    config: Buildable | Experiment,
+    command: Sequence[str],
+    asked: Scheduling | None = None,
+    *,
+    print_only: bool = False,
 ) -> str:
-    """Submit what `command` (the words after `weft`) runs, `config`; what to tell the user, or the script alone.
+    """Submit what `command` (the words after `weft`) runs, `config`; what to tell the user, or the
+    script alone.
 
     Raises `UserError` for what can be known to be wrong before a node is asked for.
     """
@@ -67,7 +75,8 @@ def start(
     shown = masked_words(command)
     if shown != list(command):
         raise ConfigError(
-            f"mode=slurm: the command is written into the job's script, and holds a secret: {shlex.join(shown)}; write "
+            f"mode=slurm: the command is written into the job's script, and holds a secret: "
+            f"{shlex.join(shown)}; write "
             "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
         )
     directory = RunDirectory.of(experiment.control)
@@ -78,23 +87,34 @@ def start(
     admit(directory, experiment.control, experiment.resolved(), experiment.left_at_default)
     number = submit(request)
     names = f"-e {experiment.control.experiment_name} -f {experiment.control.trial_name}"
-    where = "" if experiment.control.fileroot == "./runs" else f" --fileroot {shlex.quote(experiment.control.fileroot)}"
+    if experiment.control.fileroot == "./runs":
+        where = ""
+    else:
+        where = f" --fileroot {shlex.quote(experiment.control.fileroot)}"
     return (
-        f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; its script and logs are in "
-        f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop {names}{where} ends it"
+        f"submitted job {number} on {request.n_nodes} node{'' if request.n_nodes == 1 else 's'}; "
+        f"its script and logs are in "
+        f"{request.folder}\nweft logs {names}{where} --follow shows what it does, weft stop "
+        f"{names}{where} ends it"
     )
 
 
 def plan(
-    config: Buildable | Experiment, asked: Scheduling | None = None, *, data: bool = True, width: int | None = None
+    config: Buildable | Experiment,
+    asked: Scheduling | None = None,
+    *,
+    data: bool = True,
+    width: int | None = None,
 ) -> list[str]:
-    """The lines of `--dry-run`: the plan of the run that the job would make, on the devices that it would ask for. Raises
-    `UserError` as `start` does."""
+    """The lines of `--dry-run`: the plan of the run that the job would make, on the devices that it
+    would ask for. Raises `UserError` as `start` does.
+    """
     from weft.runtime.directory import RunDirectory
 
     experiment = _experiment(without_weights(config), data=data)
     request = request_of(experiment, (), RunDirectory.of(experiment.control).path, asked)
-    if request.gpus_per_node and experiment.control.device is None:  # whatever the machine that submits the job has
+    # whatever the machine that submits the job has
+    if request.gpus_per_node and experiment.control.device is None:
         experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
     count = request.gpus_per_node or request.devices_per_node
     kind = ("GPU" if request.gpus_per_node else "CPU process") + (
@@ -108,7 +128,9 @@ def plan(
 
 
 def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experiment:
-    """The experiment, checked as far as no torch is needed: nodes see the files that this machine sees."""
+    """The experiment, checked as far as no torch is needed: nodes see the files that this machine
+    sees.
+    """
     experiment = built(config)
     import_user_code(experiment.control.imports)
     experiment.check()
@@ -116,7 +138,10 @@ def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experim
 
 
 def _check_networks(experiment: Experiment) -> None:
-    """That every network can have its layouts. Reads config.json alone. Raises `UserError` naming the option."""
+    """That every network can have its layouts.
+
+    Reads config.json alone. Raises `UserError` naming the option.
+    """
     from weft.engine.backends.auto import chosen
     from weft.launch.assemble import check_configs, check_layouts
     from weft.launch.cluster import device_kind
@@ -130,30 +155,45 @@ def _check_networks(experiment: Experiment) -> None:
     check_layouts(experiment)
 
 
-def request_of(experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None) -> Request:
-    """What a job is asked for: by the options `slurm.*`, `n_nodes` and `n_gpus_per_node`, and where these are silent by the
-    experiment's `Scheduling`. Raises `ConfigError` where that holds fewer devices than the layouts take."""
-    control, config = experiment.control, experiment.config
+def request_of(
+    experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None
+) -> Request:
+    """What a job is asked for: by the options `slurm.*`, `n_nodes` and `n_gpus_per_node`, and where
+    these are silent by the experiment's `Scheduling`. Raises `ConfigError` where that holds fewer
+    devices than the layouts take.
+    """
+    control = experiment.control
+    config = experiment.config
     spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
     validate(spec, "slurm.")
-    nodes, per_node = int(config.get("n_nodes", 1)), config.get("n_gpus_per_node")
-    gpus = math.ceil(experiment.num_devices / nodes) if per_node is None else int(per_node)
+    nodes = int(config.get("n_nodes", 1))
+    per_node = config.get("n_gpus_per_node")
+    if per_node is None:
+        gpus = math.ceil(experiment.num_devices / nodes)
+    else:
+        gpus = int(per_node)
     if asked is not None:
-        nodes, gpus = asked.n_nodes, asked.gpus_per_node
+        nodes = asked.n_nodes
+        gpus = asked.gpus_per_node
         memory = asked.memory_per_node_gb
         spec = replace(
             spec,
             cpus_per_node=spec.cpus_per_node or asked.cpus_per_node,
             mem_per_node=spec.mem_per_node or (f"{math.ceil(memory * 1024)}M" if memory else None),
-            **{name: getattr(spec, name) or asked.common(name) for name in ("nodelist", "exclude", "container")},
+            **{
+                name: getattr(spec, name) or asked.common(name)
+                for name in ("nodelist", "exclude", "container")
+            },
         )
     devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
     if experiment.num_devices > devices:
         raise ConfigError(
-            f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x n_gpus_per_node={gpus} are {devices}; "
+            f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x "
+            f"n_gpus_per_node={gpus} are {devices}; "
             "raise one of them, choose smaller layouts or lower device_mesh numbers"
         )
-    own, on_cpus = math.ceil(experiment.num_devices / nodes), control.device == "cpu" or gpus == 0
+    own = math.ceil(experiment.num_devices / nodes)
+    on_cpus = control.device == "cpu" or gpus == 0
     if on_cpus and spec.cpus_per_node is None:
         spec = replace(spec, cpus_per_node=own)
     return Request(
@@ -182,7 +222,9 @@ def script(request: Request) -> str:
     preparations = [f"module load {shlex.quote(name)}" for name in spec.modules] + list(spec.setup)
     preparations += [f"export {name}={shlex.quote(value)}" for name, value in request.env.items()]
     templates = Environment(
-        loader=PackageLoader("weft.launch", "."), undefined=StrictUndefined, keep_trailing_newline=True
+        loader=PackageLoader("weft.launch", "."),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
     )
     templates.filters["quote"] = shlex.quote
     return templates.get_template("slurm.sh.jinja").render(
@@ -202,7 +244,10 @@ def script(request: Request) -> str:
 
 def _directives(request: Request) -> list[str]:
     spec = request.spec
-    gpus = f"{spec.gpu_type}:{request.gpus_per_node}" if spec.gpu_type else str(request.gpus_per_node)
+    if spec.gpu_type:
+        gpus = f"{spec.gpu_type}:{request.gpus_per_node}"
+    else:
+        gpus = str(request.gpus_per_node)
     asked = {
         "job-name": request.name,
         "chdir": str(Path.cwd()),
@@ -226,26 +271,39 @@ def _directives(request: Request) -> list[str]:
     for name, value in asked.items():
         if value is not None and any(c in value for c in "\n\"'\\"):
             raise ConfigError(
-                f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave them out"
+                f"{name}={value!r}: sbatch cannot read quotes, backslashes or line breaks; leave "
+                f"them out"
             )
-    return [f'--{name}="{value}"' if " " in value else f"--{name}={value}"
-            for name, value in asked.items() if value is not None] + list(spec.sbatch)  # fmt: skip
+    return [
+        f'--{name}="{value}"' if " " in value else f"--{name}={value}"
+        for name, value in asked.items()
+        if value is not None
+    ] + list(spec.sbatch)
 
 
 def _container(request: Request) -> tuple[str, str, str]:
-    """(kind, options of srun for pyxis, words before a command for apptainer), both empty without a container."""
+    """(kind, options of srun for pyxis, words before a command for apptainer), both empty without a
+    container.
+    """
     spec = request.spec
     if spec.container is None:
         return "", "", ""
-    here, run = str(Path.cwd()), request.run.absolute()
+    here = str(Path.cwd())
+    run = request.run.absolute()
     root = str(run.parent.parent)
-    mounts = list(dict.fromkeys([f"{here}:{here}", f"{root}:{root}", "/tmp:/tmp", *spec.container_mounts]))
+    mounts = list(
+        dict.fromkeys([f"{here}:{here}", f"{root}:{root}", "/tmp:/tmp", *spec.container_mounts])
+    )
     if not spec.container.endswith(".sif"):
         words = [f"--container-image={spec.container}", f"--container-mounts={','.join(mounts)}"]
         return "pyxis", shlex.join([*words, f"--container-workdir={here}"]), ""
     nvidia = ["--nv"] if request.gpus_per_node else []
     bound = [word for mount in mounts for word in ("--bind", mount)]
-    return "apptainer", "", shlex.join(["apptainer", "exec", *nvidia, *bound, "--pwd", here, spec.container])
+    return (
+        "apptainer",
+        "",
+        shlex.join(["apptainer", "exec", *nvidia, *bound, "--pwd", here, spec.container]),
+    )
 
 
 # -- submitting
@@ -254,17 +312,20 @@ def _container(request: Request) -> tuple[str, str, str]:
 def submit(request: Request) -> str:
     """Write the script into the run's directory and hand it to sbatch; the number of the job.
 
-    Raises `ConfigError` where this run's job is still in the queue, sbatch is missing, or sbatch refuses.
+    Raises `ConfigError` where this run's job is still in the queue, sbatch is missing, or sbatch
+    refuses.
     """
     there = running_job(request.run)
     if there is not None:
         raise ConfigError(
-            f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, end it with `weft stop`, or "
+            f"job {there[0]} of {request.run} is already in the queue ({there[1]}); wait for it, "
+            f"end it with `weft stop`, or "
             "choose another trial_name"
         )
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            "mode=slurm: this machine has no sbatch; start from a login node of the cluster, or add --print-script and submit "
+            "mode=slurm: this machine has no sbatch; start from a login node of the cluster, or "
+            "add --print-script and submit "
             "what it prints by hand"
         )
     text = script(request)
@@ -275,10 +336,14 @@ def submit(request: Request) -> str:
     done = _slurm("sbatch", "--parsable", str(file))
     if done.returncode:
         raise ConfigError(
-            f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and slurm.* its options"
+            f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and "
+            f"slurm.* its options"
         )
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
-    write(request.folder / JOB, json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n")
+    write(
+        request.folder / JOB,
+        json.dumps({"job": number, "time": time.time(), "script": str(file)}) + "\n",
+    )
     return number
 
 
@@ -286,7 +351,9 @@ def submit(request: Request) -> str:
 
 
 def running_job(run: Path) -> tuple[str, str] | None:
-    """(number, state such as PENDING or RUNNING) of the run's job, None where it has none in the queue."""
+    """(number, state such as PENDING or RUNNING) of the run's job, None where it has none in the
+    queue.
+    """
     number = read_json(run / FOLDER / JOB).get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
@@ -295,7 +362,8 @@ def running_job(run: Path) -> tuple[str, str] | None:
 
 
 def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
-    """End a job: one that waits at once, one that runs by SIGTERM, so that it writes a recovery point first.
+    """End a job: one that waits at once, one that runs by SIGTERM, so that it writes a recovery
+    point first.
 
     Returns what happened. Raises `RunError` where it does not end in time.
     """
@@ -308,7 +376,8 @@ def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
     while _state(number) is not None:
         if time.monotonic() > end:
             raise RunError(
-                f"job {number} still runs {run} after {deadline_s:g} s; it finishes its step first, so wait, or end it with "
+                f"job {number} still runs {run} after {deadline_s:g} s; it finishes its step "
+                f"first, so wait, or end it with "
                 f"scancel {number} and lose that step"
             )
         time.sleep(POLL_SECONDS)
@@ -319,7 +388,8 @@ def _state(number: str) -> str | None:
     """The state of a job that has not ended. Raises `RunError` where Slurm does not say."""
     if shutil.which("squeue") is None:
         raise RunError(
-            f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of the cluster"
+            f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of "
+            f"the cluster"
         )
     done = _slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
     if done.returncode:
@@ -327,7 +397,9 @@ def _state(number: str) -> str | None:
             return None
         raise RunError(f"squeue does not say the state of job {number}: {_first_line(done.stderr)}")
     state = done.stdout.strip()
-    return state if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED") else None
+    if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"):
+        return state
+    return None
 
 
 def _checked(*words: str) -> None:
@@ -338,11 +410,23 @@ def _checked(*words: str) -> None:
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=QUEUE_SECONDS, env=os.environ)
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=QUEUE_SECONDS,
+            env=os.environ,
+        )
     except subprocess.TimeoutExpired:
-        raise RunError(f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller running?") from None
+        raise RunError(
+            f"{words[0]} has not answered in {QUEUE_SECONDS:g} s; is Slurm's controller running?"
+        ) from None
 
 
 def _first_line(text: str) -> str:
-    lines = [line.removeprefix("sbatch: error: ").removeprefix("sbatch: ") for line in text.strip().splitlines()]
+    lines = [
+        line.removeprefix("sbatch: error: ").removeprefix("sbatch: ")
+        for line in text.strip().splitlines()
+    ]
     return "; ".join(dict.fromkeys(lines[:3])) or "no reason given"

@@ -17,10 +17,12 @@ from weft.registry import experiments
 
 
 def registered(name: str, trial_name: str, *, allocation_mode: str | None = None) -> Experiment:
-    """Return the experiment that `register_experiment(name)` made, as the trial `trial_name` of `name`.
+    """Return the experiment that `register_experiment(name)` made, as the trial `trial_name` of
+    `name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
-    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be a `functools.partial`.
+    `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be
+    a `functools.partial`.
 
     Raises `ConfigError` with the nearest names, or what is wrong with it.
     """
@@ -32,17 +34,25 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
     elif inspect.isclass(_called(thing)):
         if not hasattr(made, "initial_setup"):
             raise ConfigError(
-                f"experiment {name!r}: the class {_called(thing).__qualname__} has no initial_setup(); give it one"
+                f"experiment {name!r}: the class {_called(thing).__qualname__} has no "
+                f"initial_setup(); give it one"
             )
         made = made.initial_setup()
     if not isinstance(made, Experiment):
-        raise ConfigError(f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment")
+        raise ConfigError(
+            f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment"
+        )
     if allocation_mode not in (None, made.config.get("allocation_mode")):
         raise ConfigError(
-            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are settled in its code, which returns an "
-            "Experiment; set allocation_mode there, or return the configuration and not what its build() returns"
+            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are settled in its "
+            f"code, which returns an "
+            "Experiment; set allocation_mode there, or return the configuration and not what its "
+            "build() returns"
         )
-    config = {**made.config, "experiment_name": name, "trial_name": trial_name} if made.config else {}
+    if made.config:
+        config = {**made.config, "experiment_name": name, "trial_name": trial_name}
+    else:
+        config = {}
     asked = scheduling(name)
     env = {**(asked.env if asked is not None else {}), **made.control.env}
     validate(LaunchSpec(env=env), "launch.")
@@ -51,7 +61,9 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
 
 
 def scheduling(name: str) -> Scheduling | None:
-    """Return what a registered class asks of the machines by `scheduling_setup()`; None where it has none."""
+    """Return what a registered class asks of the machines by `scheduling_setup()`; None where it
+    has none.
+    """
     thing = experiments.get(name)
     if not inspect.isclass(_called(thing)) or not hasattr(_called(thing), "scheduling_setup"):
         return None
@@ -61,7 +73,9 @@ def scheduling(name: str) -> Scheduling | None:
 
 
 def _called(thing: Any) -> Any:
-    """Return the class or function that calling `thing` calls: that of a `functools.partial`, else itself."""
+    """Return the class or function that calling `thing` calls: that of a `functools.partial`, else
+    itself.
+    """
     return _called(thing.func) if isinstance(thing, partial) else thing
 
 
@@ -73,14 +87,20 @@ def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Notes on what a registered experiment asks for and `mode` ignores. Raises `ConfigError` for more machines than it has."""
+    """Notes on what a registered experiment asks for and `mode` ignores.
+
+    Raises `ConfigError` for more machines than it has.
+    """
     asked = scheduling(name)
     if asked is None:
         return []
     if mode == "local" and asked.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} asks for {asked.n_nodes} x {asked.gpus_per_node} devices, and mode=local is one machine; "
+            f"experiment {name!r} asks for {asked.n_nodes} x {asked.gpus_per_node} devices, and "
+            f"mode=local is one machine; "
             "start it with --mode slurm or --mode ray, or ask for one node"
         )
     ignored = asked.ignored_on_one_machine()
-    return [f"mode={mode} ignores {', '.join(ignored)} of {name!r}; mode=slurm uses them"] if ignored else []
+    if ignored:
+        return [f"mode={mode} ignores {', '.join(ignored)} of {name!r}; mode=slurm uses them"]
+    return []

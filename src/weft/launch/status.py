@@ -11,10 +11,14 @@ def status_line(run: Path) -> str:
     """One line for people, such as `runs/e/t: running, job 12 RUNNING`."""
     from weft.runtime.directory import owner
 
-    said, job, pid = run_status(run), slurm.running_job(run), owner(run)
+    said = run_status(run)
+    job = slurm.running_job(run)
+    pid = owner(run)
     if said == "running" and pid is None and job is None:
         said = "nobody works on it, and it did not come to say how it ended"
-    return f"{run}: {said}" + (f", job {job[0]} {job[1]}" if job else f", process {pid}" if pid is not None else "")
+    return f"{run}: {said}" + (
+        f", job {job[0]} {job[1]}" if job else f", process {pid}" if pid is not None else ""
+    )
 
 
 def run_status(run: Path) -> str:

@@ -1,4 +1,6 @@
-"""Stopping a run from outside: its Slurm job, or the process that holds its lock, is told, and waited for."""
+"""Stopping a run from outside: its Slurm job, or the process that holds its lock, is told, and
+waited for.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,22 @@ from weft.launch import slurm
 POLL_SECONDS = 0.1
 
 
-def stop(experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0) -> str:
-    """Stop a run by its names, as `stop_run` does. Raises `ConfigError` where there is no such run too."""
+def stop(
+    experiment_name: str, trial_name: str, *, fileroot: str = "./runs", deadline_s: float = 600.0
+) -> str:
+    """Stop a run by its names, as `stop_run` does.
+
+    Raises `ConfigError` where there is no such run too.
+    """
     return stop_run(run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s)
 
 
 def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and writes a recovery point.
+    """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and
+    writes a recovery point.
 
-    Returns what happened, for people. Raises `ConfigError` where nobody runs it, `RunError` where it does not end in time.
+    Returns what happened, for people. Raises `ConfigError` where nobody runs it, `RunError` where
+    it does not end in time.
     """
     from weft.runtime.directory import owner
 
@@ -36,7 +45,8 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
     while owner(run) == pid:
         if time.monotonic() > end:
             raise RunError(
-                f"process {pid} still runs {run} after {deadline_s:g} s; it finishes its step first, so wait, or end it with "
+                f"process {pid} still runs {run} after {deadline_s:g} s; it finishes its step "
+                f"first, so wait, or end it with "
                 f"kill -9 {pid} and lose that step"
             )
         time.sleep(POLL_SECONDS)
@@ -44,9 +54,16 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
 
 
 def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
-    """The directory of a run. Raises `ConfigError` with the runs that there are where it is not among them."""
+    """The directory of a run.
+
+    Raises `ConfigError` with the runs that there are where it is not among them.
+    """
     run = Path(fileroot).expanduser() / experiment_name / trial_name
     if not run.is_dir():
-        there = sorted(str(p.relative_to(run.parent.parent)) for p in run.parent.parent.glob("*/*") if p.is_dir())
+        there = sorted(
+            str(p.relative_to(run.parent.parent))
+            for p in run.parent.parent.glob("*/*")
+            if p.is_dir()
+        )
         raise ConfigError(f"there is no run {run}; runs here: {', '.join(there[:8]) or 'none'}")
     return run

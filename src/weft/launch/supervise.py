@@ -1,4 +1,5 @@
-"""A run whose process Ray may end with itself is made in a child of the command's process, which starts another in its place.
+"""A run whose process Ray may end with itself is made in a child of the command's process, which
+starts another in its place.
 
 It goes on at the last recovery point. A run that this process alone computes needs none of this.
 """
@@ -36,7 +37,9 @@ def uses_ray(experiment: Experiment, mode: str) -> bool:
 
 
 def _told_by(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
-    """The lines that a child writes, until it is gone: what it leaves behind may hold the other end of the pipe for ever."""
+    """The lines that a child writes, until it is gone: what it leaves behind may hold the other end
+    of the pipe for ever.
+    """
     held = b""
     while True:
         gone = child.poll() is not None
@@ -51,7 +54,9 @@ def _told_by(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Runs the command of this process, which makes this experiment, in a child until one has told how it ends."""
+    """Runs the command of this process, which makes this experiment, in a child until one has told
+    how it ends.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
@@ -63,8 +68,15 @@ class Supervisor:
         self._code: int | None = None
 
     def run(self) -> int:
-        """The exit code. Raises `RunError` where the child was lost, and does not come back: who, where, in which call."""
-        lost, restarts, left, furthest = "", 0, RESTARTS, -1
+        """The exit code.
+
+        Raises `RunError` where the child was lost, and does not come back: who, where, in which
+        call.
+        """
+        lost = ""
+        restarts = 0
+        left = RESTARTS
+        furthest = -1
         adopt_orphans()  # what a lost child leaves behind is this process's to end
         with self._signals_passed_on():
             while True:
@@ -74,18 +86,26 @@ class Supervisor:
                 kill(descendants())
                 if self._directory.status() == "finished":
                     return 0
-                lost, step = self._told(), self._step()
+                lost = self._told()
+                step = self._step()
                 if step > furthest:
-                    left, furthest = RESTARTS, step
+                    left = RESTARTS
+                    furthest = step
                 why_not = self._why_not(left, step)
                 if why_not is not None:
                     raise self._failed(f"{lost}{why_not}", step)
-                left, restarts = left - 1, restarts + 1
-                self._note(f"{lost}; going on with another process (restart {RESTARTS - left} of {RESTARTS})")
+                left = left - 1
+                restarts = restarts + 1
+                self._note(
+                    f"{lost}; going on with another process (restart {RESTARTS - left} of "
+                    f"{RESTARTS})"
+                )
 
     def _follow(self, restarts: int) -> None:
         """One child from its beginning to its end."""
-        self._calls, self._gone, self._code = {}, None, None
+        self._calls = {}
+        self._gone = None
+        self._code = None
         ours, its = os.pipe()
         environment = {**os.environ, SUPERVISED: f"{its}:{restarts}:{os.getpid()}"}
         self._child = subprocess.Popen(
@@ -114,7 +134,8 @@ class Supervisor:
         elif "over" in told:
             self._calls.pop(told["over"], None)
         elif "anew" in told:
-            self._calls, self._gone = {}, None
+            self._calls = {}
+            self._gone = None
         elif "gone" in told:
             self._gone = told["gone"]
         elif "ends" in told:
@@ -122,8 +143,9 @@ class Supervisor:
 
     @contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
-        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this process; Ctrl-Z stops
-        both, and fg lets both go on."""
+        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this
+        process; Ctrl-Z stops both, and fg lets both go on.
+        """
 
         def hear(number: int, frame: FrameType | None) -> None:
             self._asked = number
@@ -136,7 +158,12 @@ class Supervisor:
         def resume(number: int, frame: FrameType | None) -> None:
             self._pass_to_group(signal.SIGCONT)
 
-        handlers = {signal.SIGINT: hear, signal.SIGTERM: hear, signal.SIGTSTP: pause, signal.SIGCONT: resume}
+        handlers = {
+            signal.SIGINT: hear,
+            signal.SIGTERM: hear,
+            signal.SIGTSTP: pause,
+            signal.SIGCONT: resume,
+        }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -158,14 +185,23 @@ class Supervisor:
         """Who was lost, where, and in which calls."""
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        if code < 0:
+            how = f"by {signal.Signals(-code).name}"
+        else:
+            how = f"with exit code {code}"
         roles = {call.name: call.role for call in self._experiment.calls()}
         calls = []
         for each in list(self._calls.values())[:3]:
             name = each["call"].rpartition("/")[2]
-            calls.append(f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, {', '.join(each['where'])})")
+            calls.append(
+                f"call {name!r} of role {roles[name]!r} (firing {each['firing']}, "
+                f"{', '.join(each['where'])})"
+            )
         at = f" in {' or '.join(calls)}" if calls else ""
-        why = self._gone or "Ray ends it where the raylet of its machine dies, the system where memory runs out"
+        why = (
+            self._gone
+            or "Ray ends it where the raylet of its machine dies, the system where memory runs out"
+        )
         return f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; {why}"
 
     def _why_not(self, left: int, step: int) -> str | None:
@@ -180,7 +216,9 @@ class Supervisor:
 
     def _step(self) -> int:
         """The last one of which metrics.jsonl has the line."""
-        return max((int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0)
+        return max(
+            (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
+        )
 
     def _failed(self, message: str, step: int) -> RunError:
         if self._directory.holds_run():

@@ -29,16 +29,25 @@ class Target:
 
     @classmethod
     def of(cls, experiment: Experiment, mode: str) -> Target:
-        """The GPU that `search.gpu` names, else what the option `device` asks for, else the best that is here. Raises
-        `ConfigError` for a name of neither."""
-        asked, count = experiment.control.device, experiment.num_devices
+        """The GPU that `search.gpu` names, else what the option `device` asks for, else the best
+        that is here. Raises `ConfigError` for a name of neither.
+        """
+        asked = experiment.control.device
+        count = experiment.num_devices
         search = experiment.config.get("search") or {}
-        named, memory_gb = search.get("gpu"), search.get("memory_gb")
+        named = search.get("gpu")
+        memory_gb = search.get("memory_gb")
         on_gpu = named is not None if asked is None else asked.startswith("cuda")
         if named is not None and on_gpu:
             name = gpu_rates(named, "bfloat16").name
             usable = memory_gb if memory_gb is not None else memory_of(name)
-            return cls(torch.device("cuda"), name, count, usable * GIB, f"{name}, {usable:.1f} GiB of it (search.gpu)")
+            return cls(
+                torch.device("cuda"),
+                name,
+                count,
+                usable * GIB,
+                f"{name}, {usable:.1f} GiB of it (search.gpu)",
+            )
         if on_gpu and not torch.cuda.is_available():
             return cls(torch.device("cuda"), "GPU", count, None, "")
         alone = mode == "local" and count == 1
@@ -49,7 +58,8 @@ class Target:
         taken = fits.TAKEN * GIB if device.type == "cuda" else 0.0
         usable = memory_gb * GIB if memory_gb is not None else share - taken
         line = hardware_line(
-            hardware(device), torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            hardware(device),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         )
         return cls(device, line, count, usable, line)
 
@@ -60,7 +70,10 @@ class Target:
         said = "GPU of {gb} GB, the smallest that serves: none is here and none is named ({option})"
         return [
             replace(
-                self, name=f"GPU of {gb} GB", usable=(gib - fits.TAKEN) * GIB, said=said.format(gb=gb, option=OPTION)
+                self,
+                name=f"GPU of {gb} GB",
+                usable=(gib - fits.TAKEN) * GIB,
+                said=said.format(gb=gb, option=OPTION),
             )
             for gb, gib in fits.GPUS
         ]

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 MOST = 2**31  # a size is below this
 LAYERS = ("num_hidden_layers", "n_layer")
-MOST_LAYERS, MOST_EXPERTS, MOST_WEIGHTS = 2**14, 2**14, 1e14
+MOST_LAYERS = 2**14
+MOST_EXPERTS = 2**14
+MOST_WEIGHTS = 1e14

@@ -1,1 +1,3 @@
-"""What a run shows and leaves: metrics and samples on disk, loggers, the live view, the timeline, the report."""
+"""What a run shows and leaves: metrics and samples on disk, loggers, the live view, the timeline,
+the report.
+"""

@@ -20,20 +20,29 @@ Shown = tuple[str, Hue, RunFiles]  # a run by its name on the page and its colou
 
 
 def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
-    """(prompts that two runs or more have answered, the latest answers of each; what the script needs to colour tokens)."""
+    """(prompts that two runs or more have answered, the latest answers of each; what the script
+    needs to colour tokens).
+    """
     latest = [_latest(run) for _, _, run in listed]
     counts: dict[str, int] = {}
     for found in latest:
         for prompt in found:
             counts[prompt] = counts.get(prompt, 0) + 1
     shared = [prompt for prompt, number_of in counts.items() if number_of > 1]
-    shared.sort(key=lambda prompt: (-counts[prompt], -max(found[prompt].step for found in latest if prompt in found)))
+    shared.sort(
+        key=lambda prompt: (
+            -counts[prompt],
+            -max(found[prompt].step for found in latest if prompt in found),
+        )
+    )
     tokens: list[dict[str, Any]] = []
     blocks = "".join(_block(prompt, listed, latest, tokens) for prompt in shared[:PROMPTS])
     if not blocks:
         return "", []
     choices = "".join(
-        f'<option value="{k}">{word}</option>' for k, word in COLOURS.items() if any(k in t for t in tokens)
+        f'<option value="{k}">{word}</option>'
+        for k, word in COLOURS.items()
+        if any(k in t for t in tokens)
     )
     tools = (
         '<div class="tools js" hidden><input id="search" class="filter" type="search" placeholder="Search prompts and answers" '
@@ -53,11 +62,21 @@ def _latest(run: RunFiles) -> dict[str, Group]:
 
 
 def _block(
-    prompt: str, listed: Sequence[Shown], latest: Sequence[Mapping[str, Group]], tokens: list[dict[str, Any]]
+    prompt: str,
+    listed: Sequence[Shown],
+    latest: Sequence[Mapping[str, Group]],
+    tokens: list[dict[str, Any]],
 ) -> str:
-    there = [(shown_run, found[prompt]) for shown_run, found in zip(listed, latest, strict=True) if prompt in found]
+    there = [
+        (shown_run, found[prompt])
+        for shown_run, found in zip(listed, latest, strict=True)
+        if prompt in found
+    ]
     right = next((group.answer for _, group in there if group.answer), None)
-    reference = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(right)}</div>' if right else ""
+    if right:
+        reference = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(right)}</div>'
+    else:
+        reference = ""
     cells = "".join(_cell(label, hue, group, tokens) for (label, hue, _), group in there)
     return (
         f'<article class="group-of" data-columns="{min(len(there), 4)}"><div class="prompt" tabindex="0" aria-label="prompt">'
@@ -69,7 +88,10 @@ def _cell(label: str, hue: Hue, group: Group, tokens: list[dict[str, Any]]) -> s
     row = group.rows[0]
     said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     worth = group.values("reward")
-    mean = f", mean reward of {len(worth)}: {number(sum(worth) / len(worth))}" if len(worth) > 1 else ""
+    if len(worth) > 1:
+        mean = f", mean reward of {len(worth)}: {number(sum(worth) / len(worth))}"
+    else:
+        mean = ""
     reward = float(row["reward"]) if finite(row.get("reward")) else 0.0
     return (
         f'<div class="answer"><p class="verdict"><i class="pick" style="{css(hue)}"></i>{escape(label)}, step '

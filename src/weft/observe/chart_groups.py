@@ -1,5 +1,6 @@
-"""Which metrics share a chart, so that each is drawn once: the same measure of several nodes, in training and in evaluation,
-chosen beside rejected, a mean beside its largest."""
+"""Which metrics share a chart, so that each is drawn once: the same measure of several nodes, in
+training and in evaluation, chosen beside rejected, a mean beside its largest.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
         return RUN, name
     if node == EVAL.rstrip("/"):
         pieces = rest.split("/")
-        rest = "/".join(pieces[-2:]) if pieces[-1] in PAIRED and len(pieces) > 1 else pieces[-1]
+        if pieces[-1] in PAIRED and len(pieces) > 1:
+            rest = "/".join(pieces[-2:])
+        else:
+            rest = pieces[-1]
     last = last_part(rest)
     if last in PAIRED:
         return node, rest.removesuffix(last) + "|".join(PAIRED)
@@ -87,9 +91,12 @@ def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
     return list(found.values())
 
 
-def without_repeats(groups: Iterable[Grouped], series: Series, rank: Callable[[str], tuple[int, int]]) -> list[Grouped]:
-    """The groups, the most telling first, without lines that repeat one of the same chart, or one of the same node that moves
-    as it does (`policy_loss` beside `loss`)."""
+def without_repeats(
+    groups: Iterable[Grouped], series: Series, rank: Callable[[str], tuple[int, int]]
+) -> list[Grouped]:
+    """The groups, the most telling first, without lines that repeat one of the same chart, or one
+    of the same node that moves as it does (`policy_loss` beside `loss`).
+    """
     kept: list[Grouped] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
     shown = Curves[str]()  # of the charts so far, by node
@@ -111,8 +118,9 @@ def without_repeats(groups: Iterable[Grouped], series: Series, rank: Callable[[s
 
 
 class Curves(Generic[Scope]):
-    """Series to find those that are the same as another one, without comparing each with each: a report of thousands of metrics
-    takes seconds, not minutes."""
+    """Series to find those that are the same as another one, without comparing each with each: a
+    report of thousands of metrics takes seconds, not minutes.
+    """
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
@@ -124,9 +132,16 @@ class Curves(Generic[Scope]):
 
     def like(self, scope: Scope, values: Values) -> list[int]:
         """Return the numbers of the series of a scope that are the same as this one."""
-        near = ([(sign, place + by) for by in (-1, 0, 1)] for sign, place in map(_bin, _probes(values)))
+        near = (
+            [(sign, place + by) for by in (-1, 0, 1)] for sign, place in map(_bin, _probes(values))
+        )
         keys = ((*_ends(scope, values), *bins) for bins in itertools.product(*near))
-        return [number for key in keys for other, number in self._found.get(key, ()) if same(values, other)]
+        return [
+            number
+            for key in keys
+            for other, number in self._found.get(key, ())
+            if same(values, other)
+        ]
 
 
 def _ends(scope: object, values: Values) -> tuple[Any, ...]:
@@ -140,8 +155,12 @@ def _probes(values: Values) -> list[float]:
 
 
 def _bin(value: float) -> tuple[int, int]:
-    """The sign of a value and a bin of its size, in which or beside which every number is that counts as the same."""
-    return (0, 0) if value == 0 else (1 if value > 0 else -1, math.floor(math.log(abs(value)) / (2 * ALIKE)))
+    """The sign of a value and a bin of its size, in which or beside which every number is that
+    counts as the same.
+    """
+    if value == 0:
+        return (0, 0)
+    return (1 if value > 0 else -1, math.floor(math.log(abs(value)) / (2 * ALIKE)))
 
 
 def _wholes_first(name: str) -> tuple[bool, int]:
@@ -150,15 +169,21 @@ def _wholes_first(name: str) -> tuple[bool, int]:
 
 
 def node_of(name: str) -> str:
-    return name.partition("/")[0] if "/" in name and not name.startswith(TIME) else RUN
+    if "/" in name and not name.startswith(TIME):
+        return name.partition("/")[0]
+    return RUN
 
 
 def moves(values: Sequence[float]) -> bool:
     return bool(values) and min(values) < max(values)
 
 
-def same(one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]) -> bool:
+def same(
+    one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
+) -> bool:
     """Whether two series are the same numbers at the same steps."""
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False
-    return all(abs(a - b) <= ALIKE * max(abs(a), abs(b)) for a, b in zip(one[1], other[1], strict=True))
+    return all(
+        abs(a - b) <= ALIKE * max(abs(a), abs(b)) for a, b in zip(one[1], other[1], strict=True)
+    )

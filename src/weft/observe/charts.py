@@ -1,7 +1,9 @@
-"""Curves for the report: charts of a run or of several, in the order in which they tell most, as HTML and SVG.
+"""Curves for the report: charts of a run or of several, in the order in which they tell most, as
+HTML and SVG.
 
-A chart's lines are one SVG stretched to its box; the words on its axes are HTML, so they keep their size on any screen. The
-page's script draws them anew where the reader zooms or asks for another axis.
+A chart's lines are one SVG stretched to its box; the words on its axes are HTML, so they keep their
+size on any screen. The page's script draws them anew where the reader zooms or asks for another
+axis.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from weft.observe.chart_groups import PAIRED, RUN, SECONDS, Grouped, grouped, node_of, parts, without_repeats
+from weft.observe.chart_groups import (
+    PAIRED,
+    RUN,
+    SECONDS,
+    Grouped,
+    grouped,
+    node_of,
+    parts,
+    without_repeats,
+)
 from weft.observe.metric_help import MetricHelp, find
 from weft.observe.metrics import EVAL, TIME, TITLES, direction, last_part, number, rank, title
 from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, Hue
@@ -22,7 +33,8 @@ from weft.observe.run_files import RunFiles
 
 POINTS = 400  # most points of a line as it is first drawn
 KEPT = 1000  # most points that zooming finds
-PAGE_POINTS, FEWEST = 200_000, 100  # of all lines of a page; of a line, however many there are
+PAGE_POINTS = 200_000
+FEWEST = 100  # of all lines of a page; of a line, however many there are
 DOTTED = 12  # points up to which a line shows each
 FIRST = 12  # charts that are seen without a click
 EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
@@ -30,7 +42,10 @@ EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measur
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: steps and values, thinned. `run` is the number of the run that it is of."""
+    """One line of a chart: steps and values, thinned.
+
+    `run` is the number of the run that it is of.
+    """
 
     name: str
     label: str
@@ -42,8 +57,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one pair of axes. `node` is what they belong to, `missing` counts values that were not finite. `of_runs`:
-    every line is one of several runs, and the legend tells which."""
+    """Lines over one pair of axes.
+
+    `node` is what they belong to, `missing` counts values that were not finite. `of_runs`: every
+    line is one of several runs, and the legend tells which.
+    """
 
     title: str
     node: str
@@ -63,7 +81,8 @@ class Chart:
     @cached_property
     def y_range(self) -> tuple[float, float]:
         ys = [y for line in self.lines for y in line.y]
-        low, high = min(ys), max(ys)
+        low = min(ys)
+        high = max(ys)
         pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
         return low - pad, high + pad
 
@@ -76,7 +95,9 @@ def all_charts(run: RunFiles) -> list[Chart]:
 
 
 def points_each(num_lines: int) -> int:
-    """Return the most points of a line on a page of so many: a page of a thousand metrics stays quick to build and to open."""
+    """Return the most points of a line on a page of so many: a page of a thousand metrics stays
+    quick to build and to open.
+    """
     return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
 
 
@@ -96,8 +117,12 @@ def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
     )
 
 
-def thinned(x: Sequence[float], y: Sequence[float], count: int = POINTS) -> tuple[list[float], list[float]]:
-    """At most `count` points: of each stretch the lowest and the highest value, so that no spike is lost."""
+def thinned(
+    x: Sequence[float], y: Sequence[float], count: int = POINTS
+) -> tuple[list[float], list[float]]:
+    """At most `count` points: of each stretch the lowest and the highest value, so that no spike is
+    lost.
+    """
     if len(x) <= count:
         return list(x), list(y)
     keep = {0, len(x) - 1}
@@ -114,15 +139,20 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 2.5, 5, 10, 20):
         step = max(1.0, round(power * factor)) if whole else power * factor
-        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        first = math.ceil(low / step - 1e-9)
+        last = math.floor(high / step + 1e-9)
         if last - first < most:
             break
     return [float(f"{index * step:.12g}") for index in range(first, last + 1)]
 
 
 def axes(run: RunFiles) -> dict[str, list[float]]:
-    """Where a run stood after some of its steps: tokens trained and seconds, both since it began, for the axis below curves."""
-    tokens, seconds, rows = 0.0, 0.0, []
+    """Where a run stood after some of its steps: tokens trained and seconds, both since it began,
+    for the axis below curves.
+    """
+    tokens = 0.0
+    seconds = 0.0
+    rows = []
     counted = [name for name in run.names if last_part(name) == "num_tokens"]
     for line in run.lines:
         tokens += max((float(line.get(name) or 0.0) for name in counted), default=0.0)
@@ -130,7 +160,9 @@ def axes(run: RunFiles) -> dict[str, list[float]]:
         rows.append((float(line["step"]), tokens, round(seconds, 3)))
     every = max(1, len(rows) // KEPT)
     kept = rows if every == 1 else [*rows[::every], rows[-1]]
-    return {name: [row[place] for row in kept] for place, name in enumerate(("step", "tokens", "time"))}
+    return {
+        name: [row[place] for row in kept] for place, name in enumerate(("step", "tokens", "time"))
+    }
 
 
 def data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
@@ -142,7 +174,11 @@ def _data(chart: Chart) -> dict[str, Any]:
     return {
         "exact": last_part(chart.lines[0].name) in EXACT,
         "lines": [
-            {"run": line.run, "x": [int(x) for x in line.x], "y": [float(f"{y:.6g}") for y in line.y]}
+            {
+                "run": line.run,
+                "x": [int(x) for x in line.x],
+                "y": [float(f"{y:.6g}") for y in line.y],
+            }
             for line in chart.lines
         ],
     }
@@ -153,14 +189,21 @@ def html(chart: Chart, index: int, *, large: bool = False) -> str:
     telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
     last = "" if chart.of_runs else number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1
-    legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines)) if many else ""
-    missing = f'<span class="warn">{chart.missing} not finite</span>' if chart.missing else ""
+    if many:
+        legend = "".join(_legend(place, line) for place, line in enumerate(chart.lines))
+    else:
+        legend = ""
+    if chart.missing:
+        missing = f'<span class="warn">{chart.missing} not finite</span>'
+    else:
+        missing = ""
     unit = f" · {chart.help.unit}" if chart.help and chart.help.unit else ""
     named = (
         f'<span class="chart-title">{escape(chart.title)}</span> '
         f'<span class="chart-node">{escape(chart.node)}{escape(unit)}</span>'
     )
-    kind = " data-step" if chart.of_runs else ""  # it tells the step alone; the legend has the values
+    # it tells the step alone; the legend has the values
+    kind = " data-step" if chart.of_runs else ""
     readout = f'<output class="readout" aria-live="off"{kind}>{escape(last)}</output>'
     return (
         f'<figure class="chart{" large" if large else ""}" data-chart="{index}">'
@@ -175,7 +218,10 @@ def _help(chart: Chart) -> str:
     if chart.help is None:
         return ""
     way = {1: "Higher is better. ", -1: "Lower is better. "}.get(direction(chart.lines[0].name), "")
-    healthy = f"<p><b>Healthy:</b> {escape(chart.help.healthy)}</p>" if chart.help.healthy else ""
+    if chart.help.healthy:
+        healthy = f"<p><b>Healthy:</b> {escape(chart.help.healthy)}</p>"
+    else:
+        healthy = ""
     names = ", ".join(dict.fromkeys(line.name for line in chart.lines))
     return (
         f'<details class="help"><summary aria-label="What {escape(chart.title)} means">?</summary><div>'
@@ -189,7 +235,8 @@ def spoken(chart: Chart) -> str:
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
         told.append(
-            f"{what}from {number(line.y[0])} at step {number(line.x[0])} to {number(line.y[-1])} at step {number(line.x[-1])}, "
+            f"{what}from {number(line.y[0])} at step {number(line.x[0])} to {number(line.y[-1])} "
+            f"at step {number(line.x[-1])}, "
             f"lowest {number(min(line.y))}, highest {number(max(line.y))}"
         )
     return f"Chart of {chart.title}, {chart.node}. " + "; ".join(told)
@@ -198,7 +245,9 @@ def spoken(chart: Chart) -> str:
 def _plot(chart: Chart, large: bool) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     rows = [(y, 100 - 100 * (y - y0) / (y1 - y0)) for y in ticks(y0, y1, 6 if large else 4)]
-    columns = [(x, 100 * (x - x0) / (x1 - x0)) for x in ticks(x0, x1, 7 if large else 5, whole=True)]
+    columns = [
+        (x, 100 * (x - x0) / (x1 - x0)) for x in ticks(x0, x1, 7 if large else 5, whole=True)
+    ]
     grid = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for _, at in rows)
     lines = "".join(
         f'<path class="raw" data-line="{place}" style="{css(line.hue)}" d="{_path(line, chart)}"/>'
@@ -212,7 +261,10 @@ def _plot(chart: Chart, large: bool) -> str:
     )
     return (
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{grid}{lines}</svg>{dots}'
-        + "".join(f'<span class="tick y" style="top:{at:.2f}%">{escape(number(y))}</span>' for y, at in rows)
+        + "".join(
+            f'<span class="tick y" style="top:{at:.2f}%">{escape(number(y))}</span>'
+            for y, at in rows
+        )
         + "".join(
             f'<span class="tick x{_edge(at)}" style="left:{at:.2f}%">{"step " if place == 0 else ""}{escape(number(x))}</span>'
             for place, (x, at) in enumerate(columns)
@@ -222,26 +274,38 @@ def _plot(chart: Chart, large: bool) -> str:
 
 def _edge(at: float) -> str:
     """A word near the end of an axis stays inside the chart."""
-    return " first" if at < 4 else " last" if at > 96 else ""
+    if at < 4:
+        return " first"
+    if at > 96:
+        return " last"
+    return ""
 
 
 def _path(line: Line, chart: Chart) -> str:
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
-    right, down = 100 / (x1 - x0), 100 / (y1 - y0)
-    points = [(right * (x - x0), down * (y1 - y)) for x, y in zip(*thinned(line.x, line.y), strict=True)]
-    return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(itertools.chain.from_iterable(points))
+    right = 100 / (x1 - x0)
+    down = 100 / (y1 - y0)
+    points = [
+        (right * (x - x0), down * (y1 - y)) for x, y in zip(*thinned(line.x, line.y), strict=True)
+    ]
+    return ("M" + "L".join(["%.2f %.2f"] * len(points))) % tuple(
+        itertools.chain.from_iterable(points)
+    )
 
 
 def _dot(chart: Chart, line: Line, x: float, y: float) -> str:
     """One measured point; a line of few points shows where they are."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
-    left, top = 100 * (x - x0) / (x1 - x0), 100 - 100 * (y - y0) / (y1 - y0)
+    left = 100 * (x - x0) / (x1 - x0)
+    top = 100 - 100 * (y - y0) / (y1 - y0)
     return f'<i class="dot small" style="left:{left:.2f}%;top:{top:.2f}%;{css(line.hue)}"></i>'
 
 
 def _legend(place: int, line: Line) -> str:
     value = f"<b>{escape(number(line.y[-1]))}</b>"
-    return f'<li data-line="{place}"><i style="{css(line.hue)}"></i>{escape(line.label)} {value}</li>'
+    return (
+        f'<li data-line="{place}"><i style="{css(line.hue)}"></i>{escape(line.label)} {value}</li>'
+    )
 
 
 def css(hue: Hue) -> str:
@@ -267,7 +331,8 @@ def heading(measure: str) -> str:
     """What stands above a chart."""
     if "|" in measure:
         return (
-            measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ") or "chosen, rejected"
+            measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ")
+            or "chosen, rejected"
         )
     if "/" not in measure or last_part(measure) in TITLES:
         return title(measure)
@@ -280,7 +345,9 @@ def _label(name: str, nodes: Sequence[str]) -> str:
         return name.removeprefix(TIME)
     last = last_part(name)
     if name.startswith(EVAL):
-        source = name.removeprefix(EVAL).removesuffix(last).strip("/").removesuffix("rewards").strip("/")
+        source = (
+            name.removeprefix(EVAL).removesuffix(last).strip("/").removesuffix("rewards").strip("/")
+        )
         told = f"eval {source}" if source else "eval"
         return f"{told}, {last}" if last in PAIRED else told
     node, measure = parts(name)

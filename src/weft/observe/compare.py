@@ -1,4 +1,6 @@
-"""Runs laid over each other on one page: which was better, what differs in how they were set up, and what they said."""
+"""Runs laid over each other on one page: which was better, what differs in how they were set up,
+and what they said.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +63,16 @@ class Named:
     @property
     def told(self) -> str:
         """The name with a word for a run whose numbers are not its last ones."""
-        return f"{self.label} ({RUNNING})" if self.run.status == RUNNING else self.label
+        if self.run.status == RUNNING:
+            return f"{self.label} ({RUNNING})"
+        return self.label
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares runs and return its path. Raises `UserError` where one of them is no run."""
+    """Write a page that compares runs and return its path.
+
+    Raises `UserError` where one of them is no run.
+    """
     runs = [RunFiles.read(directory) for directory in run_dirs]
     return write(path, page(runs).html())
 
@@ -78,7 +85,9 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
     measures = _measures(listed)
     found = _charts(listed, measures)
     main = _decider(listed)
-    hero = next((chart for chart in found if main and any(line.name in main for line in chart.lines)), None)
+    hero = next(
+        (chart for chart in found if main and any(line.name in main for line in chart.lines)), None
+    )
     drawn = ([hero] if hero else []) + [chart for chart in found if chart is not hero]
     said, tokens = answers([(each.label, each.hue, each.run) for each in listed])
     return Page(
@@ -87,7 +96,11 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
         sections=[
             Section("settings", "What differs", _settings(listed)),
             Section("metrics", "Metrics", _metrics(listed, measures)),
-            Section("curves", "Curves", (APART if _split(found) else "") + curves(drawn, 1 if hero else 0)),
+            Section(
+                "curves",
+                "Curves",
+                (APART if _split(found) else "") + curves(drawn, 1 if hero else 0),
+            ),
             Section("answers", "Answers to the same prompts", said),
         ],
         footer=f"Built {time.strftime('%Y-%m-%d %H:%M')} from "
@@ -99,7 +112,9 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
 
 
 def named(runs: Sequence[RunFiles]) -> list[Named]:
-    """Runs by their trial alone where that tells them apart, else by experiment and trial, else by their folders."""
+    """Runs by their trial alone where that tells them apart, else by experiment and trial, else by
+    their folders.
+    """
     titles = [run.title for run in runs]
     ways = (
         [trial for _, trial in titles],
@@ -127,7 +142,9 @@ def until(run: RunFiles, name: str, step: float | None) -> list[float]:
 
 
 def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
-    """A metric at `step`, or at the run's end: of evaluations the last, of training the mean of the last steps."""
+    """A metric at `step`, or at the run's end: of evaluations the last, of training the mean of the
+    last steps.
+    """
     values = until(run, name, step)
     if not values:
         return None
@@ -135,23 +152,35 @@ def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
 
 
 def _decider(listed: Sequence[Named]) -> list[str] | None:
-    """Return each run's name for the metric that decides which is better; None where they share none that can be compared."""
+    """Return each run's name for the metric that decides which is better; None where they share
+    none that can be compared.
+    """
     names = _wanted(listed)
     runs = [each.run for each in listed]
-    return None if names is None or _is_policy_loss(runs, names) or apart(runs, names) else names
+    if names is None or _is_policy_loss(runs, names) or apart(runs, names):
+        return None
+    return names
 
 
 def _wanted(listed: Sequence[Named]) -> list[str] | None:
-    """Return each run's name for its headline, of the validation rows where all have such; None where measures differ."""
+    """Return each run's name for its headline, of the validation rows where all have such; None
+    where measures differ.
+    """
     runs = [each.run for each in listed]
     own = [headline(run.names, run.record.get("algorithm")) for run in runs]
     valid = [evaluation_of(name, run.names) for name, run in zip(own, runs, strict=True)]
     for found in (valid, own):
         names = [name for name in found if name is not None]
-        if len(names) == len(runs) and len({last_part(name) for name in names}) == 1 and not apart(runs, names):
+        if (
+            len(names) == len(runs)
+            and len({last_part(name) for name in names}) == 1
+            and not apart(runs, names)
+        ):
             return names
     names = [name for name in own if name is not None]
-    return names if len(names) == len(runs) and len({last_part(name) for name in names}) == 1 else None
+    if len(names) == len(runs) and len({last_part(name) for name in names}) == 1:
+        return names
+    return None
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
@@ -175,27 +204,38 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 def verdict(listed: Sequence[Named]) -> str:
     """Return a sentence or two on which run was better, or on why that cannot be said."""
-    runs, names = [each.run for each in listed], _wanted(listed)
+    runs = [each.run for each in listed]
+    names = _wanted(listed)
     if names is None:
-        own = [(each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed]
-        told = ", ".join(f"{escape(each.label)} by its {escape(title(name))}" for each, name in own if name)
+        own = [
+            (each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed
+        ]
+        told = ", ".join(
+            f"{escape(each.label)} by its {escape(title(name))}" for each, name in own if name
+        )
         judged = f" Each is judged by something else: {told}." if told else ""
         return f"These runs share no metric that says which of them is better.{judged}"
     if _decider(listed) is None:
         return f"{_refusal(runs, names)} {_why(listed)}"
-    step, name = common_step(runs), names[0]
-    found = [(final(run, each, step), one) for run, each, one in zip(runs, names, listed, strict=True)]
+    step = common_step(runs)
+    name = names[0]
+    found = [
+        (final(run, each, step), one) for run, each, one in zip(runs, names, listed, strict=True)
+    ]
     known = [(value, one) for value, one in found if value is not None]
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(title(name))} by step {number(step)}."
     way = direction(name) or 1
     (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
-    what, at = escape(title(name)), _when(listed, step)
+    what = escape(title(name))
+    at = _when(listed, step)
     width = _noise(runs, names, step)
     if all(equal(first, value) or abs(first - value) <= width for value, _ in others):
         values = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in known)
         noise = f" within noise (± {trend.rough(width)})" if width else ""
-        return (f"{at} the runs are" if at else "The runs ended") + f" alike{noise} in their {what}: {values}."
+        return (
+            f"{at} the runs are" if at else "The runs ended"
+        ) + f" alike{noise} in their {what}: {values}."
     rest = ", ".join(f"{number(value)} ({escape(one.told)})" for value, one in others)
     word = "higher" if way > 0 else "lower"
     better = f"<b>{escape(winner.told)}</b>"
@@ -207,38 +247,51 @@ def verdict(listed: Sequence[Named]) -> str:
 def _doubts(winner: Named) -> str:
     """A sentence where the better number is that of a run in which something is out of range."""
     found = winner.run.diagnosis
-    return (
-        "" if found is None or found.sound else f" But look at {escape(winner.label)}: something is out of range in it."
-    )
+    if found is None or found.sound:
+        return ""
+    return f" But look at {escape(winner.label)}: something is out of range in it."
 
 
 def _when(listed: Sequence[Named], step: float | None) -> str:
     """The step at which runs are compared, where that is not the end of all of them."""
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
-    return f"At step {number(step)}, the last that all have made," if len(ends) > 1 or going else ""
+    if len(ends) > 1 or going:
+        return f"At step {number(step)}, the last that all have made,"
+    return ""
 
 
 def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
-    """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not known."""
+    """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not
+    known.
+    """
     if names[0].startswith(EVAL):
         drawn = [_sampling(run, name, step) for run, name in zip(runs, names, strict=True)]
         return trend.difference_noise(drawn) or 0.0
-    found = [trend.end_noise(until(run, name, step)) or 0.0 for run, name in zip(runs, names, strict=True)]
+    found = [
+        trend.end_noise(until(run, name, step)) or 0.0
+        for run, name in zip(runs, names, strict=True)
+    ]
     width = trend.difference_noise(found) or 0.0
     largest = max(abs(final(run, name, step) or 0.0) for run, name in zip(runs, names, strict=True))
     return width if width > trend.ROUNDING * largest else 0.0
 
 
 def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
-    """The noise of a run's evaluation that comes from the rows being so few; None where it is not known."""
-    value, rows = final(run, name, step), until(run, ROWS, step)
-    return None if value is None or not rows else trend.sampling_noise(name, value, rows[-1])
+    """The noise of a run's evaluation that comes from the rows being so few; None where it is not
+    known.
+    """
+    value = final(run, name, step)
+    rows = until(run, ROWS, step)
+    if value is None or not rows:
+        return None
+    return trend.sampling_noise(name, value, rows[-1])
 
 
 def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     """Say why the runs' headlines cannot be compared."""
-    what, different = last_part(names[0]), apart(runs, names)
+    what = last_part(names[0])
+    different = apart(runs, names)
     if what == REWARD and any(option in SOURCES for option in different):
         return "The rewards come from different sources and cannot be compared."
     word = escape(title(names[0]))
@@ -269,7 +322,8 @@ def equal(one: float, other: float) -> bool:
 
 
 def _card(each: Named, listed: Sequence[Named]) -> str:
-    run, told = each.run, []
+    run = each.run
+    told = []
     decider = _decider(listed)
     if run.lines:
         told.append(count(run.lines[-1]["step"], "step"))
@@ -277,17 +331,24 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
         told.append(count(round(epochs[-1], 3), "epoch"))
     if seconds := run.series("step_seconds")[1]:
         told.append(duration(sum(seconds)))
-    own = decider[list(listed).index(each)] if decider else headline(run.names, run.record.get("algorithm"))
+    if decider:
+        own: str | None = decider[list(listed).index(each)]
+    else:
+        own = headline(run.names, run.record.get("algorithm"))
     reached = ""
     if own and (values := run.series(own)[1]):
         good, _ = trend.best(own, values)
         reached = f"<div>{escape(title(own))} {number(final(run, own))}, best {number(good)}</div>"
     found = run.diagnosis
-    doubts = f'<p class="diagnosis wrong">{escape(found.text)}</p>' if found is not None and not found.sound else ""
+    if found is not None and not found.sound:
+        doubts = f'<p class="diagnosis wrong">{escape(found.text)}</p>'
+    else:
+        doubts = ""
     return (
         f'<li><h3><i class="pick" style="{charts.css(each.hue)}"></i>{escape(each.label)} '
         f"{status(run.status, flagged=bool(doubts))}</h3>"
-        f"<div>{escape(configuration.algorithm(run) or '')} {', '.join(told)}</div>{reached}{doubts}</li>"
+        f"<div>{escape(configuration.algorithm(run) or '')} "
+        f"{', '.join(told)}</div>{reached}{doubts}</li>"
     )
 
 
@@ -296,17 +357,28 @@ def _card(each: Named, listed: Sequence[Named]) -> str:
 
 def _settings(listed: Sequence[Named]) -> str:
     runs = [each.run for each in listed]
-    rows = [(name, [configuration.brief(value) for value in values]) for name, values in differing(runs).items()]
+    rows = [
+        (name, [configuration.brief(value) for value in values])
+        for name, values in differing(runs).items()
+    ]
     rows += versions(runs)
     if not rows:
         return '<div class="card"><p>Their configurations are the same.</p></div>'
-    if any(name.startswith(f"{mark}.") for name, _ in rows for mark in ALGORITHMS) and len(rows) > 40:
-        return _table(listed, rows[:40]) + folded(f"{len(rows) - 40} more", _table(listed, rows[40:]), "more settings")
+    if (
+        any(name.startswith(f"{mark}.") for name, _ in rows for mark in ALGORITHMS)
+        and len(rows) > 40
+    ):
+        return _table(listed, rows[:40]) + folded(
+            f"{len(rows) - 40} more", _table(listed, rows[40:]), "more settings"
+        )
     return _table(listed, rows)
 
 
 def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    body = "".join(f'<tr><th scope="row">{escape(name)}</th>{_cells(listed, values)}</tr>' for name, values in rows)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{_cells(listed, values)}</tr>'
+        for name, values in rows
+    )
     return (
         '<div class="card scroll"><table class="settings side"><thead><tr><th scope="col">option</th>'
         f"{_heads(listed)}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -314,9 +386,12 @@ def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -
 
 
 def _cells(listed: Sequence[Named], values: Sequence[str]) -> str:
-    """The name of the run goes with each value, for screens on which they stand one under the other."""
+    """The name of the run goes with each value, for screens on which they stand one under the
+    other.
+    """
     return "".join(
-        f'<td data-run="{escape(each.told)}">{shown(value)}</td>' for each, value in zip(listed, values, strict=True)
+        f'<td data-run="{escape(each.told)}">{shown(value)}</td>'
+        for each, value in zip(listed, values, strict=True)
     )
 
 
@@ -336,11 +411,15 @@ def _metrics(listed: Sequence[Named], measures: Sequence[Names]) -> str:
         return ""
     telling = [row for known, row in rows if known]
     rest = [row for known, row in rows if not known]
-    more = folded(f"<b>{len(rest)}</b> more", _numbers(listed, rest), "more metrics") if rest else ""
+    if rest:
+        more = folded(f"<b>{len(rest)}</b> more", _numbers(listed, rest), "more metrics")
+    else:
+        more = ""
     at = _when(listed, common_step([each.run for each in listed]))
     note = (
-        f'<p class="note">{at} means' if at else '<p class="note">Means'
-    ) + " over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
+        (f'<p class="note">{at} means' if at else '<p class="note">Means')
+        + " over the last steps, and the last evaluations; ✓ marks the best where better is known.</p>"
+    )
     return note + _numbers(listed, telling or rest) + (more if telling else "")
 
 
@@ -349,14 +428,25 @@ def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator
     runs = [each.run for each in listed]
     step = common_step(runs)
     for names in measures:
-        values = [final(run, name, step) if name else None for run, name in zip(runs, names, strict=True)]
+        values = [
+            final(run, name, step) if name else None for run, name in zip(runs, names, strict=True)
+        ]
         first = next(name for name in names if name)
         known = [value for value in values if value is not None]
-        way = 0 if _is_policy_loss(runs, [first]) or _rewarded(listed, first) else direction(first)
-        top = max(known, key=lambda value: way * value) if way and len(known) > 1 else None
+        if _is_policy_loss(runs, [first]) or _rewarded(listed, first):
+            way = 0
+        else:
+            way = direction(first)
+        if way and len(known) > 1:
+            top = max(known, key=lambda value: way * value)
+        else:
+            top = None
         cells = "".join(_cell(value, top) for value in values)
         about = find(first)
-        unit = f' <span class="quiet">{escape(about.unit)}</span>' if about and about.unit else ""
+        if about and about.unit:
+            unit = f' <span class="quiet">{escape(about.unit)}</span>'
+        else:
+            unit = ""
         head = f'<th scope="row">{escape(_label(first))}{unit}</th>'
         row = f'<tr title="{escape(about.what if about else "")}">{head}{cells}</tr>'
         yield rank(first)[0] < rank("unknown")[0], row
@@ -364,14 +454,18 @@ def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator
 
 def _rewarded(listed: Sequence[Named], name: str) -> bool:
     """Return whether a loss stands beside a reward, which decides in its place."""
-    return last_part(name).endswith("loss") and any(last_part(n) == REWARD for each in listed for n in each.run.names)
+    return last_part(name).endswith("loss") and any(
+        last_part(n) == REWARD for each in listed for n in each.run.names
+    )
 
 
 def _cell(value: float | None, top: float | None) -> str:
     if value is None:
         return '<td class="quiet">–</td>'
     better = top is not None and equal(value, top)
-    return f'<td class="better">{number(value)} ✓</td>' if better else f"<td>{number(value)}</td>"
+    if better:
+        return f'<td class="better">{number(value)} ✓</td>'
+    return f"<td>{number(value)}</td>"
 
 
 def _measures(listed: Sequence[Named]) -> list[Names]:
@@ -404,11 +498,19 @@ def _split(drawn: Sequence[Chart]) -> bool:
     found: dict[str, list[set[int]]] = {}
     for chart in drawn:
         found.setdefault(chart.title, []).append({line.run for line in chart.lines})
-    return any(one.isdisjoint(other) for runs in found.values() for one, other in itertools.combinations(runs, 2))
+    return any(
+        one.isdisjoint(other)
+        for runs in found.values()
+        for one, other in itertools.combinations(runs, 2)
+    )
 
 
-def _repeats(listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]) -> bool:
-    """Whether every run that has a measure has another of the same node that moves as it does (`value_loss` beside `loss`)."""
+def _repeats(
+    listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]
+) -> bool:
+    """Whether every run that has a measure has another of the same node that moves as it does
+    (`value_loss` beside `loss`).
+    """
     return all(
         name is None or (before is not None and _same_curve(each.run, name, before))
         for each, name, before in zip(listed, names, other, strict=True)
@@ -421,7 +523,9 @@ def _same_curve(run: RunFiles, name: str, other: str) -> bool:
 
 
 def _key(name: str) -> tuple[Any, ...]:
-    """What two runs must share to be compared: the measure, and its node where that decides what it means."""
+    """What two runs must share to be compared: the measure, and its node where that decides what it
+    means.
+    """
     node, measure = parts(name)
     last = last_part(name)
     if name.startswith((EVAL, TIME)):
@@ -431,7 +535,14 @@ def _key(name: str) -> tuple[Any, ...]:
 
 def _by_node(name: str) -> bool:
     """Whether every node has a measure of its own by this name."""
-    return last_part(name) in ("loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu")
+    return last_part(name) in (
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+        "tokens_per_second",
+        "mfu",
+    )
 
 
 def _title(name: str) -> str:
@@ -445,7 +556,9 @@ def _title(name: str) -> str:
 
 def _label(name: str) -> str:
     """What it is called in the table, where nothing else names its node."""
-    return f"{_title(name)}, {name.partition('/')[0]}" if _by_node(name) and "/" in name else _title(name)
+    if _by_node(name) and "/" in name:
+        return f"{_title(name)}, {name.partition('/')[0]}"
+    return _title(name)
 
 
 def _numbers(listed: Sequence[Named], rows: Sequence[str]) -> str:
@@ -466,12 +579,22 @@ def _charts(listed: Sequence[Named], measures: Sequence[Names]) -> list[Chart]:
     for names in measures:
         first = next(name for name in names if name)
         lines = [
-            Line(name, each.told, each.hue, *charts.thinned(*each.run.series(name), most), run=place)
+            Line(
+                name, each.told, each.hue, *charts.thinned(*each.run.series(name), most), run=place
+            )
             for place, (each, name) in enumerate(zip(listed, names, strict=True))
             if name
         ]
-        missing = sum(each.run.not_finite(name) for each, name in zip(listed, names, strict=True) if name)
+        missing = sum(
+            each.run.not_finite(name) for each, name in zip(listed, names, strict=True) if name
+        )
         found.append(
-            Chart(_title(first), first.partition("/")[0] if "/" in first else "run", lines, missing, of_runs=True)
+            Chart(
+                _title(first),
+                first.partition("/")[0] if "/" in first else "run",
+                lines,
+                missing,
+                of_runs=True,
+            )
         )
     return found

@@ -1,6 +1,8 @@
-"""The samples of a run as a report shows them: whole groups side by side, pairs with their scores, rows with their loss.
+"""The samples of a run as a report shows them: whole groups side by side, pairs with their scores,
+rows with their loss.
 
-Without the page's script all steps stand one under the other; with it one chooses a step, searches, and colours tokens.
+Without the page's script all steps stand one under the other; with it one chooses a step, searches,
+and colours tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +17,32 @@ from weft.observe.run_files import RunFiles
 from weft.observe.sample_rows import Group, groups
 
 SHOWN = (
-    "step", "id", "k", "prompt", "completion", "reward", "score", "answer", "tokens", "logprobs", "advantages", "trained",
-    "rank", "comparison", "margin", "finished", "finish_reason", "advantage", "log_ratio", "loss",
-)  # fmt: skip
-TRAINED_ON = frozenset(("rank", "loss"))  # keys that samples of the data have, and the model's answers don't
-DATASET_NOTE = (
-    "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
+    "step",
+    "id",
+    "k",
+    "prompt",
+    "completion",
+    "reward",
+    "score",
+    "answer",
+    "tokens",
+    "logprobs",
+    "advantages",
+    "trained",
+    "rank",
+    "comparison",
+    "margin",
+    "finished",
+    "finish_reason",
+    "advantage",
+    "log_ratio",
+    "loss",
 )
-WRITTEN = frozenset(("reward", "finished"))  # and keys that answers have, also where a graph ranks them
+# keys that samples of the data have, and the model's answers don't
+TRAINED_ON = frozenset(("rank", "loss"))
+DATASET_NOTE = "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
+# and keys that answers have, also where a graph ranks them
+WRITTEN = frozenset(("reward", "finished"))
 ENDED = "ended with EOS or a stop text"
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
@@ -32,7 +52,9 @@ def heading(run: RunFiles) -> str:
     rows = run.samples
     if not rows or any(not of_dataset(row) for row in rows):
         return "Completions"
-    return "Pairs of the dataset" if any("rank" in row for row in rows) else "Rows of the dataset"
+    if any("rank" in row for row in rows):
+        return "Pairs of the dataset"
+    return "Rows of the dataset"
 
 
 def of_dataset(row: Mapping[str, Any]) -> bool:
@@ -54,20 +76,28 @@ def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
         + "</div>"
         for step, found in by_step.items()
     )
-    note = f'<p class="note">{DATASET_NOTE}</p>' if run.samples and all(map(of_dataset, run.samples)) else ""
-    return f'{note}{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}', tokens
+    if run.samples and all(map(of_dataset, run.samples)):
+        note = f'<p class="note">{DATASET_NOTE}</p>'
+    else:
+        note = ""
+    return (
+        f'{note}{_tools(tokens)}<div class="tabs" role="group" aria-label="Step">{tabs}</div>{panels}',
+        tokens,
+    )
 
 
 def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
     """Search, and what tokens are coloured by."""
     choices = [
-        f'<option value="{key}">{word}</option>' for key, word in COLOURS.items() if any(key in t for t in tokens)
+        f'<option value="{key}">{word}</option>'
+        for key, word in COLOURS.items()
+        if any(key in t for t in tokens)
     ]
-    colour = (
-        f'<label>Colour tokens by <select id="colour"><option value="">nothing</option>{"".join(choices)}</select></label>'
-        if choices
-        else ""
-    )
+    if choices:
+        options = f'<option value="">nothing</option>{"".join(choices)}'
+        colour = f'<label>Colour tokens by <select id="colour">{options}</select></label>'
+    else:
+        colour = ""
     return (
         '<div class="tools js" hidden><input id="search" class="filter" type="search" placeholder="Search prompts and answers" '
         f'aria-label="Search prompts and answers">{colour}<output id="found"></output></div>'
@@ -75,7 +105,9 @@ def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _batch(run: RunFiles) -> tuple[str, Mapping[float, float]]:
-    """(the headline's name, step -> its mean over the whole batch): the same numbers as the curve's."""
+    """(the headline's name, step -> its mean over the whole batch): the same numbers as the
+    curve's.
+    """
     name = headline(run.names)
     if name is None:
         return "", {}
@@ -91,12 +123,17 @@ def _tab(step: float, told: tuple[str, Mapping[float, float]], *, chosen: bool) 
 
 def _beside(step: float, told: tuple[str, Mapping[float, float]]) -> str:
     name, values = told
-    return f"<small>batch {escape(name)} {number(values[step])}</small>" if step in values else ""
+    if step in values:
+        return f"<small>batch {escape(name)} {number(values[step])}</small>"
+    return ""
 
 
 def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
     """One prompt with all of its answers side by side."""
-    asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{shown(group.prompt)}</div>' if group.prompt else ""
+    if group.prompt:
+        asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{shown(group.prompt)}</div>'
+    else:
+        asked = ""
     right = ""
     if group.answer:
         right = f'<div class="reference" tabindex="0"><b>Reference</b> {shown(group.answer)}</div>'
@@ -109,7 +146,11 @@ def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, A
 
 def columns(count: int) -> int:
     """Answers beside each other, so that no row is left nearly empty."""
-    return count if count <= 4 else 3 if count in (5, 6, 9) else 4
+    if count <= 4:
+        return count
+    if count in (5, 6, 9):
+        return 3
+    return 4
 
 
 def _about(group: Group) -> str:
@@ -121,7 +162,8 @@ def _about(group: Group) -> str:
         facts.append(f"margin {number(gap)}, {'right' if gap > 0 else 'wrong'} order")
     elif len(worth) > 1:
         facts.append(f"mean reward of these {len(worth)}: {number(sum(worth) / len(worth))}")
-        low, high = number(min(worth)), number(max(worth))
+        low = number(min(worth))
+        high = number(max(worth))
         facts.append(f"all {low}" if low == high else f"from {low} to {high}")
     return "".join(f"<span>{escape(fact)}</span>" for fact in facts)
 
@@ -134,7 +176,9 @@ def _worth(row: Mapping[str, Any]) -> float | None:
     return None if found is None else float(found)
 
 
-def _answer(group: Group, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
+def _answer(
+    group: Group, place: int, span: tuple[float, float], tokens: list[dict[str, Any]]
+) -> str:
     row = group.rows[place]
     said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
     return (
@@ -147,8 +191,14 @@ def _verdict(group: Group, place: int) -> str:
     """Which answer of a pair it is."""
     if not group.pair:
         return ""
-    best, worst = place == 0, place == len(group.rows) - 1
-    word = "chosen" if best else "rejected" if worst else f"rank {place + 1}"
+    best = place == 0
+    worst = place == len(group.rows) - 1
+    if best:
+        word = "chosen"
+    elif worst:
+        word = "rejected"
+    else:
+        word = f"rank {place + 1}"
     return f'<p class="verdict {"good" if best else "bad" if worst else ""}">{word}</p>'
 
 
@@ -160,7 +210,11 @@ def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
     kept: dict[str, Any] = {"t": [visible(str(piece)) for piece in pieces]}
     for name in ("logprobs", "advantages", "trained"):
         values = row.get(name)
-        if isinstance(values, list) and len(values) == len(pieces) and all(finite(each) for each in values):
+        if (
+            isinstance(values, list)
+            and len(values) == len(pieces)
+            and all(finite(each) for each in values)
+        ):
             kept[name] = values
     if "advantages" not in kept and finite(row.get("advantage")):
         kept["advantages"] = [round(float(row["advantage"]), 4)] * len(pieces)
@@ -171,7 +225,8 @@ def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
 def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     """What is known of an answer, the telling parts first."""
     told = ""
-    reward, name = row.get("reward", row.get("score")), "reward" if "reward" in row else "score"
+    reward = row.get("reward", row.get("score"))
+    name = "reward" if "reward" in row else "score"
     if isinstance(reward, int | float) and finite(reward):
         low, high = span
         share = 100 * (float(reward) - low) / (high - low) if high > low else 100.0
@@ -185,9 +240,18 @@ def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
     if finite(row.get("log_ratio")):
         told += f"<span>log-prob minus reference <b>{number(float(row['log_ratio']))}</b></span>"
     values = row.get("logprobs")
-    if isinstance(values, list) and values and all(finite(each) for each in values) and "loss" not in row:
+    if (
+        isinstance(values, list)
+        and values
+        and all(finite(each) for each in values)
+        and "loss" not in row
+    ):
         told += f"<span>log-prob per token {number(sum(values) / len(values))}</span>"
-    return told + _finish(row) + "".join(_fact(key, value) for key, value in row.items() if key not in SHOWN)
+    return (
+        told
+        + _finish(row)
+        + "".join(_fact(key, value) for key, value in row.items() if key not in SHOWN)
+    )
 
 
 def _finish(row: Mapping[str, Any]) -> str:
@@ -196,11 +260,15 @@ def _finish(row: Mapping[str, Any]) -> str:
         reason = "stop" if row["finished"] else "length"
     if reason not in ("stop", "length"):
         return ""
-    return f"<span>{ENDED}</span>" if reason == "stop" else '<span class="warn">cut by length</span>'
+    if reason == "stop":
+        return f"<span>{ENDED}</span>"
+    return '<span class="warn">cut by length</span>'
 
 
 def _fact(name: str, value: Any) -> str:
     if not finite(value) and not isinstance(value, str):
         return ""
     text = number(float(value)) if finite(value) else str(value)
-    return f"<span>{escape(name.replace('_', ' '))} {escape(text)}</span>" if len(text) <= 40 else ""
+    if len(text) <= 40:
+        return f"<span>{escape(name.replace('_', ' '))} {escape(text)}</span>"
+    return ""

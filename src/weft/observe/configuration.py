@@ -1,4 +1,6 @@
-"""How a run was set up, for its report: what started it, the options that are not the defaults, and all of them."""
+"""How a run was set up, for its report: what started it, the options that are not the defaults, and
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,17 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def algorithm(run: RunFiles) -> str | None:
     """The quickstart that the run is of."""
     said = run.record.get("algorithm")
-    return str(said) if said else next((name for name in ALGORITHMS if name in run.config), None)
+    if said:
+        return str(said)
+    return next((name for name in ALGORITHMS if name in run.config), None)
 
 
 def defaults(run: RunFiles) -> dict[str, Any] | None:
     """Option -> its default in the run's quickstart; None where that is not known here."""
     name = algorithm(run)
     try:
-        if name is None or ":" in name or name not in registry.quickstarts:  # a report runs no code of a run
+        # a report runs no code of a run
+        if name is None or ":" in name or name not in registry.quickstarts:
             return None
         base = registry.quickstarts.get(name)()
     except UserError:
@@ -51,7 +56,10 @@ def defaults(run: RunFiles) -> dict[str, Any] | None:
 
 def defaults_of(base: Any) -> dict[str, Any]:
     """Option -> its default in a quickstart's configuration, as a file of YAML has it."""
-    return {leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default for leaf in leaves(base)}
+    return {
+        leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
+        for leaf in leaves(base)
+    }
 
 
 def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
@@ -69,18 +77,23 @@ def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
 def chosen(run: RunFiles) -> frozenset[str]:
     """Options that nobody has set, and that weft has given a value which suits the rest."""
     names = run.record.get("chosen")
-    return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
+    if isinstance(names, list):
+        return frozenset(map(str, names))
+    return frozenset()
 
 
 def configuration(run: RunFiles) -> str:
     """What started the run, what differs from the defaults, then every option behind a click."""
     parts = [started(run)]
-    different, by_weft = changed(run), chosen(run)
+    different = changed(run)
+    by_weft = chosen(run)
     if different:
         rows = "".join(
             f'<tr><th scope="row">{escape(name)}</th><td>{shown(brief(value))}</td>'
             f'<td class="quiet">{CHOSEN if name in by_weft else shown(written(default))}</td></tr>'
-            for name, (value, default) in sorted(different.items(), key=lambda each: each[0] in by_weft)
+            for name, (value, default) in sorted(
+                different.items(), key=lambda each: each[0] in by_weft
+            )
         )
         parts.append(
             f'<div class="card"><h3>Not the defaults of {escape(algorithm(run) or "")}</h3><div class="scroll">'
@@ -88,7 +101,11 @@ def configuration(run: RunFiles) -> str:
             f'<th scope="col">default</th></tr></thead><tbody>{rows}</tbody></table></div></div>'
         )
     if run.config:
-        parts.append(_everything(run) if different is None else folded("All options", _everything(run), "all options"))
+        parts.append(
+            _everything(run)
+            if different is None
+            else folded("All options", _everything(run), "all options")
+        )
     return "".join(parts)
 
 
@@ -104,40 +121,68 @@ def _everything(run: RunFiles) -> str:
 def started(run: RunFiles) -> str:
     """Command, commit, host and versions, as run.json tells them; earlier starts in a line."""
     starts = run.record.get("starts")
-    listed = [each for each in starts if isinstance(each, Mapping)] if isinstance(starts, list) else []
+    if isinstance(starts, list):
+        listed = [each for each in starts if isinstance(each, Mapping)]
+    else:
+        listed = []
     if not listed:
         return ""
     last = listed[-1]
-    command, versions = last.get("command"), last.get("versions")
-    words = shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
+    command = last.get("command")
+    versions = last.get("versions")
+    if isinstance(command, list):
+        words = shlex.join(map(str, command))
+    else:
+        words = str(command or "")
     commit = str(last.get("commit") or "")
     facts = [
         ("commit", f"{commit.rstrip('+')}{' with changes' if commit.endswith('+') else ''}"),
         ("started", _when(last.get("time"))),
         ("host", str(last.get("host") or "")),
         ("folder", str(last.get("folder") or "")),
-        ("versions", ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, Mapping) else ""),
+        (
+            "versions",
+            ", ".join(f"{k} {v}" for k, v in versions.items())
+            if isinstance(versions, Mapping)
+            else "",
+        ),
         ("hardware", str(last.get("hardware") or run.hardware)),
-        ("earlier starts", ", ".join(f"{_when(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1])),
+        (
+            "earlier starts",
+            ", ".join(f"{_when(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1]),
+        ),
     ]
-    rows = "".join(f"<div><dt>{name}</dt><dd>{shown(text)}</dd></div>" for name, text in facts if text)
-    code = f'<pre class="command" tabindex="0">{shown(words)}</pre>' if words else ""
+    rows = "".join(
+        f"<div><dt>{name}</dt><dd>{shown(text)}</dd></div>" for name, text in facts if text
+    )
+    if words:
+        code = f'<pre class="command" tabindex="0">{shown(words)}</pre>'
+    else:
+        code = ""
     return f'<div class="card"><h3>How it was started</h3>{code}<dl class="facts">{rows}</dl></div>'
 
 
 def _when(seconds: Any) -> str:
     known = finite(seconds) and 0 <= seconds <= LAST_TIME
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if known else ""
+    if known:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    return ""
 
 
 def options(config: Mapping[str, Any]) -> str:
     """Every option under its dotted name; a block for each top-level group."""
     alone = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
-    blocks = {"run": alone} | {name: value for name, value in config.items() if isinstance(value, Mapping)}
+    blocks = {"run": alone} | {
+        name: value for name, value in config.items() if isinstance(value, Mapping)
+    }
     parts = []
     for group, values in blocks.items():
         rows = "".join(_option(name, value) for name, value in flat(values))
-        parts.append(f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>' if rows else "")
+        parts.append(
+            f'<section class="group"><h3>{escape(str(group))}</h3><dl>{rows}</dl></section>'
+            if rows
+            else ""
+        )
     return "".join(parts)
 
 
@@ -168,8 +213,6 @@ def written(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
-    return (
-        ", ".join(written(each) for each in value)
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else str(value)
-    )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(written(each) for each in value)
+    return str(value)

@@ -1,4 +1,7 @@
-"""The pages over a folder of runs: a list, the page of each, comparisons. What a server answers, without a server."""
+"""The pages over a folder of runs: a list, the page of each, comparisons.
+
+What a server answers, without a server.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ Alive = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Answer:
-    """A status of HTTP, a page (empty where the reader has it already), and the mark that says whether it has changed."""
+    """A status of HTTP, a page (empty where the reader has it already), and the mark that says
+    whether it has changed.
+    """
 
     status: int
     body: str = ""
@@ -35,14 +40,21 @@ NOT_FOUND = Answer(404, "There is no such page.")
 
 
 class Dashboard:
-    """Answers for the runs below `root`. Only runs that are listed there can be asked for, by their names: no path that a
-    reader sends reaches the file system."""
+    """Answers for the runs below `root`.
+
+    Only runs that are listed there can be asked for, by their names: no path that a reader sends
+    reaches the file system.
+    """
 
     def __init__(self, root: Path, alive: Alive | None = None) -> None:
-        self.root, self._alive = root, alive
+        self.root = root
+        self._alive = alive
 
     def answer(self, page: str, query: Mapping[str, Sequence[str]], known: str = "") -> Answer:
-        """The page `""`, `run?name=...` or `compare?run=...&run=...`. `known` is the tag of what the reader has."""
+        """The page `""`, `run?name=...` or `compare?run=...&run=...`.
+
+        `known` is the tag of what the reader has.
+        """
         if page == "":
             return self._index(known)
         names = query.get("name" if page == "run" else "run", ())
@@ -55,9 +67,10 @@ class Dashboard:
             return Answer(304, tag=tag)
         try:
             read = [RunFiles.read(path) for path in chosen]
-            made = (
-                report.page(read[0], live=tag, home=HOME) if page == "run" else compare.page(read, live=tag, home=HOME)
-            )
+            if page == "run":
+                made = report.page(read[0], live=tag, home=HOME)
+            else:
+                made = compare.page(read, live=tag, home=HOME)
         except UserError as error:
             return Answer(400, str(error))
         return Answer(200, made.html(), tag)
@@ -72,11 +85,15 @@ class Dashboard:
         tag = _tag(*(repr(run) for run in runs))
         if tag == known:
             return Answer(304, tag=tag)
-        return Answer(200, index([(self.name(run.path), run) for run in runs], self.root, tag).html(), tag)
+        return Answer(
+            200, index([(self.name(run.path), run) for run in runs], self.root, tag).html(), tag
+        )
 
 
 def _marks(path: Path) -> str:
-    """Sizes and times of a run's files, which change when it goes on; and whether it has gone quiet."""
+    """Sizes and times of a run's files, which change when it goes on; and whether it has gone
+    quiet.
+    """
     files = sorted(each for each in path.iterdir() if each.is_file() and each.name != report.NAME)
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
     newest = max((at for _, _, at in stats), default=0) / 1e9
@@ -93,16 +110,23 @@ def _tag(*parts: str) -> str:
 def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
     """The list of runs, newest first."""
     going = sum(run.status == "running" for _, run in runs)
-    told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (f", {going} of them running" if going else "")
+    told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
+        f", {going} of them running" if going else ""
+    )
     top = (
         '<section class="hero alone" id="top"><div class="intro"><p class="eyebrow">folder: '
         f'{escape(str(root))}</p><h1>Runs</h1><p class="lede">{told}.</p></div></section>'
     )
-    content = (
-        _list(runs) if runs else f'<div class="card"><p>No run is in {escape(str(root))} yet. {_first()}</p></div>'
-    )
+    if runs:
+        content = _list(runs)
+    else:
+        content = f'<div class="card"><p>No run is in {escape(str(root))} yet. {_first()}</p></div>'
     return Page(
-        "Runs", top, [Section("runs", "All runs", content)], "weft dashboard. Ctrl-C in its terminal ends it.", live=tag
+        "Runs",
+        top,
+        [Section("runs", "All runs", content)],
+        "weft dashboard. Ctrl-C in its terminal ends it.",
+        live=tag,
     )
 
 
@@ -114,11 +138,12 @@ def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:
     heads = ("run", "algorithm", "status", "steps", "last", "size", "changed")
     cells = "".join(f'<th scope="col"><button type="button">{head}</button></th>' for head in heads)
     rows = "".join(_row(name, run) for name, run in runs)
-    choose = (
-        '<p class="js" hidden><a class="button" id="compare">Choose two runs to compare</a></p>'
-        if len(runs) > 1
-        else ""
-    )
+    if len(runs) > 1:
+        choose = (
+            '<p class="js" hidden><a class="button" id="compare">Choose two runs to compare</a></p>'
+        )
+    else:
+        choose = ""
     return (
         f'{choose}<div class="card scroll"><table class="runs sortable"><thead><tr><th></th>{cells}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
@@ -126,12 +151,21 @@ def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:
 
 
 def _row(name: str, run: RunSummary) -> str:
-    steps = "–" if run.step is None else f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
+    if run.step is None:
+        steps = "–"
+    else:
+        steps = f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
     share = '<i class="meter empty" aria-hidden="true"></i>'  # keeps the words in line
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
-    last = f"{title(run.metric)} <b>{number(run.value)}</b>" if run.metric and run.value is not None else "–"
-    told = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>' if run.flagged else ""
+    if run.metric and run.value is not None:
+        last = f"{title(run.metric)} <b>{number(run.value)}</b>"
+    else:
+        last = "–"
+    if run.flagged:
+        told = f'<p class="diagnosis wrong">{escape(str(run.diagnosis))}</p>'
+    else:
+        told = ""
     since = "" if run.changed is None else age(time.time() - run.changed)
     cells = (
         _cell(name, f'<a href="run?name={quote(name, safe="")}">{escape(name)}</a>{told}'),
@@ -161,9 +195,12 @@ def _cell(key: str, content: str) -> str:
 
 def size(num_bytes: int) -> str:
     """12 MB."""
-    value, unit = float(num_bytes), "B"
+    value = float(num_bytes)
+    unit = "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":
             break
         value /= 1000
-    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"
+    if value >= 10 or unit == "B":
+        return f"{value:.0f} {unit}"
+    return f"{value:.1f} {unit}"

@@ -1,7 +1,9 @@
-"""Judge a run by its metrics: what is out of range at its end, what that usually means, and which options to try.
+"""Judge a run by its metrics: what is out of range at its end, what that usually means, and which
+options to try.
 
-The bounds stand beside each metric's description (`metric_help`). What a bound alone cannot tell is judged here: a loss that
-rises, a reward that falls, validation that gets worse, text that repeats itself.
+The bounds stand beside each metric's description (`metric_help`). What a bound alone cannot tell is
+judged here: a loss that rises, a reward that falls, validation that gets worse, text that repeats
+itself.
 """
 
 from __future__ import annotations
@@ -14,16 +16,27 @@ from typing import Any
 
 from weft.observe import trend
 from weft.observe.metric_help import HELP, MetricHelp, find
-from weft.observe.metrics import EVAL, TIME, evaluation_of, finite, headline, last_part, number, title
+from weft.observe.metrics import (
+    EVAL,
+    TIME,
+    evaluation_of,
+    finite,
+    headline,
+    last_part,
+    number,
+    title,
+)
 
 LEAST_STEPS = 8  # that a run must have made to be judged
-FACTS, FIXES = 4, 2  # in one line
+FACTS = 4
+FIXES = 2  # in one line
 # Shipped ones, whose names are those of their groups of options.
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
 GROUPED = ("grpo", "online_dpo")  # learn from the rewards of one prompt's completions alone
 WORSE = 0.02  # relative: validation that is so much worse than its best has turned
-CHANCE = 0.53  # accuracy of pairs below which a judge has learned nothing, where noise allows that claim
+# accuracy of pairs below which a judge has learned nothing, where noise allows that claim
+CHANCE = 0.53
 SPREAD = 0.1  # share of its first spread below which rewards have collapsed
 REPEATS = 4.0  # deflate makes text this much shorter only where it repeats itself
 TEXT = 80  # characters from which a completion can be judged
@@ -41,8 +54,10 @@ Config = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is out of range: `fact` says it with its number, `means` what it usually is, `fixes` what to try. A `weak`
-    one can be found in good runs as well, and counts only beside another."""
+    """One thing that is out of range: `fact` says it with its number, `means` what it usually is,
+    `fixes` what to try. A `weak` one can be found in good runs as well, and counts only beside
+    another.
+    """
 
     key: str
     fact: str
@@ -74,7 +89,10 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Judged:
-    """A run as its judge reads it. `config` is asked for options only where a metric is out of range."""
+    """A run as its judge reads it.
+
+    `config` is asked for options only where a metric is out of range.
+    """
 
     lines: Lines
     algorithm: str | None
@@ -83,12 +101,15 @@ class Judged:
     columns: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wanted: dict[tuple[str, ...], list[str]] = {}  # mostly all lines have the same metrics, maybe a thousand
+        # mostly all lines have the same metrics, maybe a thousand
+        wanted: dict[tuple[str, ...], list[str]] = {}
         for line in self.lines:
             names = tuple(line)
             if names not in wanted:
                 wanted[names] = [
-                    name for name in names if last_part(name) in JUDGED or last_part(name).startswith("kl_k")
+                    name
+                    for name in names
+                    if last_part(name) in JUDGED or last_part(name).startswith("kl_k")
                 ]
             for name in wanted[names]:
                 if finite(line[name]):
@@ -108,7 +129,10 @@ class Judged:
 
     def named(self, last: str) -> str | None:
         """The first training metric of this last part."""
-        return next((n for n in self.columns if last_part(n) == last and not n.startswith((EVAL, TIME))), None)
+        return next(
+            (n for n in self.columns if last_part(n) == last and not n.startswith((EVAL, TIME))),
+            None,
+        )
 
     def option(self, name: str, default: Any = None) -> Any:
         """A value of the configuration by its dotted name."""
@@ -118,7 +142,9 @@ class Judged:
         return default if found is None else found
 
     def scaled(self, name: str, factor: float) -> str:
-        """`name=value` with the run's value times `factor`; the name alone where the value is not known."""
+        """`name=value` with the run's value times `factor`; the name alone where the value is not
+        known.
+        """
         value = self.option(name)
         if finite(value) and value:
             return f"{name}={number(float(f'{value * factor:.2g}')).replace(',', '')}"
@@ -135,16 +161,22 @@ class Judged:
         return node.removesuffix("_train") if node.endswith("_train") else own
 
 
-def judge(lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()) -> Diagnosis | None:
-    """Judge a run by lines of its metrics.jsonl, oldest first; of a long run the first and the last ones suffice. `samples` are
-    rows of its last steps. Returns None where the run is too short to be judged."""
+def judge(
+    lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()
+) -> Diagnosis | None:
+    """Judge a run by lines of its metrics.jsonl, oldest first; of a long run the first and the last
+    ones suffice. `samples` are rows of its last steps. Returns None where the run is too short to
+    be judged.
+    """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
     run = Judged([line for line in lines if finite(line.get("step"))], algorithm, config, samples)
     if len(run.lines) < LEAST_STEPS:
         return None
     found = [finding for check in CHECKS for finding in check(run)]
-    strong = sorted((each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl"))
+    strong = sorted(
+        (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
+    )
     if not strong:
         return Diagnosis()
     hacked = _exploited(run, [finding.key for finding in found])
@@ -159,13 +191,16 @@ def judge(lines: Lines, algorithm: str | None = None, config: Config = dict, sam
 
 
 def _bounds(run: Judged) -> Iterator[Finding]:
-    """Every metric whose last values lie outside the bounds of its description; of several of one kind the first."""
+    """Every metric whose last values lie outside the bounds of its description; of several of one
+    kind the first.
+    """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
         about = find(name)
         if about is None or name.startswith((EVAL, TIME)) or name.endswith(("_max", "_min")):
             continue
-        least, most = about.least, about.most
+        least = about.least
+        most = about.most
         if (
             (least is None and most is None)
             or about.pattern.partition("_")[0] in seen & {"kl"}
@@ -197,7 +232,8 @@ def _may_judge(run: Judged, pattern: str, values: Sequence[float]) -> bool:
     if pattern == "frac_reward_zero_std":
         reward = run.values(run.named("reward"))
         moved = trend.change(reward) if reward else None
-        learned = moved is not None and moved.delta > (moved.noise or 0.0)  # a solved task has no spread left
+        # a solved task has no spread left
+        learned = moved is not None and moved.delta > (moved.noise or 0.0)
         return kind in GROUPED and run.option(f"{kind}.group_size", 2) > 1 and not learned
     if pattern == "response_length":
         return values[0] > LONG_LENGTH
@@ -206,7 +242,10 @@ def _may_judge(run: Judged, pattern: str, values: Sequence[float]) -> bool:
 
 def _out_of_bounds(run: Judged, name: str, about: MetricHelp, value: float) -> Finding:
     means, fixes, weak = _cause(run, name, about.pattern)
-    bound = f"above {number(about.least)}" if about.least is not None and value < about.least else None
+    if about.least is not None and value < about.least:
+        bound = f"above {number(about.least)}"
+    else:
+        bound = None
     usual = bound or (f"at most {number(about.most)}" if about.most else "0")
     unit = f" {about.unit}" if about.unit and about.unit != "share" else ""
     if about.pattern == "truncated_fraction":
@@ -218,14 +257,19 @@ def _out_of_bounds(run: Judged, name: str, about: MetricHelp, value: float) -> F
 
 def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
     """(what it usually means, options to try, whether good runs may have it)."""
-    kind, rate = run.kind or "grpo", run.rate(name)
+    kind = run.kind or "grpo"
+    rate = run.rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
     more_kl = run.scaled(weight, 10 if weight.endswith("kl_coef") else 3)
     longer = run.scaled(f"{kind}.gen.max_new_tokens", 2)
     harder = "easier or harder prompts"
     match pattern.partition("_")[0] if pattern.startswith("kl") else pattern:
         case "kl":
-            return "the policy has left its reference and exploits the reward", (more_kl, rate), False
+            return (
+                "the policy has left its reference and exploits the reward",
+                (more_kl, rate),
+                False,
+            )
         case "truncated_fraction":
             return (
                 "answers are longer than allowed, or do not end any more",
@@ -234,7 +278,11 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
             )
         case "frac_reward_zero_std":
             more = (f"{kind}.dynamic_sampling=true",) if kind == "grpo" else ()
-            return "the prompts are all too easy or too hard, or the reward never differs", (harder, *more), False
+            return (
+                "the prompts are all too easy or too hard, or the reward never differs",
+                (harder, *more),
+                False,
+            )
         case "entropy":
             return "the policy always says the same and no longer learns", (more_kl, rate), True
         case "response_length":
@@ -245,7 +293,11 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
             slow = (run.scaled("critic.optimizer.lr", 3), f"{kind}.critic_warmup_epochs=1")
             return "the critic predicts worse than a constant", slow, False
         case "value_clip_ratio":
-            return "the critic moves faster than its clip allows", (f"a higher {kind}.value_eps_clip", rate), False
+            return (
+                "the critic moves faster than its clip allows",
+                (f"a higher {kind}.value_eps_clip", rate),
+                False,
+            )
         case "sampler_logprob_diff":
             return (
                 "sampling and training do not compute the same",
@@ -253,23 +305,47 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
                 False,
             )
         case "bounded_fraction" | "effective_fraction":
-            return "the sampler is far from the trained policy", (f"a lower {kind}.max_staleness",), False
+            return (
+                "the sampler is far from the trained policy",
+                (f"a lower {kind}.max_staleness",),
+                False,
+            )
         case "reward_clipped_fraction":
-            return "rewards beyond the limit all count the same", (f"a higher {kind}.max_reward_clip",), False
+            return (
+                "rewards beyond the limit all count the same",
+                (f"a higher {kind}.max_reward_clip",),
+                False,
+            )
         case "skipped_updates" | "nonfinite":
             return "training diverges", (rate, f"{run.role(name)}.optimizer.max_grad_norm=1"), False
         case "timeouts" | "died":
-            return "the reward function is slow or fails", ("a higher reward_timeout_s", "a look at weft logs"), False
+            return (
+                "the reward function is slow or fails",
+                ("a higher reward_timeout_s", "a look at weft logs"),
+                False,
+            )
         case "unreadable":
-            return "the judge does not answer in the form it is asked for", ("another judge prompt",), False
+            return (
+                "the judge does not answer in the form it is asked for",
+                ("another judge prompt",),
+                False,
+            )
         case "kept_fraction":
             return "the filter drops nearly all prompts", (harder,), False
         case "tied_fraction":
             return "most pairs have one reward and teach nothing", ("a finer reward", harder), False
         case "balance_loss":
-            return "few experts get most tokens", (f"a higher {run.role(name)}.router_aux_loss_coef",), False
+            return (
+                "few experts get most tokens",
+                (f"a higher {run.role(name)}.router_aux_loss_coef",),
+                False,
+            )
         case "prompts_in_part":
-            return "prompts are longer than the model reads", ("a lower dataset.max_prompt_len",), False
+            return (
+                "prompts are longer than the model reads",
+                ("a lower dataset.max_prompt_len",),
+                False,
+            )
     return "something is wrong with it", (), False
 
 
@@ -278,9 +354,13 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
 
 def _not_finite(run: Judged) -> Iterator[Finding]:
     last = run.lines[-trend.num_last(len(run.lines)) :]
-    for name in dict.fromkeys(name for line in last for name in line if last_part(name) in ("loss", "grad_norm")):
+    for name in dict.fromkeys(
+        name for line in last for name in line if last_part(name) in ("loss", "grad_norm")
+    ):
         if sum(line.get(name, 0.0) is None for line in last) * 2 > len(last):
-            yield Finding("nonfinite", f"{title(name)} is not finite", "training diverged", (run.rate(name),))
+            yield Finding(
+                "nonfinite", f"{title(name)} is not finite", "training diverged", (run.rate(name),)
+            )
             return
 
 
@@ -292,7 +372,9 @@ def _supervised(run: Judged) -> Iterator[Finding]:
     loss = trend.change(run.values(name)) if name else None
     if loss is not None and loss.delta > max(loss.noise or 0.0, 0.05 * abs(loss.first)):
         fact = f"loss rose from {number(loss.first)} to {number(loss.last)}"
-        yield Finding("loss", fact, "the learning rate is too high", (run.rate(name), "a longer warm-up"))
+        yield Finding(
+            "loss", fact, "the learning rate is too high", (run.rate(name), "a longer warm-up")
+        )
     leads = headline(run.columns, run.algorithm)
     if leads is not None and last_part(leads) in ("accuracy", "accuracies") and run.kind != "sft":
         yield from _chance(run, leads)
@@ -305,7 +387,9 @@ def _chance(run: Judged, name: str) -> Iterator[Finding]:
     if reached < CHANCE and len(run.lines) >= 3 * LEAST_STEPS:
         fact = f"{title(name)} {number(reached)} (chance: 0.5)"
         fixes = (run.rate(name, 3), "more epochs", "a look at the pairs")
-        yield Finding("accuracy", fact, "too little was learned, or chosen and rejected are mixed up", fixes)
+        yield Finding(
+            "accuracy", fact, "too little was learned, or chosen and rejected are mixed up", fixes
+        )
 
 
 def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
@@ -315,32 +399,48 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
         return
     steps, values = run.columns[name]
     low = min(values)
-    if len(values) >= 3 and values[-1] - low > WORSE * abs(low) and values.index(low) < len(values) - 1:
+    if (
+        len(values) >= 3
+        and values[-1] - low > WORSE * abs(low)
+        and values.index(low) < len(values) - 1
+    ):
         at = steps[values.index(low)]
-        fact = (
-            f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training fell"
-        )
+        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training fell"
         yield Finding(
-            "memorizes", fact, "the model memorizes its rows", (f"max_steps={at:g}", "more rows or fewer epochs")
+            "memorizes",
+            fact,
+            "the model memorizes its rows",
+            (f"max_steps={at:g}", "more rows or fewer epochs"),
         )
 
 
 def _policy(run: Judged) -> Iterator[Finding]:
     """A reward that falls, and rewards that lose their spread."""
-    reward, spread = run.named("reward"), run.values(run.named("reward_std"))
+    reward = run.named("reward")
+    spread = run.values(run.named("reward_std"))
     moved = trend.change(run.values(reward)) if reward else None
     if moved is not None and moved.noise is not None and moved.delta < -moved.noise:
-        at, to = number(moved.first), number(moved.last)
-        rate = run.rate(next((n for n in run.columns if n.startswith("actor_train/")), "actor_train/"))
-        yield Finding("reward", f"reward fell from {at} to {to}", "the updates are too large", (rate,))
+        at = number(moved.first)
+        to = number(moved.last)
+        rate = run.rate(
+            next((n for n in run.columns if n.startswith("actor_train/")), "actor_train/")
+        )
+        yield Finding(
+            "reward", f"reward fell from {at} to {to}", "the updates are too large", (rate,)
+        )
     if spread and run.kind in (*GROUPED, "ppo", ""):
-        first, last = trend.mean(spread[: trend.num_first(len(spread))]), trend.end(spread)
+        first = trend.mean(spread[: trend.num_first(len(spread))])
+        last = trend.end(spread)
         level = abs(trend.end(run.values(reward))) if reward else 0.0
         if last < SPREAD * first or 0 < last < 0.02 * level:
             means = "all answers get the same reward, and nothing is left to learn"
             before = f" ({number(first)} at first)" if last < SPREAD * first else ""
             yield Finding(
-                "reward_std", f"reward spread {number(last)}{before}", means, ("a look at the completions",), weak=True
+                "reward_std",
+                f"reward spread {number(last)}{before}",
+                means,
+                ("a look at the completions",),
+                weak=True,
             )
 
 
@@ -352,14 +452,18 @@ def _text(run: Judged) -> Iterator[Finding]:
     if not steps:
         return
     last = [str(row["completion"]) for row in written if row.get("step") == max(steps)]
-    first = (
-        [str(row["completion"]) for row in written if row.get("step") == min(steps)] if min(steps) < max(steps) else []
-    )
+    if min(steps) < max(steps):
+        first = [str(row["completion"]) for row in written if row.get("step") == min(steps)]
+    else:
+        first = []
     shares = [sum(map(_repeats, texts)) / len(texts) if texts else 0.0 for texts in (first, last)]
     if shares[1] >= 0.5 and shares[0] < 0.5:
         means = "the text has collapsed"
         yield Finding(
-            "text", f"{shares[1]:.0%} of the last answers repeat themselves", means, ("a look at the completions",)
+            "text",
+            f"{shares[1]:.0%} of the last answers repeat themselves",
+            means,
+            ("a look at the completions",),
         )
 
 
@@ -372,7 +476,9 @@ def _exploited(run: Judged, keys: Sequence[str]) -> Finding | None:
     """The signs of a reward that is exploited, which are worse together than each by itself."""
     far = any(key.startswith("kl") for key in keys)
     collapsed = [
-        key for key in keys if key in ("truncated_fraction", "reward_std", "text", "entropy", "response_length")
+        key
+        for key in keys
+        if key in ("truncated_fraction", "reward_std", "text", "entropy", "response_length")
     ]
     if len(collapsed) + 2 * far < 3:
         return None

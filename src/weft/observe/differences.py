@@ -1,4 +1,6 @@
-"""What runs differ in: their options, their algorithms, what gave their rewards, and what they were computed with."""
+"""What runs differ in: their options, their algorithms, what gave their rewards, and what they were
+computed with.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,33 @@ SOURCES = (
     "rew_step",
     "rew_weight",
 )  # options that say what a reward is
-TRAINING_ROWS = ("path", "train_path", "named", "sources")  # of dataset.*: which rows are trained on
+# of dataset.*: which rows are trained on
+TRAINING_ROWS = ("path", "train_path", "named", "sources")
 VALIDATION_ROWS = ("valid_path", "valid_split")
 FREE_OF_SCALE = ("accuracies", "kendalltau")  # of preferences, whatever beta is
 FACTS = ("commit", "host", "hardware")
 
 
 def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Option -> its value in each run, where these are not all the same; first the algorithm. An option of the algorithm's own
-    group is matched with that of another algorithm: `grpo|ppo.gen.max_new_tokens`. One that some runs have not at all counts
-    where somebody has set it, and so does one of two algorithms. What weft chose because nobody did is no difference."""
+    """Option -> its value in each run, where these are not all the same; first the algorithm.
+
+    An option of the algorithm's own group is matched with that of another algorithm:
+    `grpo|ppo.gen.max_new_tokens`. One that some runs have not at all counts where somebody has set
+    it, and so does one of two algorithms. What weft chose because nobody did is no difference.
+    """
     algorithms = [configuration.algorithm(run) for run in runs]
-    found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)} if len(set(algorithms)) > 1 and all(algorithms) else {}
+    if len(set(algorithms)) > 1 and all(algorithms):
+        found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
+    else:
+        found = {}
     flat = [dict(configuration.flat(run.config)) for run in runs]
     own = [{_matched(name, algorithms): name for name in values} for values in flat]
     told = [configuration.changed(run) for run in runs]
     for name in dict.fromkeys(name for names in own for name in names):
         real = [names.get(name) for names in own]
-        values = [each.get(key) if key is not None else None for each, key in zip(flat, real, strict=True)]
+        values = [
+            each.get(key) if key is not None else None for each, key in zip(flat, real, strict=True)
+        ]
         if name in configuration.NAMES or all(value == values[0] for value in values):
             continue
         left_open = [
@@ -45,10 +56,14 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
             for value, key, run in zip(values, real, runs, strict=True)
         ]
         changed = any(
-            key is not None and (each is None or (key in each and key not in configuration.chosen(run)))
+            key is not None
+            and (each is None or (key in each and key not in configuration.chosen(run)))
             for each, key, run in zip(told, real, runs, strict=True)
         )
-        alike = all(key in values for key, values in zip(real, flat, strict=True)) and len(set(real)) == 1
+        alike = (
+            all(key in values for key, values in zip(real, flat, strict=True))
+            and len(set(real)) == 1
+        )
         if not all(left_open) and (changed or alike):
             found[_called(name, real)] = values
     return found
@@ -63,7 +78,9 @@ def _matched(name: str, algorithms: Sequence[str | None]) -> str:
 def _called(name: str, real: Sequence[str | None]) -> str:
     """What stands in the table."""
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
-    return name if not name.startswith(f"{ALGORITHM}.") else f"{'|'.join(sorted(groups))}.{name.partition('.')[2]}"
+    if not name.startswith(f"{ALGORITHM}."):
+        return name
+    return f"{'|'.join(sorted(groups))}.{name.partition('.')[2]}"
 
 
 def meaning(run: RunFiles, name: str) -> dict[str, str]:
@@ -71,22 +88,35 @@ def meaning(run: RunFiles, name: str) -> dict[str, str]:
 
     Numbers of two runs can be compared where these are the same.
 
-    A loss depends on the algorithm and its options, a reward on what gives it, and both on the rows they are measured on. Time,
-    memory, lengths and the like depend on none of these.
+    A loss depends on the algorithm and its options, a reward on what gives it, and both on the rows
+    they are measured on. Time, memory, lengths and the like depend on none of these.
     """
-    about, last = find(name), last_part(name)
+    about = find(name)
+    last = last_part(name)
     group = about.group if about is not None else ""
-    options, algorithm = dict(configuration.flat(run.config)), configuration.algorithm(run) or ""
+    options = dict(configuration.flat(run.config))
+    algorithm = configuration.algorithm(run) or ""
     told: list[str] = []
     loss = last.endswith("loss")
     if group in (REWARD, CRITIC):
         known = any(not configuration.unset(options.get(option)) for option in SOURCES[:4])
         told += SOURCES if known else ()
-    elif not loss and group != PREFERENCES and last not in ("accuracy", "token_accuracy", "nll", "perplexity"):
+    elif (
+        not loss
+        and group != PREFERENCES
+        and last not in ("accuracy", "token_accuracy", "nll", "perplexity")
+    ):
         return {ALGORITHM: algorithm} if last == "grad_norm" else {}
     if (loss or group == PREFERENCES) and last not in FREE_OF_SCALE and algorithm not in POLICIES:
-        told += [option for option in options if option.startswith(f"{algorithm}.") and ".gen." not in option]
-    valid = [f"dataset.{option}" for option in VALIDATION_ROWS] if name.startswith(EVAL) else []
+        told += [
+            option
+            for option in options
+            if option.startswith(f"{algorithm}.") and ".gen." not in option
+        ]
+    if name.startswith(EVAL):
+        valid = [f"dataset.{option}" for option in VALIDATION_ROWS]
+    else:
+        valid = []
     given = valid and not configuration.unset(options.get(valid[0]))
     told += valid[:1] if given else [*valid, *(f"dataset.{option}" for option in TRAINING_ROWS)]
     kind = {ALGORITHM: algorithm} if group not in (REWARD, CRITIC) else {}
@@ -94,18 +124,23 @@ def meaning(run: RunFiles, name: str) -> dict[str, str]:
 
 
 def apart(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
-    """The options that keep the runs' numbers from being compared, where each calls the measure by its name in `names`. A run
-    whose configuration is not known keeps from nothing."""
+    """The options that keep the runs' numbers from being compared, where each calls the measure by
+    its name in `names`. A run whose configuration is not known keeps from nothing.
+    """
     found = [meaning(run, name) for run, name in zip(runs, names, strict=True) if run.config]
     options = dict.fromkeys(option for each in found for option in each)
-    return [option for option in options if len({each[option] for each in found if option in each}) > 1]
+    return [
+        option for option in options if len({each[option] for each in found if option in each}) > 1
+    ]
 
 
 def versions(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """What they were computed with, where that differs."""
     starts = [run.record.get("starts") for run in runs]
     last = [
-        dict(found[-1]) if isinstance(found, list) and found and isinstance(found[-1], Mapping) else {}
+        dict(found[-1])
+        if isinstance(found, list) and found and isinstance(found[-1], Mapping)
+        else {}
         for found in starts
     ]
     told = [{**(one.get("versions") or {}), **{key: one.get(key) for key in FACTS}} for one in last]

@@ -18,7 +18,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def filmstrip(rows: Rows) -> str:
-    """A strip a prompt: what the model answered at several steps, beside each other. Empty without answers."""
+    """A strip a prompt: what the model answered at several steps, beside each other.
+
+    Empty without answers.
+    """
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:
         if finite(row.get("step")):
@@ -29,7 +32,8 @@ def filmstrip(rows: Rows) -> str:
     strips = "".join(_strip(answers, steps) for answers in list(found.values())[:STRIPS])
     more = len(found) - STRIPS
     note = (
-        "The same prompts, answered greedily at several steps: scroll sideways. Answers that are the same as the one before "
+        "The same prompts, answered greedily at several steps: scroll sideways. Answers that are "
+        "the same as the one before "
         "are grey."
     ) + (f" {more} more prompts are in {FILE}." if more > 0 else "")
     return f'<p class="note">{note}</p>{strips}'
@@ -38,7 +42,10 @@ def filmstrip(rows: Rows) -> str:
 def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -> str:
     there = [answers[step] for step in steps if step in answers]
     before = [None, *(row.get("completion") for row in there)]
-    frames = "".join(_frame(row, same=row.get("completion") == last) for row, last in zip(there, before, strict=False))
+    frames = "".join(
+        _frame(row, same=row.get("completion") == last)
+        for row, last in zip(there, before, strict=False)
+    )
     prompt = shown(str(there[0].get("prompt") or "")) if there else ""
     return (
         f'<article class="strip"><div class="prompt" tabindex="0" aria-label="prompt">{prompt}</div>'
@@ -48,8 +55,14 @@ def _strip(answers: Mapping[float, Mapping[str, Any]], steps: Sequence[float]) -
 
 def _frame(row: Mapping[str, Any], *, same: bool) -> str:
     said = shown(str(row.get("completion") or "")) or '<span class="quiet">(empty)</span>'
-    cut = ' <span class="warn">cut by length</span>' if row.get("finish_reason") == "length" else ""
-    tokens = f"{escape(number(float(row['tokens'])))} tokens" if finite(row.get("tokens")) else ""
+    if row.get("finish_reason") == "length":
+        cut = ' <span class="warn">cut by length</span>'
+    else:
+        cut = ""
+    if finite(row.get("tokens")):
+        tokens = f"{escape(number(float(row['tokens'])))} tokens"
+    else:
+        tokens = ""
     return (
         f'<li class="frame{" same" if same else ""}"><b>Step {escape(number(float(row["step"])))}</b>'
         f'<div class="completion">{said}</div><footer><span>{tokens}</span>{cut}</footer></li>'

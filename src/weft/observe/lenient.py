@@ -1,4 +1,7 @@
-"""What can be used of a run's files. Any of them may be damaged, and one bad run must not keep the others from being shown."""
+"""What can be used of a run's files.
+
+Any of them may be damaged, and one bad run must not keep the others from being shown.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from weft.reading import MOST_DEPTH, read_object, read_yaml
 
 
 def cleaned(value: Any, depth: int = 0) -> Any:
-    """Return nested plain values that any output can write: names are texts, texts hold no half characters (half of a
-    surrogate pair), and what is neither number, text nor container, such as a date, is its text.
+    """Return nested plain values that any output can write: names are texts, texts hold no half
+    characters (half of a surrogate pair), and what is neither number, text nor container, such as a
+    date, is its text.
 
     Raises `ValueError` for values that nest too deep.
     """
@@ -27,7 +31,9 @@ def cleaned(value: Any, depth: int = 0) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty where the file is missing, no regular file, damaged, or holds something else."""
+    """Return the object in a file; empty where the file is missing, no regular file, damaged, or
+    holds something else.
+    """
     try:
         return dict(cleaned(read_object(path, str(path))))
     except ValueError:  # which a `UserError` is too
@@ -35,7 +41,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options in a `config.yaml`; empty where there is none. Raises `ConfigError` where it cannot be read."""
+    """Return the options in a `config.yaml`; empty where there is none.
+
+    Raises `ConfigError` where it cannot be read.
+    """
     if not path.exists():
         return {}
     found = read_yaml(path, str(path), ConfigError)

@@ -11,14 +11,18 @@ from pathlib import Path
 from weft.errors import TRANSPORTS
 from weft.writing import opened
 
-RUN_LOG, WORKERS, SLURM = "log.txt", "logs", "slurm"
+RUN_LOG = "log.txt"
+WORKERS = "logs"
+SLURM = "slurm"
 WORKER = re.compile(r"worker-(\d+)")
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
 # What a line looks like that says why a process ended, and where a traceback begins.
 TRACEBACK = "Traceback (most recent call last):"
 FAILURE = re.compile(
-    r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core dumped|"
-    r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: \d+ of \d+ nodes have joined"
+    r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core "
+    r"dumped|"
+    r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: "
+    r"\d+ of \d+ nodes have joined"
 )
 # How Slurm tells that a step of a job was ended, which is how every job of weft ends Ray.
 ENDED = re.compile(r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$")
@@ -80,7 +84,11 @@ def log_files(run: Path) -> list[LogFile]:
 def failure(file: LogFile) -> Failure | None:
     """The first failure that a file tells of, or None."""
     lines = file.lines()
-    told = (n for n, line in enumerate(lines) if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line)))
+    told = (
+        n
+        for n, line in enumerate(lines)
+        if TRACEBACK in line or (FAILURE.search(line) and not ENDED.search(line))
+    )
     start = next(told, None)
     if start is None:
         return None
@@ -92,18 +100,23 @@ def failure(file: LogFile) -> Failure | None:
     text = lines[start:end]
     if len(text) > BLOCK_LINES:
         text = [*text[: BLOCK_LINES // 2], "  ...", *text[-BLOCK_LINES // 2 :]]
-    return Failure(file, start + 1, _when(lines[start::-1]) or file.path.stat().st_mtime, tuple(text))
+    return Failure(
+        file, start + 1, _when(lines[start::-1]) or file.path.stat().st_mtime, tuple(text)
+    )
 
 
 def failures(files: Iterable[LogFile]) -> list[Failure]:
-    """One of each file that failed, earliest first, those that say only that a neighbour is gone last. A file without times is
-    as old as its last line: who fails first falls silent first."""
+    """One of each file that failed, earliest first, those that say only that a neighbour is gone
+    last. A file without times is as old as its last line: who fails first falls silent first.
+    """
     found = [each for file in files if (each := failure(file)) is not None]
     return sorted(found, key=lambda each: (each.is_of_others, each.when))
 
 
 def _ends_traceback(line: str) -> bool:
-    """Whether this line, after a traceback's beginning, names the exception: the first that is not set in."""
+    """Whether this line, after a traceback's beginning, names the exception: the first that is not
+    set in.
+    """
     bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)  # what others put before each line
     return bool(bare) and not bare[0].isspace()
 

@@ -1,6 +1,8 @@
-"""What the names on a line of `metrics.jsonl` mean: which one is the headline, which go together, which way is better.
+"""What the names on a line of `metrics.jsonl` mean: which one is the headline, which go together,
+which way is better.
 
-Names are `{node}/{metric}`, `time/{mfc}`, `eval/...`, and a few without a node (`step`, `epoch`, `step_seconds`).
+Names are `{node}/{metric}`, `time/{mfc}`, `eval/...`, and a few without a node (`step`, `epoch`,
+`step_seconds`).
 """
 
 from __future__ import annotations
@@ -18,15 +20,35 @@ LARGEST = 1e100  # of the numbers that are shown: squares and sums of them are n
 
 # Last parts of names, most telling first: the first that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
-# Of models that judge, what tells more than the loss does: by the algorithm, or by a metric that they alone have.
+# Of models that judge, what tells more than the loss does: by the algorithm, or by a metric that
+# they alone have.
 JUDGED = {"rw": "accuracy", "dpo": "accuracies"}
 MARKS_OF_JUDGES = {"kendalltau": "accuracy", "accuracies": "accuracies"}
 # Shown before all others, in this order; the rest is a click away.
 TELLING = (
-    "reward", "accuracy", "accuracies", "token_accuracy", "loss", "value_loss", "perplexity", "kl", "kl_exact", "margin",
-    "margins", "kendalltau", "response_length", "entropy", "reward_std", "frac_reward_zero_std", "truncated_fraction",
-    "clip_ratio", "explained_variance", "grad_norm", "learning_rate", "tokens_per_second",
-)  # fmt: skip
+    "reward",
+    "accuracy",
+    "accuracies",
+    "token_accuracy",
+    "loss",
+    "value_loss",
+    "perplexity",
+    "kl",
+    "kl_exact",
+    "margin",
+    "margins",
+    "kendalltau",
+    "response_length",
+    "entropy",
+    "reward_std",
+    "frac_reward_zero_std",
+    "truncated_fraction",
+    "clip_ratio",
+    "explained_variance",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+)
 RISING = (
     "reward",
     "accuracy",
@@ -62,7 +84,11 @@ def last_part(name: str) -> str:
 
 def finite(value: object) -> bool:
     """Return whether a value of a line is a number to show; null stands for NaN and the infinities."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -LARGEST < value < LARGEST
+    )
 
 
 def is_step(value: object) -> bool:
@@ -77,31 +103,47 @@ def direction(name: str) -> int:
         return 0
     if any(last == word or last.endswith(f"_{word}") for word in RISING):
         return 1
-    return -1 if any(last == word or last.endswith(f"_{word}") for word in FALLING) else 0
+    if any(last == word or last.endswith(f"_{word}") for word in FALLING):
+        return -1
+    return 0
 
 
 def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """The training metric that tells how a run goes: reward; of reward models and DPO the accuracy; else loss, else accuracy.
-    None without any of them."""
+    """The training metric that tells how a run goes: reward; of reward models and DPO the accuracy;
+    else loss, else accuracy. None without any of them.
+    """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [last_part(name) for name in known]
     judged = JUDGED.get(algorithm or "")
     if algorithm is None:
         judged = next((MARKS_OF_JUDGES[last] for last in lasts if last in MARKS_OF_JUDGES), None)
-    wanted = HEADLINES if judged is None else (HEADLINES[0], judged, *HEADLINES[1:])
+    if judged is None:
+        wanted: tuple[str, ...] = HEADLINES
+    else:
+        wanted = (HEADLINES[0], judged, *HEADLINES[1:])
     return next((known[lasts.index(word)] for word in wanted if word in lasts), None)
 
 
 def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
-    """The validation metric, over all sources, of what the training metric `name` measures; else of the reward, accuracy or
-    loss. None for a run that is not evaluated."""
+    """The validation metric, over all sources, of what the training metric `name` measures; else of
+    the reward, accuracy or loss. None for a run that is not evaluated.
+    """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], last_part(name))
-    return next((f"{EVAL}{word}" for word in (*own, "reward", "accuracy", "loss") if f"{EVAL}{word}" in known), None)
+    return next(
+        (
+            f"{EVAL}{word}"
+            for word in (*own, "reward", "accuracy", "loss")
+            if f"{EVAL}{word}" in known
+        ),
+        None,
+    )
 
 
 def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """The metric to show where there is room for one number: of the validation rows where there are any, else of training."""
+    """The metric to show where there is room for one number: of the validation rows where there are
+    any, else of training.
+    """
     known = list(names)
     name = headline(known, algorithm)
     return evaluation_of(name, known) or name
@@ -110,32 +152,48 @@ def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
 def rank(name: str) -> tuple[int, int]:
     """Sorts names by how much they tell: evaluation beside its metric, unknown ones last."""
     last = last_part(name)
-    place = TELLING.index(last) if last in TELLING and not name.startswith(TIME) else len(TELLING)
+    if last in TELLING and not name.startswith(TIME):
+        place = TELLING.index(last)
+    else:
+        place = len(TELLING)
     return place, 0 if name.startswith(EVAL) else 1
 
 
 def title(name: str) -> str:
-    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip ratio`, `eval/reward` ->
-    `eval reward`."""
+    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip
+    ratio`, `eval/reward` -> `eval reward`.
+    """
     last = last_part(name)
     told = TITLES.get(last) or last.replace("_", " ")
     return f"eval {told}" if name.startswith(EVAL) else told
 
 
 def tokens_per_second(line: Line) -> float | None:
-    """Tokens trained per second of the whole step; where nobody counted tokens, what a node says of itself."""
+    """Tokens trained per second of the whole step; where nobody counted tokens, what a node says of
+    itself.
+    """
     seconds = line.get("step_seconds")
-    counts = [value for name, value in line.items() if last_part(name) == "num_tokens" and value is not None]
+    counts = [
+        value
+        for name, value in line.items()
+        if last_part(name) == "num_tokens" and value is not None
+    ]
     if counts and seconds:
         return max(counts) / seconds
-    rates = [value for name, value in line.items() if last_part(name) == "tokens_per_second" and value is not None]
+    rates = [
+        value
+        for name, value in line.items()
+        if last_part(name) == "tokens_per_second" and value is not None
+    ]
     return max(rates) if rates else None
 
 
 def call_seconds(line: Line) -> dict[str, float]:
     """Seconds by call of one step, as they stand on the line."""
     return {
-        name.removeprefix(TIME): value for name, value in line.items() if name.startswith(TIME) and value is not None
+        name.removeprefix(TIME): value
+        for name, value in line.items()
+        if name.startswith(TIME) and value is not None
     }
 
 
@@ -160,7 +218,10 @@ def duration(seconds: float) -> str:
     if seconds < 60 or seconds >= 1e12:
         return f"{seconds:.1f} s" if seconds < 1e12 else f"{number(seconds)} s"
     whole = round(seconds)
-    minutes, hours = whole // 60, whole // 3600
+    minutes = whole // 60
+    hours = whole // 3600
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    if hours:
+        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}"

@@ -26,13 +26,20 @@ from weft.observe.timeline import RUN, Timeline
 from weft.redaction import redacted
 from weft.writing import destination
 
-METRICS, SAMPLES, TIMELINE, LOG = "metrics.jsonl", "samples.jsonl", "timeline.json", RUN_LOG
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+TIMELINE = "timeline.json"
+LOG = RUN_LOG
 
 
 class Observer:
-    """One run's observer. Everything may be called from the thread that drives the run; nothing here changes what is computed.
+    """One run's observer.
 
-    `memory` gives the peak memory of the run in GiB; it fills `peak_memory_gb` where a line does not hold it.
+    Everything may be called from the thread that drives the run; nothing here changes what is
+    computed.
+
+    `memory` gives the peak memory of the run in GiB; it fills `peak_memory_gb` where a line does
+    not hold it.
     """
 
     def __init__(
@@ -46,9 +53,12 @@ class Observer:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
-        self._sinks, self._view = list(sinks), view or make_view("", progress=False)
-        self._every, self._memory = log_freq_steps, memory
-        self._metrics, self._samples = StepFile(directory / METRICS), StepFile(directory / SAMPLES)
+        self._sinks = list(sinks)
+        self._view = view or make_view("", progress=False)
+        self._every = log_freq_steps
+        self._memory = memory
+        self._metrics = StepFile(directory / METRICS)
+        self._samples = StepFile(directory / SAMPLES)
         self.timeline = Timeline(directory / TIMELINE)
         self._renewal = Renewal(directory, self.note)
         self._closed = False
@@ -64,15 +74,26 @@ class Observer:
         memory: Callable[[], float] = peak_memory_gb,
         view: View | None = None,
     ) -> Observer:
-        """The observer of a run whose directory exists: starts its loggers, cuts its files to `run.resumed_step` steps, and
-        shows `view`, or else the live view where the output is a terminal and `progress` is on. Raises `UserError` where a
-        logger cannot start, or something that is no file has the name of one."""
-        earlier = max((int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row), default=0)
+        """The observer of a run whose directory exists: starts its loggers, cuts its files to
+        `run.resumed_step` steps, and shows `view`, or else the live view where the output is a
+        terminal and `progress` is on. Raises `UserError` where a logger cannot start, or something
+        that is no file has the name of one.
+        """
+        earlier = max(
+            (int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row),
+            default=0,
+        )
         for name in (METRICS, SAMPLES):
             destination(run.directory / name)  # refused before the first step
         run = replace(run, logged=earlier)
         view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
-        observer = cls(run.directory, make_sinks(loggers, run), view, log_freq_steps=log_freq_steps, memory=memory)
+        observer = cls(
+            run.directory,
+            make_sinks(loggers, run),
+            view,
+            log_freq_steps=log_freq_steps,
+            memory=memory,
+        )
         observer.truncate(run.resumed_step)
         view.start()
         observer._report_lost_lines(run)
@@ -81,19 +102,31 @@ class Observer:
     def _report_lost_lines(self, run: RunInfo) -> None:
         """Note the steps that this folder's run has done and that have no line any more."""
         starts = RunRecord.read(run.directory).starts
-        before = starts[0].step if starts else 0  # of another run's point, whose lines are in that run's folder
+        # of another run's point, whose lines are in that run's folder
+        before = starts[0].step if starts else 0
         lost = self._metrics.missing(before + 1, run.resumed_step)
         if lost:
             self.note(
-                f"warning: {METRICS} is damaged: no line can be read of step {listed(lost)} ({len(lost)} of "
-                f"{run.resumed_step - before} steps). Training goes on exactly; reports lack these steps"
+                f"warning: {METRICS} is damaged: no line can be read of step {listed(lost)} "
+                f"({len(lost)} of "
+                f"{run.resumed_step - before} steps). Training goes on exactly; reports lack "
+                f"these steps"
             )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
-        """How many steps there will be in all (None: nobody knows), and how many an earlier process has done."""
-        earlier = [row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))] if done else []
+        """How many steps there will be in all (None: nobody knows), and how many an earlier process
+        has done.
+        """
+        if done:
+            earlier = [
+                row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))
+            ]
+        else:
+            earlier = []
         self._view.expect(
-            total_steps, done, [{name: value for name, value in row.items() if finite(value)} for row in earlier]
+            total_steps,
+            done,
+            [{name: value for name, value in row.items() if finite(value)} for row in earlier],
         )
 
     @property
@@ -122,7 +155,9 @@ class Observer:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured of the last step after its line had been written: it goes onto that line, and to the loggers."""
+        """What was measured of the last step after its line had been written: it goes onto that
+        line, and to the loggers.
+        """
         with self._told(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {name: float(value) for name, value in metrics.items() if finite(value)}
@@ -130,8 +165,10 @@ class Observer:
             sink.log(step, numbers)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples of a step: mappings with `prompt`, `completion` and what else is known (`id`, `reward`, `finished`). The
-        terminal and loggers show those that the model wrote; rows of the data have a `rank` or a `loss`."""
+        """Samples of a step: mappings with `prompt`, `completion` and what else is known (`id`,
+        `reward`, `finished`). The terminal and loggers show those that the model wrote; rows of the
+        data have a `rank` or a `loss`.
+        """
         with self._told(SAMPLES):
             self._samples.extend({"step": step, **row} for row in rows)
         written = [row for row in rows if not of_dataset(row)]
@@ -143,7 +180,9 @@ class Observer:
 
     @contextmanager
     def span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
-        """Time a phase on a track of the timeline: `roles/actor`, `host/reward`, or, by default, one of the run's own."""
+        """Time a phase on a track of the timeline: `roles/actor`, `host/reward`, or, by default,
+        one of the run's own.
+        """
         with self._view.doing(name), self.timeline.span(name, track or f"{RUN}/{name}", **args):
             yield
 
@@ -176,8 +215,9 @@ class Observer:
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
-        """End the live view with one line that sums up, one that judges the run, and the `last` ones; and the loggers. A second
-        call does nothing."""
+        """End the live view with one line that sums up, one that judges the run, and the `last`
+        ones; and the loggers. A second call does nothing.
+        """
         if self._closed:
             return
         self._closed = True
@@ -206,4 +246,6 @@ class Observer:
         except UserError as error:  # something that is no file has its name
             raise RunError(f"{file} cannot be written: {error}") from error
         except OSError as error:
-            raise RunError(f"{self.directory / file} cannot be written: {error.strerror or error}") from error
+            raise RunError(
+                f"{self.directory / file} cannot be written: {error.strerror or error}"
+            ) from error

@@ -1,4 +1,6 @@
-"""How far a run is and how it goes, without a terminal: counts, pace, the headline's history, one plain line a step."""
+"""How far a run is and how it goes, without a terminal: counts, pace, the headline's history, one
+plain line a step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.observe import trend
-from weft.observe.metrics import ROWS, duration, evaluation_of, headline, last_part, number, title, tokens_per_second
+from weft.observe.metrics import (
+    ROWS,
+    duration,
+    evaluation_of,
+    headline,
+    last_part,
+    number,
+    title,
+    tokens_per_second,
+)
 
 RECENT = 50  # steps whose pace the remaining time is taken from
 BARS = "▁▂▃▄▅▆▇█"
@@ -26,7 +37,10 @@ BESIDE = (
 
 @dataclass
 class Pace:
-    """What has been measured so far, times in this process alone. `clock` gives seconds that only grow."""
+    """What has been measured so far, times in this process alone.
+
+    `clock` gives seconds that only grow.
+    """
 
     clock: Callable[[], float] = time.monotonic
     total: int | None = None
@@ -34,7 +48,8 @@ class Pace:
     epoch: float = 0.0
     name: str | None = None  # of the headline
     values: list[float] = field(default_factory=list)
-    evaluations: dict[str, list[float]] = field(default_factory=dict)  # `eval/...` over all sources -> its values
+    # `eval/...` over all sources -> its values
+    evaluations: dict[str, list[float]] = field(default_factory=dict)
     latest: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,9 +60,12 @@ class Pace:
         self._rows: float | None = None  # of an evaluation
         self._whole = True  # whether `values` begin with the run
 
-    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
-        """`total` steps in all, `done` of them by an earlier process, which left the lines `earlier`. The clock of the first
-        step starts here."""
+    def expect(
+        self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
+        """`total` steps in all, `done` of them by an earlier process, which left the lines
+        `earlier`. The clock of the first step starts here.
+        """
         self.total, self.done, self._since = total, done, done
         self._whole = bool(earlier) or done == 0
         for line in earlier:
@@ -59,7 +77,9 @@ class Pace:
         now = self.clock()
         self._seconds.append(now - self._last)  # with what lies between steps: evaluation, saving
         self._last = now
-        self.done, self.epoch, self.latest = int(numbers["step"]), numbers.get("epoch", self.epoch), numbers
+        self.done = int(numbers["step"])
+        self.epoch = numbers.get("epoch", self.epoch)
+        self.latest = numbers
         self._note(numbers)
 
     def _note(self, numbers: Mapping[str, float]) -> None:
@@ -90,7 +110,9 @@ class Pace:
         return trend.best(self.name, self.values)[0]
 
     def beside(self, count: int = 3) -> list[tuple[str, float]]:
-        """(title, value) of the latest line's other telling numbers, most telling first, one of each kind."""
+        """(title, value) of the latest line's other telling numbers, most telling first, one of
+        each kind.
+        """
         found: dict[str, float] = {}
         for word in BESIDE:
             for name, value in self.latest.items():
@@ -100,9 +122,9 @@ class Pace:
 
     def counted(self) -> str:
         """`step 12/60`, or `step 12` where the end is not known."""
-        return (
-            f"step {self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else f"step {self.done}"
-        )
+        if self.total is not None:
+            return f"step {self.done:>{len(str(self.total))}}/{self.total}"
+        return f"step {self.done}"
 
     def text(self) -> str:
         """The latest step as one plain line."""
@@ -118,7 +140,9 @@ class Pace:
         return "  ".join(parts)
 
     def evaluated(self) -> list[tuple[str, float]]:
-        """(metric, value) of the latest line's evaluation over all sources: what the headline measures, or else the loss."""
+        """(metric, value) of the latest line's evaluation over all sources: what the headline
+        measures, or else the loss.
+        """
         name = evaluation_of(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
 
@@ -127,7 +151,9 @@ class Pace:
         return ", ".join(self.summary_parts(status))
 
     def summary_parts(self, status: str) -> list[str]:
-        """Return how the run ended, then the course of each evaluation and that of the headline metric in training."""
+        """Return how the run ended, then the course of each evaluation and that of the headline
+        metric in training.
+        """
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
@@ -141,7 +167,8 @@ class Pace:
 
 
 def course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within noise)`.
+    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within
+    noise)`.
 
     `name` and `rows` are those of an evaluation, as for `trend.change`.
     """
@@ -158,7 +185,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
     count = min(width, len(values))
     edges = [round(index * len(values) / count) for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     if high == low:
         return BARS[3] * count
-    return "".join(BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means)
+    return "".join(
+        BARS[min(len(BARS) - 1, int((mean - low) / (high - low) * len(BARS)))] for mean in means
+    )

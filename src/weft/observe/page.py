@@ -1,4 +1,6 @@
-"""The frame of every page: one file that asks the network for nothing, and lets no script run but its own."""
+"""The frame of every page: one file that asks the network for nothing, and lets no script run but
+its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from weft import writing
 
 CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 HERE = Path(__file__).parent
-SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")  # one after the other, in one scope
+# one after the other, in one scope
+SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page holds. One with a `live` tag, which its server knows this version by, renews itself from where it was loaded;
-    `home` is where its mark leads."""
+    """What a page holds.
+
+    One with a `live` tag, which its server knows this version by, renews itself from where it was
+    loaded; `home` is where its mark leads.
+    """
 
     title: str
     top: str
@@ -57,7 +63,8 @@ class Page:
             live=f' data-live="{escape(self.live)}"' if self.live else "",
             js=code,
             connect="'self'" if self.live else "'none'",
-            script_hash="sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
+            script_hash="sha256-"
+            + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
         )
 
 

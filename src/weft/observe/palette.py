@@ -1,6 +1,8 @@
-"""Colours of roles, the same in the graph, the timeline and the report, on light and on dark ground.
+"""Colours of roles, the same in the graph, the timeline and the report, on light and on dark
+ground.
 
-Each is told apart from its neighbours with the common colour-vision deficiencies, and has a contrast of at least 3:1.
+Each is told apart from its neighbours with the common colour-vision deficiencies, and has a
+contrast of at least 3:1.
 """
 
 from __future__ import annotations
@@ -17,12 +19,24 @@ class Hue:
     dark: str
 
 
-INDIGO, ORANGE, TEAL = Hue("#4a5bd4", "#93a0ff"), Hue("#c05d0c", "#f2a65e"), Hue("#0b8074", "#52c7b8")
-MAGENTA, SKY, OLIVE = Hue("#b0357f", "#ec8fc8"), Hue("#1f77b0", "#72b9ea"), Hue("#6f7212", "#c8c65c")
+INDIGO = Hue("#4a5bd4", "#93a0ff")
+ORANGE = Hue("#c05d0c", "#f2a65e")
+TEAL = Hue("#0b8074", "#52c7b8")
+MAGENTA = Hue("#b0357f", "#ec8fc8")
+SKY = Hue("#1f77b0", "#72b9ea")
+OLIVE = Hue("#6f7212", "#c8c65c")
 GREY = Hue("#646b78", "#a0a7b4")
 HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
-DARK = "@media (prefers-color-scheme:dark)"  # what an SVG of ours has its colours on dark ground under
-KNOWN = {"actor": INDIGO, "model": INDIGO, "critic": ORANGE, "ref": TEAL, "reward": MAGENTA, "rew": MAGENTA}
+# what an SVG of ours has its colours on dark ground under
+DARK = "@media (prefers-color-scheme:dark)"
+KNOWN = {
+    "actor": INDIGO,
+    "model": INDIGO,
+    "critic": ORANGE,
+    "ref": TEAL,
+    "reward": MAGENTA,
+    "rew": MAGENTA,
+}
 
 
 def role_hues(roles: Iterable[str]) -> dict[str, Hue]:

@@ -1,4 +1,6 @@
-"""The plan of a run as people read it before the first step: a short table, and everything else for those who ask."""
+"""The plan of a run as people read it before the first step: a short table, and everything else for
+those who ask.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from dataclasses import dataclass
 LABEL = 14  # columns that labels take at most; a longer one pushes its own text to the right
 ROW_LINES = 2  # that a row of the table takes on a terminal; what is longer ends in an ellipsis
 LINES = 10  # of the whole table on a terminal
-ARROW, GLUED = " -> ", " ->\N{NO-BREAK SPACE}"  # a line never ends in an arrow's middle
+ARROW = " -> "
+GLUED = " ->\N{NO-BREAK SPACE}"  # a line never ends in an arrow's middle
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`rows` are (label, text) of the table; `notes` stand below it; `details` are for the log and for `--verbose`. Rows with a
-    `hidden` label are left out."""
+    """`rows` are (label, text) of the table; `notes` stand below it; `details` are for the log and
+    for `--verbose`. Rows with a `hidden` label are left out.
+    """
 
     rows: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
@@ -42,15 +46,21 @@ class Plan:
         if short and width is not None:
             rooms = _rooms([len(lines) for lines in cells])
             cells = [
-                lines if len(lines) <= room else _cut(lines, room, width - (len(begin) if room == 1 else column + 2))
+                lines
+                if len(lines) <= room
+                else _cut(lines, room, width - (len(begin) if room == 1 else column + 2))
                 for begin, lines, room in zip(begins, cells, rooms, strict=True)
             ]
         for begin, lines in zip(begins, cells, strict=True):
-            yield from (f"{begin if at == 0 else ' ' * (column + 2)}{line}" for at, line in enumerate(lines))
+            yield from (
+                f"{begin if at == 0 else ' ' * (column + 2)}{line}" for at, line in enumerate(lines)
+            )
 
 
 def _rooms(needed: Sequence[int]) -> list[int]:
-    """Lines that each row gets: what it needs, at most two; where all are too many, the last rows get one first."""
+    """Lines that each row gets: what it needs, at most two; where all are too many, the last rows
+    get one first.
+    """
     rooms = [min(lines, ROW_LINES) for lines in needed]
     for at in reversed(range(len(rooms))):
         if sum(rooms) <= LINES:
@@ -66,9 +76,14 @@ def _cut(lines: Sequence[str], room: int, width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int, first: int, others: int) -> list[str]:
-    """Lines for a terminal of `width` columns, of which the first line has `first` taken and the others `others`."""
+    """Lines for a terminal of `width` columns, of which the first line has `first` taken and the
+    others `others`.
+    """
     filler = textwrap.TextWrapper(
-        max(width, others + 20), initial_indent=" " * first, subsequent_indent=" " * others, break_on_hyphens=False
+        max(width, others + 20),
+        initial_indent=" " * first,
+        subsequent_indent=" " * others,
+        break_on_hyphens=False,
     )
     lines = filler.wrap(text.replace(ARROW, GLUED)) or [""]
     return [line.strip(" ").replace("\N{NO-BREAK SPACE}", " ") for line in lines]

@@ -1,4 +1,6 @@
-"""What a person sees while a run goes on: a live view on a terminal, one plain line a step anywhere else."""
+"""What a person sees while a run goes on: a live view on a terminal, one plain line a step anywhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderHook, RenderResult
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    ConsoleRenderable,
+    Group,
+    RenderableType,
+    RenderHook,
+    RenderResult,
+)
 from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -23,12 +33,18 @@ from weft.observe.metrics import call_seconds, duration, number, title, tokens_p
 from weft.observe.pace import Pace, sparkline
 from weft.observe.plan import Plan
 
-ACCENT, QUIET, STRONG = "cyan", "bright_black", "bold"
+ACCENT = "cyan"
+QUIET = "bright_black"
+STRONG = "bold"
 NARROW = 76  # columns below which things stand under each other
 REFRESHES = 4  # a second
 SPARE_LINES = 2  # of the terminal, below the view: the cursor's and one more
-SPARKS, LEAST_SPARKS = 60, 8  # signs of the headline's course: at most, and where it ends a line at least
-UNREAD = "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
+# signs of the headline's course: at most, and where it ends a line at least
+SPARKS = 60
+LEAST_SPARKS = 8
+UNREAD = (
+    "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
+)
 FLAGGED = ("!", "yellow")  # in place of the tick, where something is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
@@ -42,23 +58,32 @@ class View(Protocol):
         ...
 
     def start(self) -> None: ...
-    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None: ...
+    def expect(
+        self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None: ...
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]: ...
     def sample(self, step: int, row: Mapping[str, Any]) -> None: ...
     def doing(self, what: str) -> AbstractContextManager[None]: ...
     def note(self, line: str) -> None: ...
     def asked(self, line: str) -> None:
-        """Somebody has asked the run to stop. Called in the handler of a signal, in the middle of anything."""
+        """Somebody has asked the run to stop.
+
+        Called in the handler of a signal, in the middle of anything.
+        """
         ...
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        """End the view with a line that sums the run up; `flagged`: something is out of range in it."""
+        """End the view with a line that sums the run up; `flagged`: something is out of range in
+        it.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Show:
-    """How a run is shown: the whole plan where `verbose` is on; by `view` in place of the terminal's own."""
+    """How a run is shown: the whole plan where `verbose` is on; by `view` in place of the
+    terminal's own.
+    """
 
     verbose: bool = False
     view: View | None = None
@@ -76,7 +101,9 @@ class Show:
 
 
 class _Output(Console):
-    """A console whose reader may go (`weft ... | head`): the run goes on, and its lines are in log.txt."""
+    """A console whose reader may go (`weft ... | head`): the run goes on, and its lines are in
+    log.txt.
+    """
 
     ends = False  # Ctrl-C reaches the reader as well, and the run does not go on
 
@@ -108,7 +135,8 @@ class PlainView:
     """One readable line a step, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._pace = console, Pace()
+        self._console = console
+        self._pace = Pace()
 
     @property
     def width(self) -> int | None:
@@ -117,7 +145,9 @@ class PlainView:
     def start(self) -> None:
         """Nothing to set up."""
 
-    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+    def expect(
+        self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         self._pace.expect(total, done, earlier)
 
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
@@ -152,7 +182,9 @@ class LiveView:
     """Drawn anew several times a second at the foot of the terminal; notes scroll by above it."""
 
     def __init__(self, run: str, console: Console) -> None:
-        self._run, self._console, self._pace = run, console, Pace()
+        self._run = run
+        self._console = console
+        self._pace = Pace()
         self._sample: tuple[int, Mapping[str, Any]] | None = None
         self._doing: list[tuple[str, float]] = []
         self._asked: str | None = None
@@ -167,7 +199,9 @@ class LiveView:
         self._live.start()
         self._console.push_render_hook(self._reflow)
 
-    def expect(self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()) -> None:
+    def expect(
+        self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         self._pace.expect(total, done, earlier)
 
     def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
@@ -187,17 +221,21 @@ class LiveView:
             self._doing.remove(entry)
 
     def note(self, line: str) -> None:
-        whole = not self._live.is_started  # then a line is not broken, so that a command can be copied
+        # then a line is not broken, so that a command can be copied
+        whole = not self._live.is_started
         self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
     def asked(self, line: str) -> None:
-        self._asked = line  # drawn with the next picture: a handler must not write into the one that is being drawn
+        # drawn with the next picture: a handler must not write into the one that is being drawn
+        self._asked = line
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
         if self._live.is_started:
             self._console.pop_render_hook()
         self._live.stop()
-        sign, colour = FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
+        sign, colour = (
+            FLAGGED if flagged and status == "finished" else OUTCOMES.get(status, ("·", QUIET))
+        )
         parts = [Text.assemble((f"{sign} ", colour), (self._run, STRONG))]
         told = self._pace.summary_parts(status)
         *first, last = told
@@ -213,7 +251,8 @@ class LiveView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         options = options.update(height=None)
-        first, last = [self._head(width), self._numbers(width)], self._now(width)
+        first = [self._head(width), self._numbers(width)]
+        last = self._now(width)
         taken = console.render_lines(_group(*first, last), options)
         room = console.size.height - len(taken) - SPARE_LINES
         calls = self._calls(width, min(8, room - 1))
@@ -224,7 +263,8 @@ class LiveView:
         for line in drawn:
             yield from line
             yield Segment.line()
-        yield Segment(" ")  # the cursor stands here, and the terminal's echo of what is typed, such as ^C
+        # the cursor stands here, and the terminal's echo of what is typed, such as ^C
+        yield Segment(" ")
 
     def _head(self, width: int) -> RenderableType:
         pace = self._pace
@@ -235,7 +275,10 @@ class LiveView:
         if pace.remaining is not None:
             times.append(f"{duration(pace.remaining)} left")
         bar = ProgressBar(
-            pace.total or 1, pace.done if pace.total else 0, pulse=pace.total is None, complete_style=ACCENT
+            pace.total or 1,
+            pace.done if pace.total else 0,
+            pulse=pace.total is None,
+            complete_style=ACCENT,
         )
         grid = Table.grid(expand=True, padding=(0, 1))
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
@@ -257,19 +300,26 @@ class LiveView:
         lines = [Text()]
         if pace.name is not None and pace.values:
             name = elided(title(pace.name), width // 3)
-            line = Text.assemble((f"{name} ", QUIET), (number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  ")
+            line = Text.assemble(
+                (f"{name} ", QUIET), (number(pace.values[-1]), f"{STRONG} {ACCENT}"), "  "
+            )
             best = f"  best {number(pace.best)}"
-            line.append(sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT)
+            line.append(
+                sparkline(pace.values, min(SPARKS, width - line.cell_len - len(best))), ACCENT
+            )
             line.append(best, QUIET)
             lines.append(_line(line))
         facts = [(title(name), number(values[-1])) for name, values in pace.evaluations.items()]
         facts += [(name, number(value)) for name, value in pace.beside()]
-        rate, seconds = tokens_per_second(pace.latest), pace.latest.get("step_seconds")
+        rate = tokens_per_second(pace.latest)
+        seconds = pace.latest.get("step_seconds")
         facts += [("tokens/s", number(round(rate)))] if rate else []
         facts += [("s per step", number(seconds))] if seconds else []
         memory = pace.latest.get("peak_memory_gb")
         facts += [("peak", f"{memory:.2f} GB")] if memory else []
-        shown = [Text.assemble((f"{elided(name, width // 3)} ", QUIET), value) for name, value in facts]
+        shown = [
+            Text.assemble((f"{elided(name, width // 3)} ", QUIET), value) for name, value in facts
+        ]
         return Group(*lines, *packed(shown, width, "   "))
 
     def _calls(self, width: int, count: int) -> Table | None:
@@ -285,19 +335,29 @@ class LiveView:
         table.add_column(justify="right", style=QUIET, no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_row("", "", "", "")
-        top, whole = max(seconds.values()) or 1.0, sum(seconds.values()) or 1.0
+        top = max(seconds.values()) or 1.0
+        whole = sum(seconds.values()) or 1.0
         times = {name: f"{seconds[name]:.2f} s" for name in names}
-        room = width - max(map(len, names.values())) - max(map(len, times.values())) - len("100%") - 6
+        room = (
+            width - max(map(len, names.values())) - max(map(len, times.values())) - len("100%") - 6
+        )
         for name, shown in names.items():
             bar = Text("━" * max(1, round(room * seconds[name] / top)), ACCENT, overflow="crop")
             table.add_row(shown, times[name], f"{seconds[name] / whole:.0%}", bar)
         return table
 
     def _now(self, width: int) -> RenderableType | None:
-        lines = [Text.assemble(("■ ", "yellow"), self._asked)] if self._asked is not None else []
+        if self._asked is not None:
+            lines = [Text.assemble(("■ ", "yellow"), self._asked)]
+        else:
+            lines = []
         if self._doing:
             what, began = self._doing[-1]
-            lines.append(Text.assemble(("▸ ", ACCENT), what, (f"  {duration(time.monotonic() - began)}", QUIET)))
+            lines.append(
+                Text.assemble(
+                    ("▸ ", ACCENT), what, (f"  {duration(time.monotonic() - began)}", QUIET)
+                )
+            )
         return Group(Text(), *map(_line, lines)) if lines else None
 
     def _completion(self, width: int, lines: int) -> RenderableType | None:
@@ -316,14 +376,18 @@ class LiveView:
         shown = prompt if len(prompt) <= space else f"…{prompt[-space + 1 :]}"
         rest = max(20, room - len(shown) - 2)
         text = Text.assemble(
-            (f"{shown} ", QUIET), completion if len(completion) <= rest else f"{completion[: rest - 1]}…"
+            (f"{shown} ", QUIET),
+            completion if len(completion) <= rest else f"{completion[: rest - 1]}…",
         )
-        return Group(Text(), Rule(Text(f"a completion, {told}", QUIET), align="left", style=QUIET), text)
+        return Group(
+            Text(), Rule(Text(f"a completion, {told}", QUIET), align="left", style=QUIET), text
+        )
 
 
 class _Reflow(RenderHook):
-    """A terminal that becomes narrower breaks the lines that it shows: these rows, too, are to be wiped off before the next
-    picture, for which rich counts the lines that it wrote."""
+    """A terminal that becomes narrower breaks the lines that it shows: these rows, too, are to be
+    wiped off before the next picture, for which rich counts the lines that it wrote.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -341,7 +405,9 @@ class _Reflow(RenderHook):
 
 
 def elided(text: str, width: int) -> str:
-    """`text` in at most `width` signs, without its middle where it is longer: both ends tell names apart."""
+    """`text` in at most `width` signs, without its middle where it is longer: both ends tell names
+    apart.
+    """
     if len(text) <= width:
         return text
     end = max(0, (width - 1) * 2 // 3)
@@ -365,5 +431,6 @@ def _group(*parts: RenderableType | None) -> Group:
 
 def _line(text: Text) -> Text:
     """One that is cut where the terminal ends."""
-    text.no_wrap, text.overflow = True, "ellipsis"
+    text.no_wrap = True
+    text.overflow = "ellipsis"
     return text

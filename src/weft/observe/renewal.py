@@ -1,4 +1,6 @@
-"""Keeps `report.html` fresh while a run goes on: from the first step, now and then, and never at the cost of the run."""
+"""Keeps `report.html` fresh while a run goes on: from the first step, now and then, and never at
+the cost of the run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from weft.observe.run_files import METRICS, SAMPLES, TIMELINE
 
 SECONDS = 30.0  # between two reports, at least
 SHARE = 20.0  # a report that takes a second is built every 20 seconds at most
-LARGE = 1_000_000  # bytes of a run's files; up to here a report takes less than 0.1 s, and the run builds it itself
+# bytes of a run's files; up to here a report takes less than 0.1 s, and the run builds it itself
+LARGE = 1_000_000
 NICE = 10  # how far a process of its own stands back behind the run
 
 
@@ -36,7 +39,10 @@ def start(directory: Path) -> Process:
 
 
 class Renewal:
-    """One run's report. `tell` is told once where it cannot be built; the run goes on all the same."""
+    """One run's report.
+
+    `tell` is told once where it cannot be built; the run goes on all the same.
+    """
 
     def __init__(
         self,
@@ -47,8 +53,11 @@ class Renewal:
         build: Callable[[Path, str | None], Any] = build_report,
         start: Callable[[Path], Process] = start,
     ) -> None:
-        self._directory, self._tell = directory, tell
-        self._clock, self._build, self._start = clock, build, start
+        self._directory = directory
+        self._tell = tell
+        self._clock = clock
+        self._build = build
+        self._start = start
         self._process: Process | None = None
         self._began: float | None = None
         self._cost = 0.0  # seconds that the last one took
@@ -59,16 +68,20 @@ class Renewal:
         if self._process is not None:
             code = self._process.poll()
             if code is None:
-                self._cost = self._clock() - (self._began or 0.0)  # as far as is seen: steps may take longer
+                # as far as is seen: steps may take longer
+                self._cost = self._clock() - (self._began or 0.0)
                 return
             self._process = None
             if code:
                 self._failed(f"the process that builds it ended with exit code {code}")
-        if self._began is not None and self._clock() - self._began < max(SECONDS, SHARE * self._cost):
+        if self._began is not None and self._clock() - self._began < max(
+            SECONDS, SHARE * self._cost
+        ):
             return
         self._began = self._clock()
         if self._size() > LARGE:
-            self._process, self._cost = self._start(self._directory), 0.0
+            self._process = self._start(self._directory)
+            self._cost = 0.0
         else:
             self._here(None)
             self._cost = self._clock() - self._began

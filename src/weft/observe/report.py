@@ -1,4 +1,7 @@
-"""`report.html`: one page that shows a run, from the files in its directory. It asks the network for nothing."""
+"""`report.html`: one page that shows a run, from the files in its directory.
+
+It asks the network for nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
 def build_report(run_dir: Path | str, status: str | None = None) -> Path:
-    """Write `run_dir/report.html` anew and return its path. `status` is how the run ends, where the run does not say so yet.
+    """Write `run_dir/report.html` anew and return its path.
 
-    Works for a run that goes on and for one that has only some of its files. Raises `UserError` where `run_dir` is no run.
+    `status` is how the run ends, where the run does not say so yet.
+
+    Works for a run that goes on and for one that has only some of its files. Raises `UserError`
+    where `run_dir` is no run.
     """
     run = RunFiles.read(Path(run_dir))
     run = run if status is None else replace(run, status=status)
@@ -62,7 +68,8 @@ def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
 def _hero(run: RunFiles, chart: Chart | None) -> str:
     experiment, trial = run.title
     curve = charts.html(chart, 0, large=True) if chart else ""
-    tiles, found = sections.tiles(run), run.diagnosis
+    tiles = sections.tiles(run)
+    found = run.diagnosis
     mark = sections.status(run.status, flagged=found is not None and not found.sound)
     return (
         f'<section class="hero{"" if chart else " alone"}" id="top"><div class="intro">'
@@ -121,8 +128,11 @@ def _machine(run: RunFiles) -> str:
 
 
 def _graph(svg: str) -> str:
-    """As an image: nothing inside it can run, and its style stays its own. One for light and one for dark ground, since not
-    every browser tells an image which of them the page has; without a ground of its own."""
+    """As an image: nothing inside it can run, and its style stays its own.
+
+    One for light and one for dark ground, since not every browser tells an image which of them the
+    page has; without a ground of its own.
+    """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
     light, dark = (_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all"))
     return (

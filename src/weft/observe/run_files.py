@@ -23,21 +23,33 @@ from weft.observe.sample_rows import SAMPLES, read_samples
 from weft.observe.timeline import Span, read_spans
 from weft.redaction import masked, redacted
 
-CONFIG, STATUS, METRICS, RECORD = "config.yaml", "status.json", "metrics.jsonl", "run.json"
-HARDWARE, PROFILE = "hardware.txt", "profile"  # what the device is; the folder of traces
-TIMELINE, GRAPH, LOG = "timeline.json", "graph.svg", "log.txt"
+CONFIG = "config.yaml"
+STATUS = "status.json"
+METRICS = "metrics.jsonl"
+RECORD = "run.json"
+HARDWARE = "hardware.txt"
+PROFILE = "profile"  # what the device is; the folder of traces
+TIMELINE = "timeline.json"
+GRAPH = "graph.svg"
+LOG = "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
-STATUSES = ("running", "finished", "stopped", "failed")  # that a run writes; without one of them it is unfinished
+# that a run writes; without one of them it is unfinished
+STATUSES = ("running", "finished", "stopped", "failed")
 LOG_LINES = 400
 NUMBERS = frozenset((float, int))
-HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20  # of a timeline, whose middle a long run's report leaves out
+# of a timeline, whose middle a long run's report leaves out
+HEAD_BYTES = 1 << 20
+TAIL_BYTES = 3 << 20
 QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of one run's directory. `lines` are those of metrics.jsonl that have a step, oldest first; `samples` are
-    those of a few steps; `record` says how the run was started."""
+    """The contents of one run's directory.
+
+    `lines` are those of metrics.jsonl that have a step, oldest first; `samples` are those of a few
+    steps; `record` says how the run was started.
+    """
 
     directory: Path
     lines: Sequence[Mapping[str, Any]] = ()
@@ -57,12 +69,16 @@ class RunFiles:
         """Raises `ConfigError` where `directory` is no run's."""
         if not directory.is_dir():
             raise ConfigError(
-                f"{directory}: there is no such directory; give the folder of a run, such as runs/EXPERIMENT/TRIAL"
+                f"{directory}: there is no such directory; give the folder of a run, such as "
+                f"runs/EXPERIMENT/TRIAL"
             )
         if not any((directory / name).is_file() for name in KNOWN):
-            inside = sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}")) or ["runs/EXPERIMENT/TRIAL"]
+            inside = sorted(str(path.parent) for path in directory.glob(f"*/{CONFIG}")) or [
+                "runs/EXPERIMENT/TRIAL"
+            ]
             raise ConfigError(
-                f"{directory} holds no run (none of {', '.join(KNOWN)}); give the folder of a run, such as {inside[0]}"
+                f"{directory} holds no run (none of {', '.join(KNOWN)}); give the folder of a "
+                f"run, such as {inside[0]}"
             )
         return cls(
             directory=directory,
@@ -71,10 +87,14 @@ class RunFiles:
             spans=read_spans(directory / TIMELINE, HEAD_BYTES, TAIL_BYTES),
             graph=_text(directory / GRAPH),
             config=_options(directory / CONFIG),
-            log=[redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]],
+            log=[
+                redacted(line) for line in (_text(directory / LOG) or "").splitlines()[-LOG_LINES:]
+            ],
             status=_status(directory),
             hardware=(_text(directory / HARDWARE) or "").strip(),
-            traces=sorted(f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")),
+            traces=sorted(
+                f"{PROFILE}/{path.name}" for path in (directory / PROFILE).glob("[!.]*.json.gz")
+            ),
             record=masked(read_json(directory / RECORD)),
             answers=list(read_rows(directory / FILMSTRIP)),
         )
@@ -90,9 +110,11 @@ class RunFiles:
 
     @cached_property
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
-        """(metric -> (steps, values) where it is finite, metric -> lines on which it is NaN, infinite or too large).
+        """(metric -> (steps, values) where it is finite, metric -> lines on which it is NaN,
+        infinite or too large).
 
-        Read once, and lines with the same metrics together: a long run has a million values, which lie apart in memory.
+        Read once, and lines with the same metrics together: a long run has a million values, which
+        lie apart in memory.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()
@@ -132,7 +154,9 @@ class RunFiles:
     def diagnosis(self) -> Diagnosis | None:
         """The judgement of the run; None where it is too short for one."""
         algorithm = self.record.get("algorithm")
-        return judge(self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples)
+        return judge(
+            self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples
+        )
 
     def not_finite(self, name: str) -> int:
         """Steps whose value of a metric was NaN or infinite."""
@@ -140,7 +164,9 @@ class RunFiles:
 
 
 def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    if path.is_file():
+        return path.read_text(encoding="utf-8", errors="replace")
+    return None
 
 
 def _options(path: Path) -> dict[str, Any]:
@@ -156,7 +182,9 @@ def _status(directory: Path) -> str:
     status = str(read_json(directory / STATUS).get("status"))
     if status not in STATUSES:
         return "unfinished"
-    return "unfinished" if status == "running" and is_quiet(directory) else status
+    if status == "running" and is_quiet(directory):
+        return "unfinished"
+    return status
 
 
 def is_quiet(directory: Path) -> bool:
@@ -168,12 +196,17 @@ def is_quiet(directory: Path) -> bool:
 def _shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     """The metrics of a line, and whether all of them are floats and small whole numbers."""
     values = line.values()
-    is_plain = NUMBERS.issuperset(map(type, values)) and all(abs(v) < LARGEST for v in values if type(v) is int)
+    is_plain = NUMBERS.issuperset(map(type, values)) and all(
+        abs(v) < LARGEST for v in values if type(v) is int
+    )
     return tuple(line), is_plain
 
 
 def _extend(
-    columns: dict[str, tuple[list[float], list[float]]], name: str, steps: Iterable[float], values: list[float]
+    columns: dict[str, tuple[list[float], list[float]]],
+    name: str,
+    steps: Iterable[float],
+    values: list[float],
 ) -> None:
     if values:
         known = columns.setdefault(name, ([], []))

@@ -1,5 +1,7 @@
-"""The runs in a folder, a line each: what `weft ls` lists. Of long files only the ends are read, so a hundred runs take no
-time."""
+"""The runs in a folder, a line each: what `weft ls` lists.
+
+Of long files only the ends are read, so a hundred runs take no time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from weft.reading import MOST_YAML, read_text
 
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
-WHOLE_BYTES = 1 << 19  # of metrics.jsonl that is read whole; of a longer one half as much at each end
+# of metrics.jsonl that is read whole; of a longer one half as much at each end
+WHOLE_BYTES = 1 << 19
 SAMPLE_BYTES = 1 << 15  # the same of samples.jsonl
 REWARD = "reward"
 KEY = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
@@ -38,14 +41,17 @@ class RunSummary:
     experiment: str
     trial: str
     algorithm: str | None
-    status: str  # running, finished, stopped, failed; unfinished where nobody works on it and nobody wrote how it ended
+    # running, finished, stopped, failed; unfinished where nobody works on it and nobody wrote how
+    # it ended
+    status: str
     step: int | None
     total_steps: int | None
     metric: str | None  # the metric that tells most, of the validation rows where there are any
     value: float | None  # the last evaluation; in training the mean of the last steps
     num_bytes: int
     changed: float | None
-    diagnosis: str | None = None  # what is out of range; None where the run is too short to be judged
+    # what is out of range; None where the run is too short to be judged
+    diagnosis: str | None = None
 
     @property
     def flagged(self) -> bool:
@@ -56,15 +62,17 @@ class RunSummary:
 def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
     """The runs in `root`, in its folders and in theirs, newest first. `root` may be a run itself.
 
-    `alive` tells whether somebody works on a run that calls itself running; without it a run that has not written anything for
-    ten minutes is unfinished.
+    `alive` tells whether somebody works on a run that calls itself running; without it a run that
+    has not written anything for ten minutes is unfinished.
     """
     runs = [summarize(path, alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The directories of the runs in `root`, in the order of `list_runs`, without a look at what they hold."""
+    """The directories of the runs in `root`, in the order of `list_runs`, without a look at what
+    they hold.
+    """
     return sorted(find_runs(root), key=lambda run: (-(_changed(run) or 0.0), str(run)))
 
 
@@ -91,17 +99,25 @@ def is_run(folder: Path) -> bool:
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.is_symlink() and not p.name.startswith("."))
+        return sorted(
+            p
+            for p in folder.iterdir()
+            if p.is_dir() and not p.is_symlink() and not p.name.startswith(".")
+        )
     except OSError:
         return []
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
     """What the files of one run say, as far as they can be read."""
-    status, record, top = read_json(run / STATUS), read_json(run / RECORD), _top_keys(run / CONFIG)
+    status = read_json(run / STATUS)
+    record = read_json(run / RECORD)
+    top = _top_keys(run / CONFIG)
     lines = end_lines(run / METRICS)
     named = record.get("algorithm")
-    algorithm = (named if isinstance(named, str) else "") or next((name for name in ALGORITHMS if name in top), None)
+    algorithm = (named if isinstance(named, str) else "") or next(
+        (name for name in ALGORITHMS if name in top), None
+    )
     metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
     value = _value(metric, lines)
     found = diagnose(run, algorithm, lines)
@@ -126,8 +142,12 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     )
 
 
-def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None) -> Diagnosis | None:
-    """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read already."""
+def diagnose(
+    run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
+) -> Diagnosis | None:
+    """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read
+    already.
+    """
     metrics = end_lines(run / METRICS) if lines is None else lines
     rewarded = any(last_part(name) == REWARD for line in metrics[-1:] for name in line)
     samples = end_lines(run / SAMPLES, SAMPLE_BYTES) if rewarded else []
@@ -136,7 +156,11 @@ def diagnose(run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
     """A metric as one number: of evaluations the last, of training steps the mean of the last ones."""
-    if metric is None or not (there := [line[metric] for line in lines if metric in line]) or not finite(there[-1]):
+    if (
+        metric is None
+        or not (there := [line[metric] for line in lines if metric in line])
+        or not finite(there[-1])
+    ):
         return None
     values = [float(each) for each in there if finite(each)]
     return values[-1] if metric.startswith(EVAL) else trend.end(values)
@@ -153,7 +177,10 @@ def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool]
 
 
 def _top_keys(config: Path) -> dict[str, str]:
-    """The keys at the top of a config.yaml with what stands beside them. To parse a hundred such files would take seconds."""
+    """The keys at the top of a config.yaml with what stands beside them.
+
+    To parse a hundred such files would take seconds.
+    """
     try:
         return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
     except UserError:
@@ -161,7 +188,9 @@ def _top_keys(config: Path) -> dict[str, str]:
 
 
 def _scalars(config: Path) -> dict[str, Any]:
-    """The options of a config.yaml that are single values, nested as they stand there, as weft writes the file."""
+    """The options of a config.yaml that are single values, nested as they stand there, as weft
+    writes the file.
+    """
     if not config.is_file():
         return {}
     try:
@@ -169,7 +198,8 @@ def _scalars(config: Path) -> dict[str, Any]:
     except UserError:
         return {}
     found: dict[str, Any] = {}
-    inside: list[tuple[int, dict[str, Any]]] = [(-1, found)]  # (indentation, mapping) of the groups around a line
+    # (indentation, mapping) of the groups around a line
+    inside: list[tuple[int, dict[str, Any]]] = [(-1, found)]
     for indent, name, value in KEY.findall(text):
         while len(inside) > 1 and inside[-1][0] >= len(indent):
             inside.pop()
@@ -196,9 +226,13 @@ def last_lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
-    """The lines of a file that have a step, oldest first; of one of more than `most` bytes those at its two ends."""
+    """The lines of a file that have a step, oldest first; of one of more than `most` bytes those at
+    its two ends.
+    """
     half = most // 2
-    return _lines(path, lambda size: [(0, size)] if size <= most else [(0, half), (size - half, size)])
+    return _lines(
+        path, lambda size: [(0, size)] if size <= most else [(0, half), (size - half, size)]
+    )
 
 
 def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:
@@ -218,7 +252,10 @@ def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> lis
 
 
 def tree_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder, each once however many names it has. Links are counted, not followed."""
+    """Bytes of the files below a folder, each once however many names it has.
+
+    Links are counted, not followed.
+    """
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,7 @@
-"""`run.json` of a run: how it was started, each time, by what and where. The runtime writes it, `weft show` reads it."""
+"""`run.json` of a run: how it was started, each time, by what and where.
+
+The runtime writes it, `weft show` reads it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from weft.observe.run_files import RECORD
 
 @dataclass(frozen=True)
 class Start:
-    """One process that worked on the run. `step`: how many were done before; `commit`: of weft's own checkout, if it is one."""
+    """One process that worked on the run.
+
+    `step`: how many were done before; `commit`: of weft's own checkout, if it is one.
+    """
 
     time: float  # seconds since the epoch
     step: int = 0
@@ -28,8 +34,10 @@ class Start:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that `run.json` holds, oldest start first. `chosen`: options that nobody has set, and that weft has given a
-    value."""
+    """Everything that `run.json` holds, oldest start first.
+
+    `chosen`: options that nobody has set, and that weft has given a value.
+    """
 
     algorithm: str | None = None
     total_steps: int | None = None
@@ -41,7 +49,11 @@ class RunRecord:
         """As much of it as can be read."""
         found = read_json(run / RECORD)
         listed = found.get("starts")
-        starts = [start for each in (listed if isinstance(listed, list) else []) if (start := _start(each)) is not None]
+        starts = [
+            start
+            for each in (listed if isinstance(listed, list) else [])
+            if (start := _start(each)) is not None
+        ]
         total = found.get("total_steps")
         algorithm = found.get("algorithm")
         chosen = found.get("chosen")
@@ -64,11 +76,14 @@ def _start(value: Any) -> Start | None:
     step: Any = value.get("step", 0)
     if not finite(time) or not 0 <= time <= LAST_TIME or not is_step(step):
         return None
-    command, versions = value.get("command"), value.get("versions")
+    command = value.get("command")
+    versions = value.get("versions")
     return Start(
         time=float(time),
         step=int(step),
         command=[str(word) for word in command] if isinstance(command, list) else [],
-        versions={name: str(number) for name, number in versions.items()} if isinstance(versions, Mapping) else {},
+        versions={name: str(number) for name, number in versions.items()}
+        if isinstance(versions, Mapping)
+        else {},
         **{name: str(value.get(name) or "") for name in ("folder", "host", "hardware", "commit")},
     )

@@ -56,8 +56,10 @@ def pick(values: Sequence[T], count: int) -> list[T]:
 
 
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
-    """The rows of `steps` steps, of those that tell of single tokens where there are any. A file of a long run is large, so
-    only these are parsed."""
+    """The rows of `steps` steps, of those that tell of single tokens where there are any.
+
+    A file of a long run is large, so only these are parsed.
+    """
     lines: dict[int, list[bytes]] = {}
     told: set[int] = set()
     if not path.is_file():
@@ -70,7 +72,10 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
                 if DETAILED in line:
                     told.add(step)
     last = max(lines, default=0)
-    chosen = pick(sorted(told | {last} if told else lines), steps) if lines else []
+    if lines:
+        chosen = pick(sorted(told | {last} if told else lines), steps)
+    else:
+        chosen = []
     return [row for step in chosen for line in lines[step] if (row := _row(line)) is not None]
 
 
@@ -97,7 +102,9 @@ def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float,
         key = f"id {id}" if id is not None else f"row {len(of_step)}"
         of_step.setdefault(key, []).append(row)
     return {
-        step: [Group(step, _id(listed[0]), _ordered(listed)) for listed in list(by_id.values())[:most]]
+        step: [
+            Group(step, _id(listed[0]), _ordered(listed)) for listed in list(by_id.values())[:most]
+        ]
         for step, by_id in sorted(found.items())
     }
 

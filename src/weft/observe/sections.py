@@ -38,14 +38,18 @@ def lede(run: RunFiles) -> str:
 
 
 def shown_metrics(run: RunFiles) -> list[str]:
-    """Names of the metrics that a run is judged by: of the validation rows where there are any, then of training."""
+    """Names of the metrics that a run is judged by: of the validation rows where there are any,
+    then of training.
+    """
     name = headline(run.names, run.record.get("algorithm"))
     evaluated = evaluation_of(name, run.names)
     return [each for each in (evaluated, name) if each is not None]
 
 
 def moved(run: RunFiles, name: str) -> str:
-    """The course of a metric in a sentence: its ends and its best value, as means over several steps, with their noise."""
+    """The course of a metric in a sentence: its ends and its best value, as means over several
+    steps, with their noise.
+    """
     steps, values = run.series(name)
     what = escape(title(name))
     what = what[0].upper() + what[1:]
@@ -55,19 +59,24 @@ def moved(run: RunFiles, name: str) -> str:
     course = trend.change(values, name, rows[-1] if rows else None)
     good, at = trend.best(name, values)
     return (
-        f"{what} went from {number(course.first)} to <b>{number(course.last)}</b> ({escape(course.text())}); best "
+        f"{what} went from {number(course.first)} to <b>{number(course.last)}</b> "
+        f"({escape(course.text())}); best "
         f"{number(good)} at step {number(steps[at])}."
     )
 
 
 def status(word: str, *, flagged: bool = False) -> str:
-    """Return the mark that shows how a run stands; it has a sign of its own where something is out of range."""
+    """Return the mark that shows how a run stands; it has a sign of its own where something is out
+    of range.
+    """
     kind = f"{word} flagged" if flagged else word
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 
 
 def verdict(found: Diagnosis | None) -> str:
-    """Render what is out of range, and what to try, as a line of the first screen; empty for a run that is too short."""
+    """Render what is out of range, and what to try, as a line of the first screen; empty for a run
+    that is too short.
+    """
     if found is None:
         return ""
     kind, word = ("fine", "Check") if found.sound else ("wrong", "Look at this")
@@ -93,20 +102,40 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     for name in shown_metrics(run):
         _, values = run.series(name)
         good, _ = trend.best(name, values)
-        yield title(name), number(values[-1] if name.startswith(EVAL) else trend.end(values)), f"best {number(good)}"
+        yield (
+            title(name),
+            number(values[-1] if name.startswith(EVAL) else trend.end(values)),
+            f"best {number(good)}",
+        )
     kl = next((metric for metric in run.names if last_part(metric) == "kl"), None)
     if kl is not None:
         _, values = run.series(kl)
         yield "KL", number(trend.end(values)), f"highest {number(max(values))}"
     epochs = run.series("epoch")[1]
-    yield "steps", number(run.lines[-1]["step"]), count(round(epochs[-1], 3), "epoch") if epochs else ""
+    yield (
+        "steps",
+        number(run.lines[-1]["step"]),
+        count(round(epochs[-1], 3), "epoch") if epochs else "",
+    )
     if seconds := run.series("step_seconds")[1]:
-        yield "training time", duration(sum(seconds)), f"{number(sum(seconds) / len(seconds))} s per step"
-    names = [name for name in run.names if last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second")]
+        yield (
+            "training time",
+            duration(sum(seconds)),
+            f"{number(sum(seconds) / len(seconds))} s per step",
+        )
+    names = [
+        name
+        for name in run.names
+        if last_part(name) in ("step_seconds", "num_tokens", "tokens_per_second")
+    ]
     told = ({name: line[name] for name in names if finite(line.get(name))} for line in run.lines)
     rates = [rate for line in told if (rate := tokens_per_second(line))]
     if rates:
-        yield "tokens per second", number(round(sum(rates) / len(rates))), f"highest {number(round(max(rates)))}"
+        yield (
+            "tokens per second",
+            number(round(sum(rates) / len(rates))),
+            f"highest {number(round(max(rates)))}",
+        )
     if memory := run.series("peak_memory_gb")[1]:
         yield "peak memory", f"{max(memory):.2f} GB", ""
 

@@ -1,4 +1,7 @@
-"""Loggers a run can write to besides its own files. A third-party package is imported in its one file, when asked for."""
+"""Loggers a run can write to besides its own files.
+
+A third-party package is imported in its one file, when asked for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ class Sink(Protocol):
         ...
 
     def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Completions of one step: mappings with `prompt`, `completion` and, where there is one, `reward`."""
+        """Completions of one step: mappings with `prompt`, `completion` and, where there is one,
+        `reward`.
+        """
         ...
 
     def close(self) -> None:
@@ -33,8 +38,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told about the run. Of a run that goes on, `resumed_step` is the step it goes on from and `logged` the
-    last one in its metrics.jsonl (`Observer.open` reads it there); both are 0 for a new run."""
+    """What a logger is told about the run.
+
+    Of a run that goes on, `resumed_step` is the step it goes on from and `logged` the last one in
+    its metrics.jsonl (`Observer.open` reads it there); both are 0 for a new run.
+    """
 
     directory: Path
     experiment_name: str
@@ -45,9 +53,11 @@ class RunInfo:
 
 
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse in the first second what cannot work: an unknown logger, a missing package, a login that fails.
+    """Refuse in the first second what cannot work: an unknown logger, a missing package, a login
+    that fails.
 
-    `loggers` maps a logger's name to its options (`LoggerSpec.enabled()`). Writes nothing. Raises `UserError`.
+    `loggers` maps a logger's name to its options (`LoggerSpec.enabled()`). Writes nothing. Raises
+    `UserError`.
     """
     for name, options in loggers.items():
         if name not in NAMES:
@@ -58,14 +68,19 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[Sink]:
-    """Start every logger in `loggers` for a run whose directory exists. Raises `UserError` as `check_sinks` does."""
+    """Start every logger in `loggers` for a run whose directory exists.
+
+    Raises `UserError` as `check_sinks` does.
+    """
     check_sinks(loggers)
     return [_module(name).start(options, run) for name, options in loggers.items()]
 
 
 def missing(name: str) -> UserError:
     """The error for a logger whose package is not installed."""
-    return ConfigError(f"logger.{name}: the package {name!r} is not installed; run: {install(name)}")
+    return ConfigError(
+        f"logger.{name}: the package {name!r} is not installed; run: {install(name)}"
+    )
 
 
 def _module(name: str) -> Any:
@@ -75,4 +90,7 @@ def _module(name: str) -> Any:
 
 def table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
     """Rows of text for loggers that show tables; an absent value is an empty cell."""
-    return [["" if row.get(column) is None else str(row[column]) for column in columns] for row in samples]
+    return [
+        ["" if row.get(column) is None else str(row[column]) for column in columns]
+        for row in samples
+    ]

@@ -23,8 +23,11 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
 
 
 class TensorBoard:
-    """Event files by TensorBoard's own writer, without torch or TensorFlow. A run that goes on from step `resumed_step` marks
-    what an earlier process wrote beyond it as superseded, so that there is one curve."""
+    """Event files by TensorBoard's own writer, without torch or TensorFlow.
+
+    A run that goes on from step `resumed_step` marks what an earlier process wrote beyond it as
+    superseded, so that there is one curve.
+    """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -32,14 +35,18 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._event, self._summary, self._text = Event, Summary, text_pb
+        self._event = Event
+        self._summary = Summary
+        self._text = text_pb
         earlier = folder.is_dir() and any(folder.iterdir())
         self._writer = EventFileWriter(str(folder))
         if earlier:
             self._add(resumed_step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
+        ]
         self._add(step, summary=self._summary(value=values))
         self._writer.flush()
 

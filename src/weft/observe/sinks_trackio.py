@@ -12,12 +12,15 @@ COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raises `UserError` where a Space is to be written without a Hugging Face login; this machine needs none."""
+    """Raises `UserError` where a Space is to be written without a Hugging Face login; this machine
+    needs none.
+    """
     import huggingface_hub
 
     if options.get("space_id") and huggingface_hub.get_token() is None:
         raise ConfigError(
-            f"logger.trackio.space_id={options['space_id']!r}: there is no Hugging Face login; run `hf auth login` or set "
+            f"logger.trackio.space_id={options['space_id']!r}: there is no Hugging Face login; "
+            f"run `hf auth login` or set "
             "HF_TOKEN, or leave the option out to write on this machine"
         )
 
@@ -41,7 +44,8 @@ class Trackio:
     """Steps up to `logged`, which an earlier process of a resumed run has sent, are left out."""
 
     def __init__(self, session: Any, logged: int = 0) -> None:
-        self._session, self._logged = session, logged
+        self._session = session
+        self._logged = logged
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step > self._logged:

@@ -1,4 +1,7 @@
-"""Weights & Biases. The key comes from the environment or the login; weft neither reads nor writes it."""
+"""Weights & Biases.
+
+The key comes from the environment or the login; weft neither reads nor writes it.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,24 @@ MODES = ("online", "offline", "disabled")
 
 
 def mode_of(options: Mapping[str, Any]) -> str:
-    """The option `mode`; without one what the environment variable WANDB_MODE says, and online where it says nothing.
+    """The option `mode`; without one what the environment variable WANDB_MODE says, and online
+    where it says nothing.
 
-    Raises `UserError` for another value of the variable."""
+    Raises `UserError` for another value of the variable.
+    """
     mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
     if mode not in MODES:
-        raise ConfigError(f"WANDB_MODE={mode!r}: must be one of {', '.join(MODES)}; set or unset the variable")
+        raise ConfigError(
+            f"WANDB_MODE={mode!r}: must be one of {', '.join(MODES)}; set or unset the variable"
+        )
     return str(mode)
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Log in. Raises `UserError` where there is no key or the server does not take it; offline needs none."""
+    """Log in.
+
+    Raises `UserError` where there is no key or the server does not take it; offline needs none.
+    """
     if mode_of(options) != ONLINE:
         return
     import wandb
@@ -43,7 +53,10 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
-    """Begin the run, or go on with the one whose id lies in the run's directory. Raises `UserError` where that fails."""
+    """Begin the run, or go on with the one whose id lies in the run's directory.
+
+    Raises `UserError` where that fails.
+    """
     import wandb
 
     mode = mode_of(options)
@@ -66,23 +79,29 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
 
 
 class Wandb:
-    """A resumed run repeats steps that the server already has; those before `first` are left out, since a history there
-    only grows."""
+    """A resumed run repeats steps that the server already has; those before `first` are left out,
+    since a history there only grows.
+    """
 
     def __init__(self, session: Any, prefix: str, first: int) -> None:
-        self._session, self._first = session, first
+        self._session = session
+        self._first = first
         self._prefix = f"{prefix.rstrip('/')}/" if prefix else ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if step >= self._first:
-            self._session.log({f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step)
+            self._session.log(
+                {f"{self._prefix}{name}": value for name, value in metrics.items()}, step=step
+            )
 
     def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         import wandb
 
         if step >= self._first:
             rows = table([{**sample, "step": step} for sample in samples], COLUMNS)
-            self._session.log({f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step)
+            self._session.log(
+                {f"{self._prefix}samples": wandb.Table(columns=COLUMNS, data=rows)}, step=step
+            )
 
     def close(self) -> None:
         self._session.finish()
@@ -99,6 +118,7 @@ def _own_id(path: Path) -> str:
 
 def _failed(what: str, why: object) -> UserError:
     return ConfigError(
-        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, or write "
+        f"logger.wandb: {what}: {str(why).rstrip('.')}; run `wandb login` or set WANDB_API_KEY, "
+        f"or write "
         "logger.wandb.mode=offline (`wandb sync` sends it later)"
     )

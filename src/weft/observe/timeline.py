@@ -1,7 +1,8 @@
 """`timeline.json`: what ran when, as Chrome trace events (https://ui.perfetto.dev opens it).
 
-A track is `GROUP/LANE`: `roles/actor`, `host/reward`, `run/save`. A group is a process of the trace and a lane a thread of it.
-The file is a complete JSON array after every event: each one overwrites the closing bracket and writes it anew.
+A track is `GROUP/LANE`: `roles/actor`, `host/reward`, `run/save`. A group is a process of the trace
+and a lane a thread of it. The file is a complete JSON array after every event: each one overwrites
+the closing bracket and writes it anew.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from weft.observe.jsonl import plain
 from weft.observe.metrics import finite, is_step
 from weft.writing import opened, write
 
-HEAD, TAIL = b"[\n", b"\n]\n"
-ROLES, HOST, RUN = "roles", "host", "run"
+HEAD = b"[\n"
+TAIL = b"\n]\n"
+ROLES = "roles"
+HOST = "host"
+RUN = "run"
 GROUP_NAMES = {ROLES: "roles", HOST: "host functions", RUN: "run"}
 STARTED = "started"  # an instant event: the process of a run begins, anew where it was resumed
 MICROSECONDS = 1e6
@@ -50,20 +54,32 @@ class Timeline:
         self._origin = time.time()
         self._take_up(read_events(path))
         self._event(
-            {"name": STARTED, "ph": "i", "s": "g", "pid": 0, "tid": 0, "args": {"epoch_s": time.time()}}, time.time()
+            {
+                "name": STARTED,
+                "ph": "i",
+                "s": "g",
+                "pid": 0,
+                "tid": 0,
+                "args": {"epoch_s": time.time()},
+            },
+            time.time(),
         )
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
         """Time what is done inside; it is written when it ends, also by an error."""
-        began, clock = time.time(), time.perf_counter()
+        began = time.time()
+        clock = time.perf_counter()
         try:
             yield
         finally:
             self.add(name, track, began, time.perf_counter() - clock, **args)
 
     def add(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Something that ran elsewhere: `began` in seconds since the epoch, its length in seconds. `args` are shown with it."""
+        """Something that ran elsewhere: `began` in seconds since the epoch, its length in seconds.
+
+        `args` are shown with it.
+        """
         process, thread = self._track(track)
         fields = {
             "name": name,
@@ -84,7 +100,10 @@ class Timeline:
             if group not in self._processes:
                 self._processes[group] = len(self._processes) + 1
                 self._metadata(
-                    "process_name", self._processes[group], 0, {"name": GROUP_NAMES.get(group, group), "group": group}
+                    "process_name",
+                    self._processes[group],
+                    0,
+                    {"name": GROUP_NAMES.get(group, group), "group": group},
                 )
             process = self._processes[group]
             thread = 1 + sum(1 for known, _ in self._threads if known == group)
@@ -93,7 +112,10 @@ class Timeline:
         return self._threads[key]
 
     def _metadata(self, name: str, process: int, thread: int, args: Mapping[str, Any]) -> None:
-        self._event({"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(args)}, self._origin)
+        self._event(
+            {"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(args)},
+            self._origin,
+        )
 
     def _event(self, event: Mapping[str, Any], when: float) -> None:
         stamped = {**event, "ts": round((when - self._origin) * MICROSECONDS)}
@@ -105,14 +127,19 @@ class Timeline:
         self._size += len(line) + 2
 
     def _take_up(self, events: list[dict[str, Any]]) -> None:
-        """Write what an earlier process left, without a half-written end, and go on with its tracks and its clock."""
+        """Write what an earlier process left, without a half-written end, and go on with its tracks
+        and its clock.
+        """
         groups: dict[int, str] = {}
         for event in events:
             if event["name"] == "process_name":
                 groups[event["pid"]] = event["args"]["group"]
                 self._processes[event["args"]["group"]] = event["pid"]
             elif event["name"] == "thread_name":
-                self._threads[groups[event["pid"]], event["args"]["name"]] = (event["pid"], event["tid"])
+                self._threads[groups[event["pid"]], event["args"]["name"]] = (
+                    event["pid"],
+                    event["tid"],
+                )
         first = next((event for event in events if event["name"] == STARTED), None)
         if first is not None:
             self._origin = first["args"]["epoch_s"] - first["ts"] / MICROSECONDS
@@ -122,8 +149,11 @@ class Timeline:
 
 
 def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
-    """The events of a file that may have lost its end; empty where there is none. With `head`, those of so many bytes at its
-    beginning and of `tail` bytes at its end, where it has more."""
+    """The events of a file that may have lost its end; empty where there is none.
+
+    With `head`, those of so many bytes at its beginning and of `tail` bytes at its end, where it
+    has more.
+    """
     if not path.is_file():
         return []
     content = path.read_bytes() if head is None else _ends(path, head, tail)
@@ -142,7 +172,9 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
 
 
 def _is_sound(event: Mapping[str, Any]) -> bool:
-    """Return whether an event has all that a reader takes from it, each of the kind that weft writes."""
+    """Return whether an event has all that a reader takes from it, each of the kind that weft
+    writes.
+    """
     args = event.get("args", {})
     if not isinstance(event.get("name"), str) or not isinstance(args, dict):
         return False
@@ -168,17 +200,22 @@ def _ends(path: Path, head: int, tail: int) -> bytes:
 
 
 def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]:
-    """What ran, in order of time. Of steps that a restarted process did again, what the earlier one did is left out,
-    as is what it did in no step. `head` and `tail` as for `read_events`."""
+    """What ran, in order of time.
+
+    Of steps that a restarted process did again, what the earlier one did is left out, as is what it
+    did in no step. `head` and `tail` as for `read_events`.
+    """
     events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: list[Span] = []
     again = math.inf  # the first step that a later process did
-    own, last = math.inf, True
+    own = math.inf
+    last = True
     for event in reversed(events):
         if event["name"] == STARTED:
-            again, last = min(again, own), False
+            again = min(again, own)
+            last = False
         elif event["ph"] == "X":
             step = event.get("args", {}).get("step")
             if step >= again if step is not None else not last:

@@ -1,4 +1,6 @@
-"""Where the time goes, for the report: the share of each call, and what ran when in any step, as bars on tracks."""
+"""Where the time goes, for the report: the share of each call, and what ran when in any step, as
+bars on tracks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def node_hues(spans: Sequence[Span]) -> dict[str, Hue]:
 
 
 def shares(run: RunFiles) -> list[tuple[str, float, float]]:
-    """(call, mean seconds a step, share of all), in the order of the lines; the rest of the step comes last.
+    """(call, mean seconds a step, share of all), in the order of the lines; the rest of the step
+    comes last.
 
     Calls that ran at the same time can add up to more than the step; shares are then of their sum.
     """
@@ -69,7 +72,9 @@ def share_html(run: RunFiles) -> str:
 
 @dataclass(frozen=True)
 class Spans:
-    """What ran, by step: `listed` holds the steps that can be shown, all of them unless there are very many."""
+    """What ran, by step: `listed` holds the steps that can be shown, all of them unless there are
+    very many.
+    """
 
     listed: Mapping[int | None, Sequence[Span]]
     left_out: int = 0  # steps
@@ -96,27 +101,45 @@ class Spans:
         """What ran in the last steps: by step where the spans know theirs, else the last few dozen."""
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
-        return sorted((s for step in self.steps[-LAST_STEPS:] for s in self.listed[step]), key=lambda span: span.start)
+        return sorted(
+            (s for step in self.steps[-LAST_STEPS:] for s in self.listed[step]),
+            key=lambda span: span.start,
+        )
 
     def data(self) -> dict[str, Any]:
-        """For the page's script: names with their colours, lanes, and by step `[name, lane, start, seconds]`, start in the
-        step."""
+        """For the page's script: names with their colours, lanes, and by step `[name, lane, start,
+        seconds]`, start in the step.
+        """
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
-        lanes = list(dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans))
+        lanes = list(
+            dict.fromkeys((s.group, s.lane) for spans in self.listed.values() for s in spans)
+        )
         lanes.sort(key=lambda lane: GROUPS.index(lane[0]) if lane[0] in GROUPS else len(GROUPS))
         tones = _tones([(name, self.hues.get(name, GREY)) for name in names])
-        name_at, lane_at = ({value: at for at, value in enumerate(listed)} for listed in (names, lanes))
+        name_at, lane_at = (
+            {value: at for at, value in enumerate(listed)} for listed in (names, lanes)
+        )
         steps = []
         for step in self.steps:
             spans = self.listed[step]
             begin = min(span.start for span in spans)
             rows = [
-                [name_at[s.name], lane_at[s.group, s.lane], round(s.start - begin, 4), round(s.seconds, 4)]
+                [
+                    name_at[s.name],
+                    lane_at[s.group, s.lane],
+                    round(s.start - begin, 4),
+                    round(s.seconds, 4),
+                ]
                 for s in spans
             ]
             steps.append({"step": step, "spans": rows})
         styles = [f"{css(self.hues.get(name, GREY))};--tone:{tones[name]}%" for name in names]
-        return {"names": names, "styles": styles, "lanes": [lane for _, lane in lanes], "steps": steps}
+        return {
+            "names": names,
+            "styles": styles,
+            "lanes": [lane for _, lane in lanes],
+            "steps": steps,
+        }
 
 
 def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]:
@@ -126,29 +149,41 @@ def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]
         return by_step
     count = max(20, MOST_SPANS * len(by_step) // total)
     steps = sorted(step for step in by_step if step is not None)
-    longest = sorted(steps, key=lambda step: -sum(span.seconds for span in by_step[step]))[: count // 4]
+    longest = sorted(steps, key=lambda step: -sum(span.seconds for span in by_step[step]))[
+        : count // 4
+    ]
     chosen = {*longest, *steps[-count // 4 :], *pick(steps, count // 2)}
     return {step: by_step[step] for step in steps if step in chosen}
 
 
 def gantt_html(spans: Spans) -> str:
-    """Tracks of the last steps, a bar for each span, in words for those who do not see it; the script shows any other step."""
+    """Tracks of the last steps, a bar for each span, in words for those who do not see it; the
+    script shows any other step.
+    """
     recent = spans.last()
-    begin, end = min(span.start for span in recent), max(span.start + span.seconds for span in recent)
+    begin = min(span.start for span in recent)
+    end = max(span.start + span.seconds for span in recent)
     length = max(end - begin, 1e-6)
     lanes: dict[tuple[str, str], list[Span]] = {}
-    for span in sorted(recent, key=lambda span: GROUPS.index(span.group) if span.group in GROUPS else len(GROUPS)):
+    for span in sorted(
+        recent, key=lambda span: GROUPS.index(span.group) if span.group in GROUPS else len(GROUPS)
+    ):
         lanes.setdefault((span.group, span.lane), []).append(span)
-    rows = "".join(_lane(lane, members, begin, length, spans.hues) for (_, lane), members in lanes.items())
+    rows = "".join(
+        _lane(lane, members, begin, length, spans.hues) for (_, lane), members in lanes.items()
+    )
     marks = "".join(
         f'<span style="left:{100 * at / length:.2f}%">{escape(number(at))} s</span>'
         for at in ticks(0.0, length, 5)
         if at <= length
     )
     steps = sorted({span.step for span in recent if span.step is not None})
-    which = (
-        "the last calls" if not steps else f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    )
+    if not steps:
+        which = "the last calls"
+    elif len(steps) == 1:
+        which = f"step {steps[0]}"
+    else:
+        which = f"steps {steps[0]} to {steps[-1]}"
     return (
         f"{_chooser(spans)}"
         f'<p class="note"><span id="which">{which[0].upper()}{which[1:]}, {escape(duration(length))}.</span> '
@@ -165,7 +200,10 @@ def _chooser(spans: Spans) -> str:
         return ""
     last = len(spans.steps) - 1
     gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
-    left_out = '<span class="hint">Some of the steps between are left out.</span>' if gaps else ""
+    if gaps:
+        left_out = '<span class="hint">Some of the steps between are left out.</span>'
+    else:
+        left_out = ""
     return (
         '<div class="tools js" hidden><button type="button" id="step-back" aria-label="The step before">‹</button>'
         f'<label>Step <input id="step" type="range" min="0" max="{last}" value="{last}" aria-label="Step"></label>'
@@ -174,23 +212,31 @@ def _chooser(spans: Spans) -> str:
     )
 
 
-def _lane(lane: str, spans: Sequence[Span], begin: float, length: float, hues: Mapping[str, Hue]) -> str:
+def _lane(
+    lane: str, spans: Sequence[Span], begin: float, length: float, hues: Mapping[str, Hue]
+) -> str:
     names = list(dict.fromkeys(span.name for span in spans))
     tones = _tones([(name, hues.get(name, GREY)) for name in names])
     bars = []
     for span in spans:
-        left, width = 100 * (span.start - begin) / length, 100 * span.seconds / length
-        told = f"{span.name}, {duration(span.seconds)}" + (f", step {span.step}" if span.step is not None else "")
+        left = 100 * (span.start - begin) / length
+        width = 100 * span.seconds / length
+        told = f"{span.name}, {duration(span.seconds)}" + (
+            f", step {span.step}" if span.step is not None else ""
+        )
         style = f"left:{left:.3f}%;width:{width:.3f}%;{css(hues.get(span.name, GREY))};--tone:{tones[span.name]}%"
-        label = f"<b>{escape(span.name)}</b>" if width > 4 + 1.5 * len(span.name) else ""
+        if width > 4 + 1.5 * len(span.name):
+            label = f"<b>{escape(span.name)}</b>"
+        else:
+            label = ""
         bars.append(f'<i style="{style}" title="{escape(told)}">{label}</i>')
-    return (
-        f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'
-    )
+    return f'<div class="lane"><span class="lane-name">{escape(lane)}</span><div class="track">{"".join(bars)}</div></div>'
 
 
 def _tones(names: Sequence[tuple[str, Hue]]) -> dict[str, int]:
-    """Strength of a role's colour for each of its calls, so that two calls of one role are told apart."""
+    """Strength of a role's colour for each of its calls, so that two calls of one role are told
+    apart.
+    """
     seen: dict[Hue, int] = {}
     tones = {}
     for name, hue in names:
@@ -200,5 +246,8 @@ def _tones(names: Sequence[tuple[str, Hue]]) -> dict[str, int]:
 
 
 def _spoken(lanes: Mapping[tuple[str, str], Sequence[Span]], length: float) -> str:
-    busy = [f"{lane} {sum(span.seconds for span in spans) / length:.0%}" for (_, lane), spans in lanes.items()]
+    busy = [
+        f"{lane} {sum(span.seconds for span in spans) / length:.0%}"
+        for (_, lane), spans in lanes.items()
+    ]
     return f"Timeline of {duration(length)}. Busy: {', '.join(busy)}."

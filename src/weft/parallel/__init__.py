@@ -1,1 +1,3 @@
-"""Ranks that hold parts of one network, joined from outside: the network's own modules know nothing of it."""
+"""Ranks that hold parts of one network, joined from outside: the network's own modules know nothing
+of it.
+"""

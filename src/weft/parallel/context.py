@@ -4,10 +4,12 @@
     network(packed, want)            # called with the same pack on all; on every rank the outputs of all its rows
     # gradients of parameters are then each rank's own part: sum them over the group
 
-A pack is cut into 2c pieces, of which rank r of c has the r-th from either end: later tokens see more keys, and a piece of each
-kind comes to as much work for every rank (as in Llama 3, Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Everything
-but attention is computed where a token is; in attention its query meets the keys and values of all, which are gathered layer
-by layer. Their gradients are summed on the way back. The head gives the outputs of a rank's own rows, and these are gathered.
+A pack is cut into 2c pieces, of which rank r of c has the r-th from either end: later tokens see
+more keys, and a piece of each kind comes to as much work for every rank (as in Llama 3, Grattafiori
+et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but attention is computed where a token
+is; in attention its query meets the keys and values of all, which are gathered layer by layer.
+Their gradients are summed on the way back. The head gives the outputs of a rank's own rows, and
+these are gathered.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ from weft.parallel.pipeline_decoder import Drawn, num_ids, packed_tokens, unpack
 
 
 def join(network: Transformer, group: ProcessGroup) -> None:
-    """Let the ranks of `group`, which have the same network, share the tokens of every pack that it is called with. Prefixes
-    are not shared between sequences then, but repeated. A stage of a pipeline is given the states of this rank's tokens alone,
-    and hands on those. Generation, which goes past `forward`, is not touched."""
+    """Let the ranks of `group`, which have the same network, share the tokens of every pack that it
+    is called with. Prefixes are not shared between sequences then, but repeated. A stage of a
+    pipeline is given the states of this rank's tokens alone, and hands on those. Generation, which
+    goes past `forward`, is not touched.
+    """
     sharing = _Sharing(group)
     network.register_forward_pre_hook(sharing.enter)
     network.register_forward_hook(sharing.leave)
@@ -45,11 +49,15 @@ def join(network: Transformer, group: ProcessGroup) -> None:
 
 
 def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """The tokens of a pack of `length` that rank `rank` of `size` has: runs (first, one past the last), none empty."""
+    """The tokens of a pack of `length` that rank `rank` of `size` has: runs (first, one past the
+    last), none empty.
+    """
     bounds = _bounds(length, size)
-    first, second = (bounds[rank], bounds[rank + 1]), (bounds[-rank - 2], bounds[-rank - 1])
+    first = (bounds[rank], bounds[rank + 1])
+    second = (bounds[-rank - 2], bounds[-rank - 1])
     if first[1] == second[0]:
-        first, second = (first[0], second[1]), (0, 0)
+        first = (first[0], second[1])
+        second = (0, 0)
     return tuple(run for run in (first, second) if run[0] < run[1])
 
 
@@ -59,7 +67,10 @@ def count_of(length: int, group: ProcessGroup) -> int:
 
 
 def _bounds(length: int, size: int) -> list[int]:
-    """Of the 2 `size` pieces. What does not divide goes to the first ones, so that ranks differ by a token or two."""
+    """Of the 2 `size` pieces.
+
+    What does not divide goes to the first ones, so that ranks differ by a token or two.
+    """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
@@ -71,7 +82,9 @@ def _owners(length: int, size: int, device: torch.device) -> Tensor:
 
 
 class _Sharing:
-    """The hooks around one network; between the two of a call, which of the outputs are made on which rank."""
+    """The hooks around one network; between the two of a call, which of the outputs are made on
+    which rank.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
@@ -83,12 +96,22 @@ class _Sharing:
         assert isinstance(network, Transformer) and isinstance(x, Packed)
         owner = _owners(len(x.tokens), self._group.size(), x.tokens.device)
         tokens = RowParts.of(owner, self._group)
-        reads = score_rows(x, network.padding) if network.kind == "score" else x.rows
+        if network.kind == "score":
+            reads = score_rows(x, network.padding)
+        else:
+            reads = x.rows
         outputs = RowParts.of(owner[reads], self._group)
-        self._outputs = None if network.kind == "score" and network.pooling == "mean" else outputs
+        if network.kind == "score" and network.pooling == "mean":
+            self._outputs = None
+        else:
+            self._outputs = outputs
         part = x if network.kind == "score" else x.at(outputs.own)
         own = tokens.number[reads[outputs.own]]
-        part = replace(part, rows=own, labels=part.labels[: len(own)] if network.kind == "score" else part.labels)
+        part = replace(
+            part,
+            rows=own,
+            labels=part.labels[: len(own)] if network.kind == "score" else part.labels,
+        )
         if len(more) > 1 and isinstance(more[1], Support):
             more[1] = more[1].select(outputs.own.cpu().numpy())
         return (_portion(part, tokens, own), want, *more)
@@ -96,8 +119,11 @@ class _Sharing:
     def leave(
         self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor] | Tensor
     ) -> dict[str, Tensor] | Tensor:
-        """All outputs, in the order of the pack's rows; of a network that does not end its states as they are."""
-        own, self._outputs = self._outputs, None
+        """All outputs, in the order of the pack's rows; of a network that does not end its states
+        as they are.
+        """
+        own = self._outputs
+        self._outputs = None
         if isinstance(outputs, Tensor):
             return outputs
         if own is None:
@@ -114,17 +140,27 @@ def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
     aux_loss = x.aux_loss
     if aux_loss is not None:
         aux_loss = MoEAuxLoss(
-            attention.dense.lengths, aux_loss.num_layers, aux_loss.layers, whole=aux_loss.lengths,
+            attention.dense.lengths,
+            aux_loss.num_layers,
+            aux_loss.layers,
+            whole=aux_loss.lengths,
             reduce=partial(summed_forward, group=group),
-        )  # fmt: skip
+        )
     return replace(
-        x, tokens=x.tokens[tokens.own], positions=x.positions[tokens.own], attention=attention, aux_loss=aux_loss
+        x,
+        tokens=x.tokens[tokens.own],
+        positions=x.positions[tokens.own],
+        attention=attention,
+        aux_loss=aux_loss,
     )
 
 
-def drawn_by_first(draw: Callable[[], Drawn], rows: int, group: ProcessGroup) -> Callable[[], Drawn]:
-    """Of ranks that generate the same the first draws (`weft.engine.generation.settings.Settle`), so that rounding cannot part
-    them. `group` moves tensors of the host."""
+def drawn_by_first(
+    draw: Callable[[], Drawn], rows: int, group: ProcessGroup
+) -> Callable[[], Drawn]:
+    """Of ranks that generate the same the first draws (`weft.engine.generation.settings.Settle`),
+    so that rounding cannot part them. `group` moves tensors of the host.
+    """
     if group.rank() > 0:
         return lambda: _received(rows, group)
     drawn = draw()

@@ -1,11 +1,13 @@
-"""Expert parallelism: each of e ranks holds whole experts, E / e of them, and tokens go to where theirs are.
+"""Expert parallelism: each of e ranks holds whole experts, E / e of them, and tokens go to where
+theirs are.
 
     join(network, group)             # before memory is given: leaves this rank's experts of the whole network
     network(packed, want)            # each rank with its own pack; all of them as often, forward and backward
 
-A token goes to its experts by all-to-all, as many as there are for each rank, and comes back (Lepikhin et al. 2020, "GShard",
-arXiv:2006.16668, without capacities: none is dropped). Routers are on every rank. The gradient of an expert is of the tokens of
-all ranks of the group, and is summed over those of other groups that hold the same experts; all else as without experts.
+A token goes to its experts by all-to-all, as many as there are for each rank, and comes back
+(Lepikhin et al. 2020, "GShard", arXiv:2006.16668, without capacities: none is dropped). Routers are
+on every rank. The gradient of an expert is of the tokens of all ranks of the group, and is summed
+over those of other groups that hold the same experts; all else as without experts.
 `weft.parallel.shard.gather` puts all experts together again.
 """
 
@@ -25,14 +27,20 @@ from weft.models.network.moe import Compute, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Leave of the experts those of this rank, whose memory is given later, and join them with the others'."""
+    """Leave of the experts those of this rank, whose memory is given later, and join them with the
+    others'.
+    """
     for module in network.modules():
         if isinstance(module, MoE):
             for name, stack in module.experts.items():
-                assert isinstance(stack, ExpertStack) and stack.adapter is None, "adapters are added afterwards"
+                assert isinstance(stack, ExpertStack) and stack.adapter is None, (
+                    "adapters are added afterwards"
+                )
                 num, outputs, inputs = stack.weight.shape
                 with stack.weight.device:
-                    module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(stack.weight.dtype)
+                    module.experts[name] = ExpertStack(num // group.size(), inputs, outputs).to(
+                        stack.weight.dtype
+                    )
             module.exchange = Exchange(group)
 
 
@@ -42,24 +50,35 @@ class Exchange:
 
     group: ProcessGroup
 
-    def __call__(self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute) -> Tensor:
+    def __call__(
+        self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
+    ) -> Tensor:
         counts = groups.counts.view(self.group.size(), -1)  # by rank and expert
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
-        of_all, of_here = counts.tolist(), arriving.tolist()
-        sent, taken = [sum(row) for row in of_all], [sum(row) for row in of_here]
+        of_all = counts.tolist()
+        of_here = arriving.tolist()
+        sent = [sum(row) for row in of_all]
+        taken = [sum(row) for row in of_here]
         # Rows arrive by rank, and of each rank by expert.
         expert = torch.arange(arriving.shape[1], device=x.device).repeat(self.group.size())
-        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(stable=True)
+        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(
+            stable=True
+        )
         rows = _exchanged(x, sent, taken, self.group).index_select(0, order)
-        keys = None if dropout is None else self._dropout(dropout, sent, taken).select(order)
+        if dropout is None:
+            keys = None
+        else:
+            keys = self._dropout(dropout, sent, taken).select(order)
         here = Groups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         made = compute(rows, here, keys).index_select(0, order.argsort())
         return _exchanged(made, taken, sent, self.group)
 
     def _dropout(self, own: TokenDropout, sent: list[int], taken: list[int]) -> TokenDropout:
         """Of the tokens that arrive."""
-        words = _moved(torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group)
+        words = _moved(
+            torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
+        )
         return replace(own, keys=words[:, :2], positions=words[:, 2])
 
 
@@ -77,7 +96,9 @@ def _moved(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) ->
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup
+    ) -> Tensor:
         ctx.given = sent, taken, group
         return _moved(x, sent, taken, group)
 

@@ -1,10 +1,12 @@
-"""Process groups of layouts: one for every set of ranks that talk to each other, made once, by those ranks alone.
+"""Process groups of layouts: one for every set of ranks that talk to each other, made once, by
+those ranks alone.
 
     groups = ProcessGroups()                           # one a process; torch.distributed is set up
     mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
     dist.all_reduce(x, group=mesh.group("data"))
 
-gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, where `torch.distributed` is set up.
+gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, where
+`torch.distributed` is set up.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.topology import Coordinates, Layout, Mesh
 
 AXES = (
-    ("tensor",), ("data",), ("context",), ("pipeline",),
-    ("tensor", "context", "pipeline"), ("data", "pipeline"), ("data", "context"),
-)  # fmt: skip
+    ("tensor",),
+    ("data",),
+    ("context",),
+    ("pipeline",),
+    ("tensor", "context", "pipeline"),
+    ("data", "pipeline"),
+    ("data", "context"),
+)
 
 
 def backend_of(device: torch.device) -> str:
@@ -33,21 +40,29 @@ def backend_of(device: torch.device) -> str:
 
 
 class ProcessGroups:
-    """The process groups that this process belongs to, by their ranks. Ranks of a group ask for it in the same order as for
-    others that they share."""
+    """The process groups that this process belongs to, by their ranks.
+
+    Ranks of a group ask for it in the same order as for others that they share.
+    """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """`seconds` that a rank waits for the others of a collective; torch's own where none are given."""
+        """`seconds` that a rank waits for the others of a collective; torch's own where none are
+        given.
+        """
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Made at the first call, which returns once all of `ranks` have made it. A group of its own for tensors of the `host`
-        moves them by gloo, in an order of their own."""
+        """Made at the first call, which returns once all of `ranks` have made it.
+
+        A group of its own for tensors of the `host` moves them by gloo, in an order of their own.
+        """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
             with _named_by_ranks(ranks, host=host):
-                group = dist.new_group(list(ranks), self._timeout, backend, use_local_synchronization=True)
+                group = dist.new_group(
+                    list(ranks), self._timeout, backend, use_local_synchronization=True
+                )
             assert isinstance(group, ProcessGroup), f"this process is none of the ranks {ranks}"
             self._groups[ranks, host] = group
         return self._groups[ranks, host]
@@ -55,16 +70,18 @@ class ProcessGroups:
 
 @contextmanager
 def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Within it a group that its own ranks make is called after them, and by how many of these ranks there were before.
+    """Within it a group that its own ranks make is called after them, and by how many of these
+    ranks there were before.
 
-    torch hashes the ranks together with the number of all groups of the process. Ranks that belong to different numbers of
-    groups would wait for each other under different names.
+    torch hashes the ranks together with the number of all groups of the process. Ranks that belong
+    to different numbers of groups would wait for each other under different names.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(
         each
         for n in count()
-        if (each := f"weft/{'-'.join(map(str, ranks))}/{'host' if host else 'device'}/{n}") not in taken
+        if (each := f"weft/{'-'.join(map(str, ranks))}/{'host' if host else 'device'}/{n}")
+        not in taken
     )
     before = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
@@ -75,10 +92,15 @@ def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """One rank of a layout on its devices. All ranks of the mesh make it, and then its groups are there."""
+    """One rank of a layout on its devices.
+
+    All ranks of the mesh make it, and then its groups are there.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
-        self.mesh, self.rank, self._groups = mesh, rank, groups
+        self.mesh = mesh
+        self.rank = rank
+        self._groups = groups
         self.at: Coordinates = mesh.coordinates(rank)
         for axes in AXES:
             self._make(mesh.along(rank, *axes))
@@ -111,13 +133,17 @@ class RankMesh:
         return len(self.mesh.along(self.rank, *axes))
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The ranks that differ from this one in these coordinates alone: of `AXES`, with more than one rank."""
+        """The ranks that differ from this one in these coordinates alone: of `AXES`, with more than
+        one rank.
+        """
         return self._groups.of(self.mesh.along(self.rank, *axes))
 
     @property
     def ends(self) -> ProcessGroup | None:
         """The first and the last stage of this rank's pipeline, where it is one of them."""
-        return self._groups.of(self._ends) if self.rank in self._ends and len(set(self._ends)) == 2 else None
+        if self.rank in self._ends and len(set(self._ends)) == 2:
+            return self._groups.of(self._ends)
+        return None
 
     def host_group(self, axis: str) -> ProcessGroup:
         """The ranks along `pipeline` or `context`, for tensors of the host."""
@@ -139,32 +165,44 @@ class RankMesh:
         return self._groups.of(self.mesh.ranks)
 
     def shards(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
-        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with shards. Those of `experts` are
-        of the ranks that have the same ones."""
+        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with
+        shards. Those of `experts` are of the ranks that have the same ones.
+        """
         e = self.layout.expert if experts else 1
         inner, outer = self._shared(e)
         ranks = torch.tensor(self._line(e)).view(len(outer), len(inner))
         if len(outer) == 1:
-            return DeviceMesh.from_group(self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",))
+            return DeviceMesh.from_group(
+                self._groups.of(inner), device.type, mesh=ranks[0], mesh_dim_names=("f",)
+            )
         both = [self._groups.of(outer), self._groups.of(inner)]
         return DeviceMesh.from_group(both, device.type, mesh=ranks, mesh_dim_names=("r", "f"))
 
     def _expert_ranks(self) -> tuple[int, ...]:
-        line, e = self.mesh.along(self.rank, "data"), self.layout.expert
+        line = self.mesh.along(self.rank, "data")
+        e = self.layout.expert
         start = self.at.data // e * e
         return line[start : start + e]
 
     def _expert_copies(self) -> tuple[int, ...]:
-        e, ranks = self.layout.expert, self.mesh.along(self.rank, "data", "context")
-        return tuple(rank for rank in ranks if self.mesh.coordinates(rank).data % e == self.at.data % e)
+        e = self.layout.expert
+        ranks = self.mesh.along(self.rank, "data", "context")
+        return tuple(
+            rank for rank in ranks if self.mesh.coordinates(rank).data % e == self.at.data % e
+        )
 
     def _line(self, e: int) -> tuple[int, ...]:
-        """Every e-th data-parallel rank, this one among them: those that have the same of what e ranks share."""
+        """Every e-th data-parallel rank, this one among them: those that have the same of what e
+        ranks share.
+        """
         return self.mesh.along(self.rank, "data")[self.at.data % e :: e]
 
     def _shared(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of these, those that share one sharded copy with this rank, and those that hold the same shard."""
-        line, parts = self._line(e), max(self.layout.fsdp // e, 1)
+        """Of these, those that share one sharded copy with this rank, and those that hold the same
+        shard.
+        """
+        line = self._line(e)
+        parts = max(self.layout.fsdp // e, 1)
         copy, part = divmod(line.index(self.rank), parts)
         return line[copy * parts : (copy + 1) * parts], line[part::parts]
 

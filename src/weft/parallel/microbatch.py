@@ -28,5 +28,9 @@ class Microbatch:
 
 
 def connected(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-    """The loss, whose backward pass goes through the whole network, with gradients of zero, though no output counts in it."""
-    return loss + sum(torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0).sum() for each in outputs)
+    """The loss, whose backward pass goes through the whole network, with gradients of zero, though
+    no output counts in it.
+    """
+    return loss + sum(
+        torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0).sum() for each in outputs
+    )

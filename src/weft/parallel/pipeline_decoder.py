@@ -1,21 +1,25 @@
-"""The stages of a rank of a pipeline as a decoder, so that a generator on every rank generates with the whole network.
+"""The stages of a rank of a pipeline as a decoder, so that a generator on every rank generates with
+the whole network.
 
     with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:      # on rank 0 of both groups
         with open_generator(decoder, spec, ..., budget=budget, settle=decoder.settle) as generator: ...
 
-The generators of all ranks are given the same requests and the same budget, and so plan the same steps; each rank keeps the
-keys and values of its own blocks. A pass sends its states [T, hidden] on to the rank of the next stage; that of the last stage
-draws the tokens and sends them with their log-probs to all others, never the logits. Tokens are host values and have a group of
-their own (gloo): NCCL keeps all messages of two ranks in one order, and here states and tokens cross.
+The generators of all ranks are given the same requests and the same budget, and so plan the same
+steps; each rank keeps the keys and values of its own blocks. A pass sends its states [T, hidden] on
+to the rank of the next stage; that of the last stage draws the tokens and sends them with their
+log-probs to all others, never the logits. Tokens are host values and have a group of their own
+(gloo): NCCL keeps all messages of two ranks in one order, and here states and tokens cross.
 
-What overlaps: nothing is waited for when it is sent. One generator alone waits at the end of each step for the last rank, so
-one rank works at a time. Several that take turns (`weft.engine.generation.turns`), as many as there are ranks, keep all of them
-at work: while one's tokens are on their way the ranks compute the others. A prompt is computed by one rank after the other like
-a decode step. Decode steps are computed one at a time and not captured as CUDA graphs.
+What overlaps: nothing is waited for when it is sent. One generator alone waits at the end of each
+step for the last rank, so one rank works at a time. Several that take turns
+(`weft.engine.generation.turns`), as many as there are ranks, keep all of them at work: while one's
+tokens are on their way the ranks compute the others. A prompt is computed by one rank after the
+other like a decode step. Decode steps are computed one at a time and not captured as CUDA graphs.
 
-Where a rank holds several stages, a decode step comes by that often. Its first stage is computed at once and the others put
-off (`catch_up`), so that all turns begin before the first goes on: stage by stage, each time in the order in which they began,
-which is the same on every rank. A step that computes prompts, whose keys are copied right after, puts nothing off.
+Where a rank holds several stages, a decode step comes by that often. Its first stage is computed at
+once and the others put off (`catch_up`), so that all turns begin before the first goes on: stage by
+stage, each time in the order in which they began, which is the same on every rank. A step that
+computes prompts, whose keys are copied right after, puts nothing off.
 """
 
 from __future__ import annotations
@@ -52,35 +56,58 @@ class _Step:
 
 
 class StagedDecoder:
-    """What a generator needs of a network (`weft.engine.generation.decoder.Decoder`); `config` counts the blocks held here.
+    """What a generator needs of a network (`weft.engine.generation.decoder.Decoder`); `config`
+    counts the blocks held here.
 
     As a context it ends once the other ranks have all that was sent.
     """
 
     def __init__(
-        self, network: Transformer, stages: Mapping[int, Transformer], placement: Placement, group: ProcessGroup,
-        host_group: ProcessGroup, dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        """`stages` are those of `network`, by number. `dtype` is that of the states, by default the parameters'."""
+        self,
+        network: Transformer,
+        stages: Mapping[int, Transformer],
+        placement: Placement,
+        group: ProcessGroup,
+        host_group: ProcessGroup,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`stages` are those of `network`, by number.
+
+        `dtype` is that of the states, by default the parameters'.
+        """
         parameter = next(network.parameters())
-        self.network, self._group, self._host, self._device = network, group, host_group, parameter.device
+        self.network = network
+        self._group = group
+        self._host = host_group
+        self._device = parameter.device
         self.config = replace(network.config, num_layers=len(network.blocks))
-        self.held_layers, self.vocab_size = network.held_layers, network.vocab_size
-        self._rank, self._size = group.rank(), group.size()
-        self._stages, self._placement = dict(sorted(stages.items())), placement
+        self.held_layers = network.held_layers
+        self.vocab_size = network.vocab_size
+        self._rank = group.rank()
+        self._size = group.size()
+        self._stages = dict(sorted(stages.items()))
+        self._placement = placement
         self._last = placement.last_rank
         self._dtype = dtype or parameter.dtype
-        self._going: deque[tuple[int, Tensor, dist.Work]] = deque()  # with the rank that it was sent to
+        # with the rank that it was sent to
+        self._going: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._num_sent = 0
         self._put_off: deque[_Step] = deque()  # those that began first come first
         self._newest: _Step | None = None  # the last pass, where some of it is put off
-        assert tuple(self._stages) == placement.stages_of(self._rank), "the placement's stages of this rank"
+        assert tuple(self._stages) == placement.stages_of(self._rank), (
+            "the placement's stages of this rank"
+        )
         assert network.begins == (self._rank == 0) and network.ends == (self._rank == self._last)
 
     def __enter__(self) -> StagedDecoder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if error is None:
             self._received(self._num_sent)
 
@@ -111,14 +138,23 @@ class StagedDecoder:
         return self.network.train(mode)
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """As `Transformer.hidden` on the last rank; on the others as many rows of nothing. Without `rows` what several stages
-        make is there once they have caught up."""
+        """As `Transformer.hidden` on the last rank; on the others as many rows of nothing.
+
+        Without `rows` what several stages make is there once they have caught up.
+        """
         at_once = rows is not None or len(self._stages) == 1
         if at_once:
             self.catch_up()
         count = len(x.tokens) if rows is None else len(rows)
-        width = (self.config.embed_dim or self.config.hidden_size) if self.network.ends else 0
-        step = _Step(x, deque(self._stages), torch.empty(count, width, dtype=self._dtype, device=self._device))
+        if self.network.ends:
+            width = self.config.embed_dim or self.config.hidden_size
+        else:
+            width = 0
+        step = _Step(
+            x,
+            deque(self._stages),
+            torch.empty(count, width, dtype=self._dtype, device=self._device),
+        )
         self._compute(step, rows)
         while at_once and step.left:
             self._compute(step, rows)
@@ -141,7 +177,9 @@ class StagedDecoder:
     def _compute(self, step: _Step, rows: Tensor | None = None) -> None:
         """The next stage of a pass."""
         stage = step.left.popleft()
-        network, states, step.states = self._stages[stage], step.states, None
+        network = self._stages[stage]
+        states = step.states
+        step.states = None
         if stage > 0 and states is None:
             shape = len(step.x.tokens), self.config.hidden_size
             states = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -149,7 +187,8 @@ class StagedDecoder:
         if network.ends:
             step.made.copy_(network.hidden(step.x, rows, states))
             return
-        made, peer = network.hidden(step.x, states=states), self._placement.rank_of(stage + 1)
+        made = network.hidden(step.x, states=states)
+        peer = self._placement.rank_of(stage + 1)
         if peer == self._rank:
             step.states = made
         else:
@@ -164,9 +203,11 @@ class StagedDecoder:
         return self.network.output_matrix
 
     def settle(self, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
-        """The last rank draws once its last stage is computed, and sends what it drew; the others wait for it when they are
-        asked for it."""
-        step, self._newest = self._newest, None
+        """The last rank draws once its last stage is computed, and sends what it drew; the others
+        wait for it when they are asked for it.
+        """
+        step = self._newest
+        self._newest = None
         if not self.network.ends:
             sent = self._num_sent
             return lambda: self._drawn(rows, sent, step)
@@ -240,15 +281,21 @@ class StagedDecoder:
 
     def _lost(self, what: str, peer: int) -> RunError:
         return RunError(
-            f"generation, rank {self._rank} of the pipeline: {what} rank {peer}; that rank failed, or is later than the "
+            f"generation, rank {self._rank} of the pipeline: {what} rank {peer}; that rank "
+            f"failed, or is later than the "
             "process group's timeout: look at its log first"
         )
 
 
 def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """(float64 [3, rows]: token, log-prob, how many ids a limit keeps or -1 where these are not recorded; int64: those ids)."""
+    """(float64 [3, rows]: token, log-prob, how many ids a limit keeps or -1 where these are not
+    recorded; int64: those ids).
+    """
     tokens, logprobs, supports = drawn
-    counts = np.full(len(tokens), -1) if supports is None else np.array([len(ids) for ids in supports])
+    if supports is None:
+        counts = np.full(len(tokens), -1)
+    else:
+        counts = np.array([len(ids) for ids in supports])
     ids = [id for support in supports or () for id in support]
     first = np.stack([tokens.astype(np.float64), logprobs, counts.astype(np.float64)])
     return torch.from_numpy(first), torch.tensor(ids, dtype=torch.int64)

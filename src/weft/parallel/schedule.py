@@ -1,15 +1,17 @@
-"""In which order the ranks of a pipeline compute and send: plain data, made without a process group.
+"""In which order the ranks of a pipeline compute and send: plain data, made without a process
+group.
 
     placement = placement_of("1f1b", ranks=4)
     actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
 
-A stage is a run of a network's blocks, S of them; a rank holds one, or several. `Compute("F", s, m)` is the forward pass of
-micro-batch m through stage s, "B" its backward pass; "I" and "W" are the two halves of that, for the states that came in and
-for the weights.
+A stage is a run of a network's blocks, S of them; a rank holds one, or several. `Compute("F", s,
+m)` is the forward pass of micro-batch m through stage s, "B" its backward pass; "I" and "W" are the
+two halves of that, for the states that came in and for the weights.
 
-GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are written here. Interleaved 1F1B
-(Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024,
-arXiv:2405.15362) are the tables of `torch.distributed.pipelining`.
+GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are
+written here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule
+ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362) are the tables of
+`torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from weft.placement import Placement
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 Half = Literal["F", "B", "I", "W"]
-# Stages that a rank holds, where a kind leaves no choice; the interleaved ones have two unless more are asked for.
+# Stages that a rank holds, where a kind leaves no choice; the interleaved ones have two unless more
+# are asked for.
 STAGES_A_RANK: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zbv": 2}
-HALVES: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")  # kinds whose backward passes are halved
+# kinds whose backward passes are halved
+HALVES: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")
 TABLES: dict[Kind, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
     "zero_bubble": "ScheduleInterleavedZeroBubble",
@@ -45,7 +49,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Message:
-    """What stage `source` made of a micro-batch goes to the stage after it (states) or before it (their gradient)."""
+    """What stage `source` made of a micro-batch goes to the stage after it (states) or before it
+    (their gradient).
+    """
 
     way: Literal["SEND", "RECV"]
     source: int
@@ -58,10 +64,13 @@ Order = Sequence[Sequence[Compute]]  # by rank
 
 
 def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
-    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind takes them; two unless said.
-    Raises `ConfigError`."""
+    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind
+    takes them; two unless said. Raises `ConfigError`.
+    """
     if kind not in get_args(Kind):
-        raise ConfigError(f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}")
+        raise ConfigError(
+            f"pipeline_schedule={kind!r} is unknown; known: {', '.join(get_args(Kind))}"
+        )
     usual = STAGES_A_RANK.get(kind)
     if usual is not None and stages_a_rank not in (None, usual):
         were = "was" if stages_a_rank == 1 else "were"
@@ -71,7 +80,8 @@ def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Pl
         )
     if usual is None and stages_a_rank is not None and stages_a_rank < 2:
         raise ConfigError(
-            f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_a_rank} was asked for; with 1 it is "
+            f"pipeline_schedule={kind} has at least 2 stages per rank, and {stages_a_rank} was "
+            f"asked for; with 1 it is "
             f"{kind.removeprefix('interleaved_')}"
         )
     return Placement(ranks, stages_a_rank or usual or 2, turns=kind == "zbv")
@@ -98,28 +108,37 @@ def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
         case "gpipe":
             return [_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
         case "1f1b":
-            return [_1f1b(rank, placement.ranks, num_microbatches) for rank in range(placement.ranks)]
+            return [
+                _1f1b(rank, placement.ranks, num_microbatches) for rank in range(placement.ranks)
+            ]
         case _:
             return _from_table(kind, placement, num_microbatches)
 
 
 def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
-    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment in the list of the rank
-    that needs it.
+    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment
+    in the list of the rank that needs it.
 
-    The moments are those of a run in which every rank computes one action at a time and begins it once its inputs are made. So
-    all lists agree with one order of events in which a SEND and its RECV are one event: no two ranks wait for each other, even
-    where a send ends only when it is received (a rendezvous), and between two ranks messages keep one order, which NCCL needs.
-    Raises `ValueError` for an order that cannot be run.
+    The moments are those of a run in which every rank computes one action at a time and begins it
+    once its inputs are made. So all lists agree with one order of events in which a SEND and its
+    RECV are one event: no two ranks wait for each other, even where a send ends only when it is
+    received (a rendezvous), and between two ranks messages keep one order, which NCCL needs. Raises
+    `ValueError` for an order that cannot be run.
     """
     lists: list[list[Action]] = [[] for _ in order]
     left = [list(reversed(own)) for own in order]
     done: set[Compute] = set()
     while any(left):
-        ready = [own.pop() for own in left if own and all(need in done for need in _needs(own[-1], placement))]
+        ready = [
+            own.pop()
+            for own in left
+            if own and all(need in done for need in _needs(own[-1], placement))
+        ]
         if not ready:
             stuck = ", ".join(str(own[-1]) for own in left if own)
-            raise ValueError(f"this order cannot be run; next are {stuck}, and what they need is never made")
+            raise ValueError(
+                f"this order cannot be run; next are {stuck}, and what they need is never made"
+            )
         for action in ready:
             lists[placement.rank_of(action.stage)].append(action)
         for action in ready:
@@ -141,8 +160,13 @@ def _target(action: Compute, placement: Placement) -> int | None:
 
 
 def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
-    """What must be done before an action. Of a backward pass either form: only one of them is in an order."""
-    stage, microbatch, last = action.stage, action.microbatch, placement.num_stages - 1
+    """What must be done before an action.
+
+    Of a backward pass either form: only one of them is in an order.
+    """
+    stage = action.stage
+    microbatch = action.microbatch
+    last = placement.num_stages - 1
     if action.half == "F":
         if stage > 0:
             yield Compute("F", stage - 1, microbatch)
@@ -172,25 +196,36 @@ def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     """The order of a schedule of torch, made from stand-ins for its stages.
 
-    Its interleaved tables take some numbers of micro-batches alone. Here they are made for the next number that they take, and
-    the micro-batches beyond `count` left out: what is left waits for nothing that is gone.
+    Its interleaved tables take some numbers of micro-batches alone. Here they are made for the next
+    number that they take, and the micro-batches beyond `count` left out: what is left waits for
+    nothing that is gone.
     """
     rounded = count
     while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
         rounded += 1
     stages = [
         SimpleNamespace(
-            group_size=placement.ranks, group_rank=0, stage_index=stage, num_stages=placement.num_stages,
-            is_first=stage == 0, is_last=stage == placement.num_stages - 1, submod=None, has_backward=True,
+            group_size=placement.ranks,
+            group_rank=0,
+            stage_index=stage,
+            num_stages=placement.num_stages,
+            is_first=stage == 0,
+            is_last=stage == placement.num_stages - 1,
+            submod=None,
+            has_backward=True,
         )
         for stage in placement.stages_of(0)
-    ]  # fmt: skip
+    ]
     from torch.distributed.pipelining import schedules
 
     table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_unused).pipeline_order
     return [
         [
-            Compute(cast(Half, action.computation_type.value), action.stage_index, action.microbatch_index)
+            Compute(
+                cast(Half, action.computation_type.value),
+                action.stage_index,
+                action.microbatch_index,
+            )
             for action in table[rank]
             if action is not None and action.microbatch_index < count
         ]

@@ -1,4 +1,5 @@
-"""Networks whose parameters are sharded over data-parallel ranks by FSDP2, and this rank's own rows of them as plain tensors.
+"""Networks whose parameters are sharded over data-parallel ranks by FSDP2, and this rank's own rows
+of them as plain tensors.
 
 shard([network], rank_mesh, device, dtype)     # by block, then the rest; may be on the meta device still
 shards = Shards(network)                       # after memory was given
@@ -24,36 +25,56 @@ from weft.parallel.mesh import RankMesh
 
 
 def shard(
-    networks: Iterable[Transformer], mesh: RankMesh, device: torch.device, dtype: torch.dtype, *, reshard: bool = True
+    networks: Iterable[Transformer],
+    mesh: RankMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    reshard: bool = True,
 ) -> None:
-    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left of it. A parameter of
-    several networks is sharded with the first of them, which lends it to the others. Where ranks hold some experts each, those
-    that hold the same share them. Gradients are sums over the ranks, in float32 at least; `dtype` is what is computed in.
-    Without `reshard` whole parameters stay from the forward to the backward pass: more memory, half the traffic."""
+    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left
+    of it. A parameter of several networks is sharded with the first of them, which lends it to the
+    others. Where ranks hold some experts each, those that hold the same share them. Gradients are
+    sums over the ranks, in float32 at least; `dtype` is what is computed in. Without `reshard`
+    whole parameters stay from the forward to the backward pass: more memory, half the traffic.
+    """
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype if half else None, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
+        param_dtype=dtype if half else None,
+        reduce_dtype=torch.float32 if half else None,
+        cast_forward_inputs=False,
     )
     shards = mesh.shards(device)
-    apart = mesh.shards(device, experts=True) if mesh.layout.expert > 1 else None
+    if mesh.layout.expert > 1:
+        apart = mesh.shards(device, experts=True)
+    else:
+        apart = None
     for network in networks:
         parts: list[tuple[list[nn.Module], DeviceMesh]] = []
-        lent: set[nn.Parameter] = {parameter for parameter in network.parameters() if isinstance(parameter, DTensor)}
+        lent: set[nn.Parameter] = {
+            parameter for parameter in network.parameters() if isinstance(parameter, DTensor)
+        }
         if apart is not None:
             stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
             parts += [(list(experts.values()), apart) for experts in stacks]
         parts += [([part], shards) for part in (*network.blocks, network)]
         for modules, within in parts:
             wrapped, *_ = fully_shard(
-                modules, mesh=within, mp_policy=policy, reshard_after_forward=reshard, ignored_params=lent
+                modules,
+                mesh=within,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                ignored_params=lent,
             )
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
 
 
 class Shards:
-    """`stored`: canonical name -> this rank's rows, parameters of their own in the same memory; names of which it has none are
-    left out. Gradients arrive at the network's parameters, and `take_gradients` hands them over."""
+    """`stored`: canonical name -> this rank's rows, parameters of their own in the same memory;
+    names of which it has none are left out. Gradients arrive at the network's parameters, and
+    `take_gradients` hands them over.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         self._network = network
@@ -66,7 +87,8 @@ class Shards:
             sharded, own = self._own(part.parameter)
             rows = part.rows or slice(0, sharded.shape[0])
             first, count = _rows(sharded)
-            low, high = max(rows.start - first, 0), min(rows.stop - first, count)
+            low = max(rows.start - first, 0)
+            high = min(rows.stop - first, count)
             if low < high:
                 self.stored[name] = StoredParameter(part.name, own, slice(low, high))
 
@@ -86,7 +108,9 @@ class Shards:
         return _local(sharded.grad)
 
     def reshard(self) -> None:
-        """Free whole parameters that a pass without a backward pass has left gathered; other values may come next."""
+        """Free whole parameters that a pass without a backward pass has left gathered; other values
+        may come next.
+        """
         for module in self._network.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -99,8 +123,11 @@ class Shards:
 
 
 def _find_rows(module: FSDPModule) -> None:
-    """Tell FSDP2 where parameters lie now. A network that was lent one has given it memory after FSDP2 looked, which would then
-    take other memory for uneven rows at the first pass."""
+    """Tell FSDP2 where parameters lie now.
+
+    A network that was lent one has given it memory after FSDP2 looked, which would then take other
+    memory for uneven rows at the first pass.
+    """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
@@ -112,7 +139,9 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _rows(sharded: Tensor) -> tuple[int, int]:
-    """(first, number) of the rows of a sharded parameter that this rank holds: chunks of one size but the last."""
+    """(first, number) of the rows of a sharded parameter that this rank holds: chunks of one size
+    but the last.
+    """
     assert isinstance(sharded, DTensor)
     place = sharded.device_mesh.get_coordinate()
     assert place is not None
@@ -122,10 +151,13 @@ def _rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
-    """Copy the whole parameters of a sharded network, or of one whose ranks hold some of the `experts` each, into one of the
-    same form that has them all. Every rank calls it."""
+    """Copy the whole parameters of a sharded network, or of one whose ranks hold some of the
+    `experts` each, into one of the same form that has them all. Every rank calls it.
+    """
     with torch.no_grad():
-        for (name, held), (other, whole) in zip(network.named_parameters(), into.named_parameters(), strict=True):
+        for (name, held), (other, whole) in zip(
+            network.named_parameters(), into.named_parameters(), strict=True
+        ):
             assert name == other, f"networks of different forms: {name} and {other}"
             own = held.full_tensor() if isinstance(held, DTensor) else held
             if own.shape == whole.shape:
@@ -142,16 +174,19 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not yet summed. Nothing where the
-    network is not sharded."""
+    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not
+    yet summed. Nothing where the network is not sharded.
+    """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(on)
 
 
 def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
-    """The parts of a sharded network, one after the other, each with whole parameters while it is at hand: for the second half
-    of a backward pass, which FSDP2's hooks do not see. Then its gradients are kept, with `sums` summed over the ranks, and the
-    whole parameters freed. A network that is not sharded is one part, with nothing to be done."""
+    """The parts of a sharded network, one after the other, each with whole parameters while it is
+    at hand: for the second half of a backward pass, which FSDP2's hooks do not see. Then its
+    gradients are kept, with `sums` summed over the ranks, and the whole parameters freed. A network
+    that is not sharded is one part, with nothing to be done.
+    """
     if not isinstance(network, FSDPModule):
         yield network
         return
@@ -165,8 +200,9 @@ def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Modu
 
 
 def settle(network: nn.Module, *, sums: bool) -> None:
-    """After a backward pass of a sharded network that hooks have not seen: keep its gradients or, with `sums`, sum all that are
-    kept over the ranks; free whole parameters."""
+    """After a backward pass of a sharded network that hooks have not seen: keep its gradients or,
+    with `sums`, sum all that are kept over the ranks; free whole parameters.
+    """
     if isinstance(network, FSDPModule):
         for _, modules in _parts(network):
             _settle(modules, sums=sums)
@@ -180,7 +216,9 @@ def make_whole(network: nn.Module) -> None:
 
 
 def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
-    """The blocks, last first, and the rest, as a backward pass comes by; with the modules whose parameters are each's."""
+    """The blocks, last first, and the rest, as a backward pass comes by; with the modules whose
+    parameters are each's.
+    """
     assert isinstance(network, Transformer)
     for part in (*reversed(network.blocks), network):
         within = [part] if part is network else part.modules()
@@ -190,7 +228,8 @@ def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
 def _settle(modules: Sequence[FSDPModule], *, sums: bool) -> None:
     for module in reversed(modules):
         _after_backward(module, reshards=True, sums=sums)
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # as `torch.distributed.pipelining.stage` does
+        # as `torch.distributed.pipelining.stage` does
+        for group in module._get_fsdp_state()._fsdp_param_groups:
             group.post_backward()
 
 

@@ -1,14 +1,16 @@
-"""Tensor parallelism: ranks whose networks hold a part of the heads, of the MLPs' width and of the vocabulary compute as one.
+"""Tensor parallelism: ranks whose networks hold a part of the heads, of the MLPs' width and of the
+vocabulary compute as one.
 
     narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
     join(narrow, config, group, shares_rows=True)
     narrow(packed, want)                                     # on every rank the outputs of the whole network
     sum_gradients(canonical(narrow), config, group, device, shares_rows=True)  # after the backward passes of a step
 
-Hidden states enter attention and MLP whole, and their gradients are summed there; what leaves is summed (Shoeybi et al. 2019,
-"Megatron-LM", arXiv:1909.08053, section 3). With sequence parallelism (Korthikanti et al. 2022, "Reducing activation
-recomputation", arXiv:2205.05198, section 4.2.2) the ranks share the rows: each has its own ones of the states between
-attention and MLP, which are gathered on entering, and the sum that leaves is scattered. As many bytes are sent, for an
+Hidden states enter attention and MLP whole, and their gradients are summed there; what leaves is
+summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). With sequence parallelism
+(Korthikanti et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2) the
+ranks share the rows: each has its own ones of the states between attention and MLP, which are
+gathered on entering, and the sum that leaves is scattered. As many bytes are sent, for an
 all-reduce is these two one after the other. Generation has whole states.
 """
 
@@ -36,25 +38,32 @@ from weft.parallel.collectives import RowParts, summed, summed_backward, summed_
 from weft.parallel.vocabulary import GroupSplit
 from weft.topology import heads_of, vocabulary_of
 
-# Parameters that every rank holds whole but uses for its own part alone, so that it sees a part of their gradient.
+# Parameters that every rank holds whole but uses for its own part alone, so that it sees a part of
+# their gradient.
 PARTIAL = (
     r"blocks\.\d+\.(attention\.([qkv]\.lora_a|o\.lora_b|[qk]_norm\.weight)"
     r"|mlp\.(router\.weight|.*(gate|up)\.lora_a|.*down\.lora_b))"
 )
-# Those of what is computed between attention and MLP: where the ranks share its rows each sees a part of these gradients too.
+# Those of what is computed between attention and MLP: where the ranks share its rows each sees a
+# part of these gradients too.
 BETWEEN = (
     r"(positions|embed_in|embed_out|score)\.weight|norm\.(weight|bias)"
     r"|blocks\.\d+\.(norm[12](_post)?\.(weight|bias)|(attention\.o|mlp\.down)\.bias)"
 )
-# Of heads that several ranks hold, where there are few; with the norm over all keys, where there is one.
+# Of heads that several ranks hold, where there are few; with the norm over all keys, where there is
+# one.
 COPIED = r"blocks\.\d+\.attention\.([kv]\.(weight|bias|lora_b)|prefix\.[kv])"
 COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 
 
-def join(network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool) -> None:
-    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the whole. With `shares_rows` each
-    rank has a part of the rows between attention and MLP."""
-    rank, size = group.rank(), group.size()
+def join(
+    network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool
+) -> None:
+    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the
+    whole. With `shares_rows` each rank has a part of the rows between attention and MLP.
+    """
+    rank = group.rank()
+    size = group.size()
     leaves = partial(summed_forward, group=group)
     first = vocabulary_of(config.vocab_size, size, rank).start
     for block in network.blocks:
@@ -71,7 +80,9 @@ def join(network: Transformer, config: TransformerConfig, group: ProcessGroup, *
 
 @dataclass(frozen=True)
 class Stretches:
-    """Implements `weft.models.network.shared_rows.RowSharing`: consecutive tokens of a pack for each rank of the group."""
+    """Implements `weft.models.network.shared_rows.RowSharing`: consecutive tokens of a pack for
+    each rank of the group.
+    """
 
     group: ProcessGroup
 
@@ -104,7 +115,9 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
         _number(block.mlp.down, group.rank() * block.mlp.down.weight.shape[1])
     if config.qk_norm == "full":
         copies = max(1, group.size() // config.num_kv_heads)
-        block.attention.q_norm.share(config.num_heads * config.head_dim, partial(summed, group=group))
+        block.attention.q_norm.share(
+            config.num_heads * config.head_dim, partial(summed, group=group)
+        )
         block.attention.k_norm.share(
             config.num_kv_heads * config.head_dim, lambda squares: summed(squares / copies, group)
         )
@@ -117,11 +130,17 @@ def _number(layer: Linear, channel: int) -> None:
 
 
 def sum_gradients(
-    stored: Mapping[str, StoredParameter], config: TransformerConfig, group: ProcessGroup, device: torch.device, *,
+    stored: Mapping[str, StoredParameter],
+    config: TransformerConfig,
+    group: ProcessGroup,
+    device: torch.device,
+    *,
     shares_rows: bool,
-) -> None:  # fmt: skip
-    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical name. Every rank of the group,
-    which joins the ranks' devices, calls it; gradients may lie elsewhere."""
+) -> None:
+    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical
+    name. Every rank of the group, which joins the ranks' devices, calls it; gradients may lie
+    elsewhere.
+    """
     parts = _partial(stored, config)
     if shares_rows:
         parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
@@ -132,16 +151,28 @@ def sum_gradients(
         put_back(flat, gradients)
     copies = group.size() // config.num_kv_heads
     if copies > 1:
-        _sum_copies(stored, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies, device)
+        _sum_copies(
+            stored, COPIED if config.qk_norm != "full" else COPIED_NORM, group, copies, device
+        )
 
 
-def _partial(stored: Mapping[str, StoredParameter], config: TransformerConfig) -> list[StoredParameter]:
+def _partial(
+    stored: Mapping[str, StoredParameter], config: TransformerConfig
+) -> list[StoredParameter]:
     by_head = config.qk_norm != "full"
-    return [part for name, part in stored.items() if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)]
+    return [
+        part
+        for name, part in stored.items()
+        if re.fullmatch(PARTIAL, name) and (by_head or "_norm" not in name)
+    ]
 
 
 def _sum_copies(
-    stored: Mapping[str, StoredParameter], pattern: str, group: ProcessGroup, copies: int, device: torch.device
+    stored: Mapping[str, StoredParameter],
+    pattern: str,
+    group: ProcessGroup,
+    copies: int,
+    device: torch.device,
 ) -> None:
     """Heads of keys and values that `copies` consecutive ranks hold: each adds what the others see."""
     held = [part.grad for name, part in stored.items() if re.fullmatch(pattern, name)]

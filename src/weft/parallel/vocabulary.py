@@ -1,6 +1,8 @@
-"""The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each other of their own logits.
+"""The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each
+other of their own logits.
 
-Per row the log of the sum of exponentials, the label's logit, the best id or ids; the logits themselves where tokens are drawn.
+Per row the log of the sum of exponentials, the label's logit, the best id or ids; the logits
+themselves where tokens are drawn.
 """
 
 from __future__ import annotations
@@ -38,19 +40,27 @@ class GroupSplit:
         return total(own, self.group)
 
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        best = self.every(values[:, None]).argmax(dim=1, keepdim=True)  # of equal ones the first rank's
+        # of equal ones the first rank's
+        best = self.every(values[:, None]).argmax(dim=1, keepdim=True)
         return self.every(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
         """[R, own ids] -> [R, all ids], the same bits on every rank."""
-        ranks = [vocabulary_of(self.size, self.group.size(), rank) for rank in range(self.group.size())]
+        ranks = [
+            vocabulary_of(self.size, self.group.size(), rank) for rank in range(self.group.size())
+        ]
         counts = [ids.stop - ids.start for ids in ranks]
         padded = own.new_zeros(len(own), max(counts))
         padded[:, : own.shape[1]] = own
         parts = self.every(padded).split(max(counts), dim=1)
-        return torch.cat([part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
+        return torch.cat(
+            [part[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1
+        )
 
     def every(self, own: Tensor) -> Tensor:
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
+        parts = [
+            torch.empty_like(own, memory_format=torch.contiguous_format)
+            for _ in range(self.group.size())
+        ]
         dist.all_gather(parts, own.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)

@@ -18,16 +18,23 @@ from weft.protocol.tensors import DATATYPES, PART, Tensor, datatype_of, from_byt
 SERVICE = "inference.GRPCInferenceService"
 CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 
-Field = tuple[str, int, str]  # name, number, type; "*" before a type is a list, "{}" a map of parameters
+# name, number, type; "*" before a type is a list, "{}" a map of parameters
+Field = tuple[str, int, str]
 
 _MODEL: tuple[Field, ...] = (("name", 1, "string"), ("version", 2, "string"))
 _TENSOR: tuple[Field, ...] = (
-    ("name", 1, "string"), ("datatype", 2, "string"), ("shape", 3, "*int64"), ("parameters", 4, "{}"),
+    ("name", 1, "string"),
+    ("datatype", 2, "string"),
+    ("shape", 3, "*int64"),
+    ("parameters", 4, "{}"),
     ("contents", 5, "InferTensorContents"),
-)  # fmt: skip
+)
 _INFER: tuple[Field, ...] = (
-    ("model_name", 1, "string"), ("model_version", 2, "string"), ("id", 3, "string"), ("parameters", 4, "{}"),
-)  # fmt: skip
+    ("model_name", 1, "string"),
+    ("model_version", 2, "string"),
+    ("id", 3, "string"),
+    ("parameters", 4, "{}"),
+)
 MESSAGES: Mapping[str, tuple[Field, ...]] = {
     "ServerLiveRequest": (),
     "ServerLiveResponse": (("live", 1, "bool"),),
@@ -39,35 +46,65 @@ MESSAGES: Mapping[str, tuple[Field, ...]] = {
     "ServerMetadataResponse": (*_MODEL, ("extensions", 3, "*string")),
     "ModelMetadataRequest": _MODEL,
     "ModelMetadataResponse": (
-        ("name", 1, "string"), ("versions", 2, "*string"), ("platform", 3, "string"),
-        ("inputs", 4, "*ModelMetadataResponse.TensorMetadata"), ("outputs", 5, "*ModelMetadataResponse.TensorMetadata"),
+        ("name", 1, "string"),
+        ("versions", 2, "*string"),
+        ("platform", 3, "string"),
+        ("inputs", 4, "*ModelMetadataResponse.TensorMetadata"),
+        ("outputs", 5, "*ModelMetadataResponse.TensorMetadata"),
     ),
-    "ModelMetadataResponse.TensorMetadata": (("name", 1, "string"), ("datatype", 2, "string"), ("shape", 3, "*int64")),
+    "ModelMetadataResponse.TensorMetadata": (
+        ("name", 1, "string"),
+        ("datatype", 2, "string"),
+        ("shape", 3, "*int64"),
+    ),
     "InferParameter": (
-        ("bool_param", 1, "bool"), ("int64_param", 2, "int64"), ("string_param", 3, "string"),
-        ("double_param", 4, "double"), ("uint64_param", 5, "uint64"),
+        ("bool_param", 1, "bool"),
+        ("int64_param", 2, "int64"),
+        ("string_param", 3, "string"),
+        ("double_param", 4, "double"),
+        ("uint64_param", 5, "uint64"),
     ),
     "InferTensorContents": (
-        ("bool_contents", 1, "*bool"), ("int_contents", 2, "*int32"), ("int64_contents", 3, "*int64"),
-        ("uint_contents", 4, "*uint32"), ("uint64_contents", 5, "*uint64"), ("fp32_contents", 6, "*float"),
-        ("fp64_contents", 7, "*double"), ("bytes_contents", 8, "*bytes"),
+        ("bool_contents", 1, "*bool"),
+        ("int_contents", 2, "*int32"),
+        ("int64_contents", 3, "*int64"),
+        ("uint_contents", 4, "*uint32"),
+        ("uint64_contents", 5, "*uint64"),
+        ("fp32_contents", 6, "*float"),
+        ("fp64_contents", 7, "*double"),
+        ("bytes_contents", 8, "*bytes"),
     ),
     "ModelInferRequest": (
-        *_INFER, ("inputs", 5, "*ModelInferRequest.InferInputTensor"),
-        ("outputs", 6, "*ModelInferRequest.InferRequestedOutputTensor"), ("raw_input_contents", 7, "*bytes"),
+        *_INFER,
+        ("inputs", 5, "*ModelInferRequest.InferInputTensor"),
+        ("outputs", 6, "*ModelInferRequest.InferRequestedOutputTensor"),
+        ("raw_input_contents", 7, "*bytes"),
     ),
     "ModelInferRequest.InferInputTensor": _TENSOR,
-    "ModelInferRequest.InferRequestedOutputTensor": (("name", 1, "string"), ("parameters", 2, "{}")),
+    "ModelInferRequest.InferRequestedOutputTensor": (
+        ("name", 1, "string"),
+        ("parameters", 2, "{}"),
+    ),
     "ModelInferResponse": (
-        *_INFER, ("outputs", 5, "*ModelInferResponse.InferOutputTensor"), ("raw_output_contents", 6, "*bytes"),
+        *_INFER,
+        ("outputs", 5, "*ModelInferResponse.InferOutputTensor"),
+        ("raw_output_contents", 6, "*bytes"),
     ),
     "ModelInferResponse.InferOutputTensor": _TENSOR,
-}  # fmt: skip
+}
 CONTENTS = {
-    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents",
-    "INT64": "int64_contents", "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents",
-    "UINT64": "uint64_contents", "FP32": "fp32_contents", "FP64": "fp64_contents",
-}  # fmt: skip
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
 
 _Proto = descriptor_pb2.FieldDescriptorProto
 
@@ -80,7 +117,9 @@ def message(name: str) -> Any:
 
 @cache
 def _pool() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(name="weft/inference.proto", package="inference", syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="weft/inference.proto", package="inference", syntax="proto3"
+    )
     made: dict[str, Any] = {}
     for name, fields in MESSAGES.items():
         outer, _, inner = name.rpartition(".")
@@ -103,33 +142,46 @@ def _add(owner: Any, name: str, field: Field) -> None:
         _add(entry, name, ("key", 1, "string"))
         _add(entry, name, ("value", 2, "InferParameter"))
         kind = f"*{name}.ParametersEntry"
-    label = _Proto.LABEL_REPEATED if kind.startswith("*") else _Proto.LABEL_OPTIONAL
+    if kind.startswith("*"):
+        label = _Proto.LABEL_REPEATED
+    else:
+        label = _Proto.LABEL_OPTIONAL
     bare = kind.removeprefix("*")
     added = owner.field.add(name=called, number=number, label=label)
     if bare[0].isupper():
-        added.type, added.type_name = _Proto.TYPE_MESSAGE, f".inference.{bare}"
+        added.type = _Proto.TYPE_MESSAGE
+        added.type_name = f".inference.{bare}"
     else:
         added.type = getattr(_Proto, f"TYPE_{bare.upper()}")
 
 
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
-    """The tensors of a message: of their raw bytes where it has these, else of their contents. Raises `DataError`."""
+    """The tensors of a message: of their raw bytes where it has these, else of their contents.
+
+    Raises `DataError`.
+    """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"{len(raws)} raw contents are there for {len(tensors)} tensors")
     made: dict[str, Tensor] = {}
     for index, tensor in enumerate(tensors):
-        datatype, shape = known(tensor.name, tensor.datatype), list(tensor.shape)
+        datatype = known(tensor.name, tensor.datatype)
+        shape = list(tensor.shape)
         if tensor.name in made or any(size < 0 for size in shape):
             raise DataError(f"tensor {tensor.name!r}: is there twice, or has the shape {shape}")
         if len(raws):
             raw = raws[index]
         else:
-            values = getattr(tensor.contents, CONTENTS[datatype]) if datatype in CONTENTS else ()
+            if datatype in CONTENTS:
+                values = getattr(tensor.contents, CONTENTS[datatype])
+            else:
+                values = ()
             parts = (values[at : at + PART] for at in range(0, len(values), PART))
             try:
                 raw = b"".join(np.array(part, DATATYPES[datatype]).tobytes() for part in parts)
             except OverflowError:
-                raise DataError(f"tensor {tensor.name!r}: a number is out of range for {datatype}") from None
+                raise DataError(
+                    f"tensor {tensor.name!r}: a number is out of range for {datatype}"
+                ) from None
         made[tensor.name] = from_bytes(tensor.name, datatype, shape, raw)
     return made
 

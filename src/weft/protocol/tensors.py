@@ -1,4 +1,5 @@
-"""Named tensors as HTTP carries them: JSON, or JSON followed by the tensors' bytes (the binary tensor data extension).
+"""Named tensors as HTTP carries them: JSON, or JSON followed by the tensors' bytes (the binary
+tensor data extension).
 
 body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
 header, tensors = unpack(body, header_length, "inputs")
@@ -21,10 +22,19 @@ Tensor = npt.NDArray[Any]
 PART = 8192  # numbers that are written at a time
 LENGTH_HEADER = "Inference-Header-Content-Length"  # bytes of JSON in front of the tensors' bytes
 DATATYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype("?"), "INT8": np.dtype("<i1"), "INT16": np.dtype("<i2"), "INT32": np.dtype("<i4"),
-    "INT64": np.dtype("<i8"), "UINT8": np.dtype("<u1"), "UINT16": np.dtype("<u2"), "UINT32": np.dtype("<u4"),
-    "UINT64": np.dtype("<u8"), "FP16": np.dtype("<f2"), "FP32": np.dtype("<f4"), "FP64": np.dtype("<f8"),
-}  # fmt: skip
+    "BOOL": np.dtype("?"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
 
 
 def datatype_of(tensor: Tensor) -> str:
@@ -35,11 +45,18 @@ def datatype_of(tensor: Tensor) -> str:
 def pack(
     header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
 ) -> tuple[bytes, int | None]:
-    """(body, bytes of JSON in it; None where all of it is JSON): `header` with the tensors as its list `key`."""
-    entries, raws = list[str](), list[bytes]()
+    """(body, bytes of JSON in it; None where all of it is JSON): `header` with the tensors as its
+    list `key`.
+    """
+    entries = list[str]()
+    raws = list[bytes]()
     for name, tensor in tensors.items():
         dtype = DATATYPES[datatype_of(tensor)]
-        entry: dict[str, Any] = {"name": name, "datatype": datatype_of(tensor), "shape": list(tensor.shape)}
+        entry: dict[str, Any] = {
+            "name": name,
+            "datatype": datatype_of(tensor),
+            "shape": list(tensor.shape),
+        }
         if name in binary:
             raws.append(np.ascontiguousarray(tensor, dtype).tobytes())
             entries.append(json.dumps(entry | {"parameters": {"binary_data_size": len(raws[-1])}}))
@@ -55,7 +72,9 @@ def _extended(values: Mapping[str, Any], key: str, text: str) -> str:
 
 
 def _numbers(tensor: Tensor) -> str:
-    """Numbers as JSON without the brackets, made in parts: other threads get their turn between them."""
+    """Numbers as JSON without the brackets, made in parts: other threads get their turn between
+    them.
+    """
     parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
     return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
 
@@ -68,7 +87,9 @@ def header_size(body: bytes, header_length: int | None) -> int:
     return size
 
 
-def unpack(body: bytes, header_length: int | None, key: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def unpack(
+    body: bytes, header_length: int | None, key: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(the JSON, its tensors of the list `key`). Raises `DataError` for what is no such body."""
     size = header_size(body, header_length)
     header = read_object(body[:size])
@@ -76,7 +97,9 @@ def unpack(body: bytes, header_length: int | None, key: str) -> tuple[dict[str, 
 
 
 def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> dict[str, Tensor]:
-    """The tensors of the list `key` of `header`, which the first `size` bytes of the body are, in JSON. Raises `DataError`."""
+    """The tensors of the list `key` of `header`, which the first `size` bytes of the body are, in
+    JSON. Raises `DataError`.
+    """
     entries = header.get(key)
     if not isinstance(entries, list):
         raise DataError(f"{key} must be a list of tensors")
@@ -90,7 +113,9 @@ def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> d
         if count is None:
             tensors[name] = _from_list(name, dtype, shape, entry.get("data"))
         else:
-            tensors[name] = from_bytes(name, dtype, shape, body[at : at + count] if count >= 0 else b"")
+            tensors[name] = from_bytes(
+                name, dtype, shape, body[at : at + count] if count >= 0 else b""
+            )
             at += count
     if at != len(body):
         raise DataError(f"the body has {len(body) - at} bytes more than its tensors")
@@ -109,11 +134,15 @@ def read_object(text: bytes) -> dict[str, Any]:
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
-    """A tensor of its little-endian bytes. Raises `DataError` where these are not as many as its shape says."""
+    """A tensor of its little-endian bytes.
+
+    Raises `DataError` where these are not as many as its shape says.
+    """
     dtype = DATATYPES[known(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise DataError(
-            f"tensor {name!r}: {len(raw)} bytes are no {datatype} of shape {list(shape)}, which are "
+            f"tensor {name!r}: {len(raw)} bytes are no {datatype} of shape {list(shape)}, which "
+            f"are "
             f"{math.prod(shape) * dtype.itemsize}"
         )
     return np.frombuffer(raw, dtype).reshape(shape)
@@ -122,14 +151,19 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 def known(name: str, datatype: Any) -> str:
     """The datatype. Raises `DataError` for one that is not a number's."""
     if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise DataError(f"tensor {name!r}: datatype={datatype!r} must be one of {', '.join(DATATYPES)}")
+        raise DataError(
+            f"tensor {name!r}: datatype={datatype!r} must be one of {', '.join(DATATYPES)}"
+        )
     return datatype
 
 
 def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
     """A parameter that is true or false. Raises `DataError` for anything else."""
     parameters = entry.get("parameters") or {}
-    value = parameters.get(name, default) if isinstance(parameters, Mapping) else None
+    if isinstance(parameters, Mapping):
+        value = parameters.get(name, default)
+    else:
+        value = None
     if not isinstance(value, bool):
         raise DataError(f"the parameter {name} must be true or false")
     return value
@@ -138,7 +172,8 @@ def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
 def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
-    name, shape = entry["name"], entry.get("shape")
+    name = entry["name"]
+    shape = entry.get("shape")
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise DataError(f"tensor {name!r}: shape={shape!r} must be a list of whole numbers")
     return name, known(name, entry.get("datatype")), shape
@@ -166,4 +201,6 @@ def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Ten
             raise ValueError("out of range")
         return made.reshape(shape)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise DataError(f"tensor {name!r}: data must be {datatype} numbers of shape {list(shape)}") from None
+        raise DataError(
+            f"tensor {name!r}: data must be {datatype} numbers of shape {list(shape)}"
+        ) from None

@@ -1,6 +1,9 @@
-"""In which messages the pieces of a plan travel. Pure: every rank works out the same rounds from the same plan.
+"""In which messages the pieces of a plan travel.
 
-In a round no rank sends or receives more than the bucket's size, and no two ranks exchange more than one message each way.
+Pure: every rank works out the same rounds from the same plan.
+
+In a round no rank sends or receives more than the bucket's size, and no two ranks exchange more
+than one message each way.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from weft.errors import ConfigError
 from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
-ALIGNMENT = 16  # bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words
+# bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words
+ALIGNMENT = 16
 WORD = 8
 SEAL = 3 * WORD  # bytes: version, round, checksum
 SMALLEST = 1024
@@ -61,11 +65,13 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def rounds(transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_bytes: int) -> list[list[Message]]:
+def rounds(
+    transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_bytes: int
+) -> list[list[Message]]:
     """The messages of each round; what stays on its rank needs none.
 
-    Pairs of ranks with most left to send come first in a round, so that all are done at about the same time. Raises
-    `ConfigError` for a bucket that is too small.
+    Pairs of ranks with most left to send come first in a round, so that all are done at about the
+    same time. Raises `ConfigError` for a bucket that is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
@@ -73,7 +79,8 @@ def rounds(transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_by
     left: dict[tuple[int, int], int] = defaultdict(int)
     for each in transfers:
         if not each.stays:
-            pair, size = (each.source, each.target), itemsize[each.name]
+            pair = (each.source, each.target)
+            size = itemsize[each.name]
             for piece in cut(each.piece, bucket_bytes // PIECES // size):
                 num_bytes = _elements(piece) * size
                 queues[pair].append((each.name, piece, num_bytes))
@@ -115,7 +122,9 @@ def cut(piece: Slice, limit: int) -> Iterator[Slice]:
     rows = max(1, limit // rest)
     part = piece[dim]
     for start in range(part.start, part.stop, rows):
-        yield from cut((*piece[:dim], slice(start, min(start + rows, part.stop)), *piece[dim + 1 :]), limit)
+        yield from cut(
+            (*piece[:dim], slice(start, min(start + rows, part.stop)), *piece[dim + 1 :]), limit
+        )
 
 
 def _elements(piece: Slice) -> int:

@@ -1,4 +1,5 @@
-"""Carries out a plan: parameters go from the engines of one layout to those of another, in messages of bounded size.
+"""Carries out a plan: parameters go from the engines of one layout to those of another, in messages
+of bounded size.
 
     reallocation = Reallocation(transfers, rank=rank, group=group)      # once
     reallocation.move(source, target)                                   # every rank of both layouts, at the same time
@@ -40,12 +41,17 @@ class Giver(Protocol):
 class Holder(Giver, Protocol):
     """Of an engine: parameters in and out. `read` gives views, of the most exact form there is."""
 
-    def write(self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0) -> None: ...
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What this rank did; bytes of parameters. `buffer_bytes`: the memory that it took for messages."""
+    """What this rank did; bytes of parameters.
+
+    `buffer_bytes`: the memory that it took for messages.
+    """
 
     version: int
     sent: int
@@ -56,31 +62,48 @@ class Moved:
 
 
 def move(
-    source: Holder | None, target: Holder | None, transfers: Sequence[Transfer], *, rank: int, group: ProcessGroup | None,
-    eta: float = 1.0, bucket_bytes: int = BUCKET_BYTES,
-) -> Moved:  # fmt: skip
+    source: Holder | None,
+    target: Holder | None,
+    transfers: Sequence[Transfer],
+    *,
+    rank: int,
+    group: ProcessGroup | None,
+    eta: float = 1.0,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Moved:
     """One `Reallocation`, carried out once."""
-    return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(source, target, eta=eta)
+    return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(
+        source, target, eta=eta
+    )
 
 
 class Reallocation:
     """A plan as one rank carries it out, as often as it is asked to: what it works out is kept.
 
-    Every rank of `group`, which spans both layouts, has the same plan and the same buckets. Without a group nothing leaves the
-    process. Where ranks share a host's memory, two buckets of it stay taken as long as this lives.
+    Every rank of `group`, which spans both layouts, has the same plan and the same buckets. Without
+    a group nothing leaves the process. Where ranks share a host's memory, two buckets of it stay
+    taken as long as this lives.
     """
 
     def __init__(
-        self, transfers: Sequence[Transfer], *, rank: int, group: ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        transfers: Sequence[Transfer],
+        *,
+        rank: int,
+        group: ProcessGroup | None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._transfers, self._rank, self._bucket_bytes = list(transfers), rank, bucket_bytes
+        self._transfers = list(transfers)
+        self._rank = rank
+        self._bucket_bytes = bucket_bytes
         self._link = Link(rank, group)
         self._names = list(dict.fromkeys(each.name for each in transfers))
         self._giving = list(dict.fromkeys(each.name for each in transfers if each.source == rank))
         self._taking = list(dict.fromkeys(each.name for each in transfers if each.target == rank))
         self._stays = [each for each in transfers if each.stays and each.source == rank]
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
-        self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}  # by the dtypes in which parameters travel
+        # by the dtypes in which parameters travel
+        self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}
 
     @property
     def gives(self) -> Sequence[str]:
@@ -88,21 +111,25 @@ class Reallocation:
         return self._giving
 
     def move(self, source: Giver | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
-        """target <- eta * source + (1 - eta) * target for what the plan lists, and the source's version with it.
+        """target <- eta * source + (1 - eta) * target for what the plan lists, and the source's
+        version with it.
 
-        Every rank of the group calls it; `source` and `target` are this rank's engines, None where it has none. A piece
-        travels in the source's dtype, or in the target's where that is smaller and `eta` is 1: the target would round it in
-        the same way.
+        Every rank of the group calls it; `source` and `target` are this rank's engines, None where
+        it has none. A piece travels in the source's dtype, or in the target's where that is smaller
+        and `eta` is 1: the target would round it in the same way.
 
-        Raises `RunError` where a rank is lost or late (the group's time-out), has another plan, has weights of another
-        version, or a message is not what was sent. Targets then may be part old, part new, under their old version: they
-        must not be used.
+        Raises `RunError` where a rank is lost or late (the group's time-out), has another plan, has
+        weights of another version, or a message is not what was sent. Targets then may be part old,
+        part new, under their old version: they must not be used.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._giving)}
         into = {name: values.dtype for name, _, values in _read(target, self._taking)}
-        version, dtypes = self._agree(source, {name: values.dtype for name, (_, values) in held.items()}, into, eta)
-        steps, stays = self._own(dtypes), [] if source is target else self._stays
+        version, dtypes = self._agree(
+            source, {name: values.dtype for name, (_, values) in held.items()}, into, eta
+        )
+        steps = self._own(dtypes)
+        stays = [] if source is target else self._stays
         self._link.share(2 * self._bucket_bytes)
         run = Exchange(self._link, Source(source, held), dtypes, version, steps)
         arrivals = run.arrivals(stays)
@@ -112,35 +139,60 @@ class Reallocation:
             assert not list(arrivals)
         return Moved(
             version,
-            sum(part.num_bytes for step in steps for message in step.sends for part in message.parts),
-            sum(part.num_bytes for step in steps for message in step.receives for part in message.parts),
+            sum(
+                part.num_bytes for step in steps for message in step.sends for part in message.parts
+            ),
+            sum(
+                part.num_bytes
+                for step in steps
+                for message in step.receives
+                for part in message.parts
+            ),
             sum(each.num_elements * held[each.name][1].itemsize for each in stays),
             run.buffer_bytes,
             perf_counter() - began,
         )
 
-    def _agree(self, source: Giver | None, gives: Dtypes, takes: Dtypes, eta: float) -> tuple[int, Dtypes]:
-        """(the source's version, the dtype in which each parameter travels), from what the ranks tell each other: their plan
-        and eta, whether they are a source and of which version, then the dtypes that they give and take."""
+    def _agree(
+        self, source: Giver | None, gives: Dtypes, takes: Dtypes, eta: float
+    ) -> tuple[int, Dtypes]:
+        """(the source's version, the dtype in which each parameter travels), from what the ranks
+        tell each other: their plan and eta, whether they are a source and of which version, then
+        the dtypes that they give and take.
+        """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
-        told = self._link.tell_everyone([call, source is not None, 0 if source is None else source.version])
+        told = self._link.tell_everyone(
+            [call, source is not None, 0 if source is None else source.version]
+        )
         for rank, (theirs, *_) in told.items():
             if theirs != call:
                 raise RunError(
-                    f"reallocation: rank {rank} was given another plan, eta or bucket size than rank {self._rank}; "
+                    f"reallocation: rank {rank} was given another plan, eta or bucket size than "
+                    f"rank {self._rank}; "
                     "every rank of both layouts is given the same"
                 )
         versions = {rank: version for rank, (_, has, version) in told.items() if has}
         if len(set(versions.values())) != 1:
-            shown = ", ".join(f"rank {rank}: {version}" for rank, version in sorted(versions.items()))
-            raise RunError(
-                f"reallocation: the source's ranks must hold one version of the weights ({shown or 'no rank is one'})"
+            shown = ", ".join(
+                f"rank {rank}: {version}" for rank, version in sorted(versions.items())
             )
-        codes = self._link.tell_everyone([_code(held.get(n)) for held in (gives, takes) for n in self._names])
+            raise RunError(
+                f"reallocation: the source's ranks must hold one version of the weights "
+                f"({shown or 'no rank is one'})"
+            )
+        codes = self._link.tell_everyone(
+            [_code(held.get(n)) for held in (gives, takes) for n in self._names]
+        )
         count = len(self._names)
-        given = _one_dtype(self._names, {rank: theirs[:count] for rank, theirs in codes.items()}, "source")
-        taken = _one_dtype(self._names, {rank: theirs[count:] for rank, theirs in codes.items()}, "target")
-        return next(iter(versions.values())), {n: _travelling(given[n], taken[n], eta) for n in self._names}
+        given = _one_dtype(
+            self._names, {rank: theirs[:count] for rank, theirs in codes.items()}, "source"
+        )
+        taken = _one_dtype(
+            self._names, {rank: theirs[count:] for rank, theirs in codes.items()}, "target"
+        )
+        return next(iter(versions.values())), {
+            n: _travelling(given[n], taken[n], eta) for n in self._names
+        }
 
     def _own(self, dtypes: Dtypes) -> list[Step]:
         """This rank's part in each round; rounds in which it has none are left out."""
@@ -165,7 +217,9 @@ def _read(holder: Giver | None, names: Sequence[str]) -> Iterator[Values]:
 
 
 def _travelling(source: torch.dtype, target: torch.dtype, eta: float) -> torch.dtype:
-    return target if eta == 1.0 and target.itemsize < source.itemsize else source
+    if eta == 1.0 and target.itemsize < source.itemsize:
+        return target
+    return source
 
 
 def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
@@ -175,7 +229,10 @@ def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: s
         theirs = {rank: DTYPES[code[at] - 1] for rank, code in codes.items() if code[at]}
         if len(set(theirs.values())) != 1:
             shown = ", ".join(f"rank {rank}: {dtype}" for rank, dtype in sorted(theirs.items()))
-            raise RunError(f"reallocation: the {side}'s ranks must hold parameter {name!r} in one dtype ({shown})")
+            raise RunError(
+                f"reallocation: the {side}'s ranks must hold parameter {name!r} in one dtype "
+                f"({shown})"
+            )
         found[name] = next(iter(theirs.values()))
     return found
 

@@ -1,4 +1,6 @@
-"""Parameters of an engine as they were at one moment, in host memory, to be moved later than the engine has others."""
+"""Parameters of an engine as they were at one moment, in host memory, to be moved later than the
+engine has others.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ class Kept:
 
     @classmethod
     def of(cls, giver: Giver, names: Iterable[str], others: Iterable[Kept] = ()) -> Kept:
-        """One parameter is copied after the other, so the device needs no memory for it. What `others` keep of the same giver
-        at the same moment is not copied again; it is freed with the last that keeps it."""
+        """One parameter is copied after the other, so the device needs no memory for it.
+
+        What `others` keep of the same giver at the same moment is not copied again; it is freed
+        with the last that keeps it.
+        """
         there = {name: part for other in others for name, part in other.parts.items()}
         wanted = list(names)
         parts = {name: there[name] for name in wanted if name in there}
@@ -36,4 +41,6 @@ class Kept:
 
 def _on_host(values: Tensor) -> Tensor:
     """A copy, in pinned memory of what a GPU has."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda").copy_(values)
+    return torch.empty(
+        values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
+    ).copy_(values)

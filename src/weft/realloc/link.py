@@ -1,4 +1,6 @@
-"""Messages between the ranks that take part in a reallocation, over one process group that spans both layouts."""
+"""Messages between the ranks that take part in a reallocation, over one process group that spans
+both layouts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Pending:
     others: str
 
     def wait(self) -> None:
-        """Raises `RunError` naming the other rank where it is lost, or later than the group's time-out."""
+        """Raises `RunError` naming the other rank where it is lost, or later than the group's
+        time-out.
+        """
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -33,20 +37,28 @@ class Pending:
 
 
 class Link:
-    """This rank's way to the others; ranks are those of the run, whatever their place in the group. Without a group there are
-    no others."""
+    """This rank's way to the others; ranks are those of the run, whatever their place in the group.
+
+    Without a group there are no others.
+    """
 
     def __init__(self, rank: int, group: ProcessGroup | None) -> None:
-        self.rank, self._group = rank, group
+        self.rank = rank
+        self._group = group
         cuda = group is not None and dist.get_backend(group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if cuda:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            self.device = torch.device("cpu")
         self.out: Tensor | None = None  # this rank's shelf
         self.shelves: dict[int, Tensor] = {}  # those of others that it sees
         self.seen_by: frozenset[int] = frozenset()  # who sees this rank's
 
     def tell_everyone(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Rank -> what it tells, this rank's own among them; all tell equally much. It is the group's first contact, in which
-        NCCL wants every rank."""
+        """Rank -> what it tells, this rank's own among them; all tell equally much.
+
+        It is the group's first contact, in which NCCL wants every rank.
+        """
         told = {self.rank: list(facts)}
         if self._group is None:
             return told
@@ -58,7 +70,9 @@ class Link:
         return told | {rank: values.tolist() for rank, values in theirs}
 
     def share(self, size: int) -> None:
-        """Lay out memory for the ranks of this host, once; nothing on GPUs, where NCCL has ways of its own."""
+        """Lay out memory for the ranks of this host, once; nothing on GPUs, where NCCL has ways of
+        its own.
+        """
         if self._group is None or self.device.type != "cpu" or self.out is not None:
             return
         shelf = laid_out(size)
@@ -76,11 +90,18 @@ class Link:
             self.out = shelf.memory
 
     def post(self, receives: Mail, sends: Mail, tag: int = 0) -> list[Pending]:
-        """Start these messages; both ways in one call, or NCCL would wait for the one before it begins the other."""
-        pairs = [*((dist.irecv, *each) for each in receives), *((dist.isend, *each) for each in sends)]
+        """Start these messages; both ways in one call, or NCCL would wait for the one before it
+        begins the other.
+        """
+        pairs = [
+            *((dist.irecv, *each) for each in receives),
+            *((dist.isend, *each) for each in sends),
+        ]
         if not pairs:
             return []
-        others = [("from" if way is dist.irecv else "to") + f" rank {rank}" for way, rank, _ in pairs]
+        others = [
+            ("from" if way is dist.irecv else "to") + f" rank {rank}" for way, rank, _ in pairs
+        ]
         try:
             works = dist.batch_isend_irecv(
                 [P2POp(way, x, peer=rank, group=self._group, tag=tag) for way, rank, x in pairs]
@@ -93,4 +114,6 @@ class Link:
 
 
 def _lost(rank: int, others: str, error: RuntimeError) -> RunError:
-    return RunError(f"reallocation: rank {rank} lost what goes {others}: {str(error).splitlines()[0]}")
+    return RunError(
+        f"reallocation: rank {rank} lost what goes {others}: {str(error).splitlines()[0]}"
+    )

@@ -1,8 +1,9 @@
 """One rank's messages of one reallocation: packed, sent, received, verified.
 
-While the messages of one round travel, those of the next are packed; a rank has two buckets each way and no more. A rank that
-sees the sender's shelf is only told where on it the message lies, and thanks for it when it has taken it. Every message ends
-with a seal: the version that the weights had when they were packed, the round, and a checksum.
+While the messages of one round travel, those of the next are packed; a rank has two buckets each
+way and no more. A rank that sees the sender's shelf is only told where on it the message lies, and
+thanks for it when it has taken it. Every message ends with a seal: the version that the weights had
+when they were packed, the round, and a checksum.
 """
 
 from __future__ import annotations
@@ -51,13 +52,24 @@ class Source:
 
     def piece(self, name: str, piece: Slice) -> Tensor:
         where, values = self.held[name]
-        return values[tuple([slice(p.start - w.start, p.stop - w.start) for p, w in zip(piece, where, strict=True)])]
+        return values[
+            tuple(
+                [
+                    slice(p.start - w.start, p.stop - w.start)
+                    for p, w in zip(piece, where, strict=True)
+                ]
+            )
+        ]
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way. What arrives lies in `mail` once all of `pending` is there, or where `notes` say: in which place of
-    its sender's shelf. `thanks` come from those who have taken what this rank has laid on its own."""
+    """A step under way.
+
+    What arrives lies in `mail` once all of `pending` is there, or where `notes` say: in which place
+    of its sender's shelf. `thanks` come from those who have taken what this rank has laid on its
+    own.
+    """
 
     step: Step
     mail: Sequence[tuple[Message, Tensor]]
@@ -70,9 +82,18 @@ class Exchange:
     """`dtypes`: in which each parameter travels; `version`: of the weights that are to arrive."""
 
     def __init__(
-        self, link: Link, source: Source, dtypes: Mapping[str, torch.dtype], version: int, steps: Sequence[Step]
+        self,
+        link: Link,
+        source: Source,
+        dtypes: Mapping[str, torch.dtype],
+        version: int,
+        steps: Sequence[Step],
     ) -> None:
-        self._link, self._source, self._dtypes, self._version, self._steps = link, source, dtypes, version, steps
+        self._link = link
+        self._source = source
+        self._dtypes = dtypes
+        self._version = version
+        self._steps = steps
         self._out = _buffers([step.sends for step in steps], link.device, link.out)
         self._in = _buffers([self._far(step.receives) for step in steps], link.device)
         self._flights: list[_Flight] = []
@@ -82,7 +103,10 @@ class Exchange:
         return sum(buffer.nbytes for buffer in (*self._out, *self._in))
 
     def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
-        """What this rank is to write: what it has itself, then what comes. Values hold until the next ones are asked for."""
+        """What this rank is to write: what it has itself, then what comes.
+
+        Values hold until the next ones are asked for.
+        """
         if self._steps:
             self._begin(0)
         for each in stays:
@@ -98,14 +122,19 @@ class Exchange:
         return [message for message in receives if message.source not in self._link.shelves]
 
     def _begin(self, at: int) -> None:
-        """Steps use buffers in turn, since the one before is still under way; those of the one before that must be free."""
-        step, slot = self._steps[at], at % 2
+        """Steps use buffers in turn, since the one before is still under way; those of the one
+        before that must be free.
+        """
+        step = self._steps[at]
+        slot = at % 2
         if at > 1:
             _wait(self._flights[at - 2].thanks)
-        mail, sends = _in_places(self._far(step.receives), self._in[slot]), _in_places(step.sends, self._out[slot])
+        mail = _in_places(self._far(step.receives), self._in[slot])
+        sends = _in_places(step.sends, self._out[slot])
         near = [message for message in step.receives if message.source in self._link.shelves]
         notes = [(message, torch.empty(1, dtype=torch.int64)) for message in near]
-        posts, seen = [], []
+        posts = []
+        seen = []
         for message, buffer in sends:
             self._pack(message, buffer, step.index)
             if message.target in self._link.seen_by:
@@ -145,13 +174,18 @@ class Exchange:
         if (sent, told, version) == (found, index, self._version):
             return
         names = list(dict.fromkeys(part.name for part in message.parts))
-        what = f"reallocation: {', '.join(names)} from rank {message.source} to rank {message.target}"
+        what = (
+            f"reallocation: {', '.join(names)} from rank {message.source} to rank {message.target}"
+        )
         if sent != found:
-            raise RunError(f"{what}: the checksum of this message is not the sender's; the data were damaged")
+            raise RunError(
+                f"{what}: the checksum of this message is not the sender's; the data were damaged"
+            )
         if told != index:
             raise RunError(f"{what}: sent in round {told}, awaited in round {index}")
         raise RunError(
-            f"{what}: of version {version}, awaited {self._version}; the source's weights changed while they were read"
+            f"{what}: of version {version}, awaited {self._version}; the source's weights changed "
+            f"while they were read"
         )
 
     def _seen(self, part: Part, buffer: Tensor) -> Tensor:
@@ -165,8 +199,12 @@ def _wait(pending: Iterable[Pending]) -> None:
         each.wait()
 
 
-def _buffers(messages: Sequence[Sequence[Message]], device: torch.device, within: Tensor | None = None) -> list[Tensor]:
-    """Two, each as large as the largest of the steps that use it in turn, in the memory `within` where there is some."""
+def _buffers(
+    messages: Sequence[Sequence[Message]], device: torch.device, within: Tensor | None = None
+) -> list[Tensor]:
+    """Two, each as large as the largest of the steps that use it in turn, in the memory `within`
+    where there is some.
+    """
     sizes = [sum(message.num_bytes for message in each) for each in messages]
     most = [max(sizes[slot::2], default=0) for slot in (0, 1)]
     if within is None:
@@ -187,5 +225,7 @@ def _seal(message: Message, buffer: Tensor) -> Tensor:
 
 
 def _checksum(message: Message, buffer: Tensor) -> Tensor:
-    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64, and 1, so that empty memory is no message."""
+    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64, and 1, so that empty memory is no
+    message.
+    """
     return buffer[: message.seal].view(torch.int64).sum() + 1

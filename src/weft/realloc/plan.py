@@ -1,7 +1,8 @@
-"""Which piece of which parameter goes from which rank to which, so that the holdings of one layout become those of another.
+"""Which piece of which parameter goes from which rank to which, so that the holdings of one layout
+become those of another.
 
-Pure: rectangles in, transfers out. Of several ranks that hold an element the target rank itself gives it, else one on its
-node, else any; among equals the one that has sent least so far.
+Pure: rectangles in, transfers out. Of several ranks that hold an element the target rank itself
+gives it, else one on its node, else any; among equals the one that has sent least so far.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from weft.errors import ConfigError
 from weft.topology import Mesh, Slice, StagedSizes, holdings
 
 Holdings = Mapping[int, Mapping[str, Slice]]
-"""Rank -> canonical name -> the rectangle of the whole parameter that it holds; a name is absent where it holds none of it."""
+"""Rank -> canonical name -> the rectangle of the whole parameter that it holds; a name is absent
+where it holds none of it.
+"""
 
 Box = tuple[tuple[int, int], ...]  # a rectangle as (start, stop) of each dim
 Cells = list[
@@ -28,7 +31,8 @@ Cells = list[
 class Transfer(NamedTuple):
     """`piece`, in coordinates of the whole parameter, goes from rank `source` to rank `target`.
 
-    With `source == target` the rank has it already: nothing is sent, and it is copied where the two engines are different ones.
+    With `source == target` the rank has it already: nothing is sent, and it is copied where the two
+    engines are different ones.
     """
 
     name: str
@@ -49,32 +53,43 @@ class Transfer(NamedTuple):
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """What every rank of a mesh holds of the parameters with these canonical names and whole shapes. Raises `ConfigError` where
-    the layout does not fit the network."""
-    return {rank: holdings(shapes, sizes, mesh.layout, mesh.coordinates(rank), tied=tied) for rank in mesh.ranks}
+    """What every rank of a mesh holds of the parameters with these canonical names and whole
+    shapes. Raises `ConfigError` where the layout does not fit the network.
+    """
+    return {
+        rank: holdings(shapes, sizes, mesh.layout, mesh.coordinates(rank), tied=tied)
+        for rank in mesh.ranks
+    }
 
 
 def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -> list[Transfer]:
-    """Transfers that bring every element of every target rectangle to its rank exactly once, parameter by parameter.
+    """Transfers that bring every element of every target rectangle to its rank exactly once,
+    parameter by parameter.
 
-    `node_of` a rank: ranks of one node reach each other fastest. Raises `ConfigError` naming the parameter where the source
-    has nothing of an element.
+    `node_of` a rank: ranks of one node reach each other fastest. Raises `ConfigError` naming the
+    parameter where the source has nothing of an element.
     """
-    held, wanted = _by_name(source), _by_name(target)
+    held = _by_name(source)
+    wanted = _by_name(target)
     sent: dict[int, int] = defaultdict(int)
     known: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # blocks are alike: each cut is made once
     transfers: list[Transfer] = []
     for name, boxes in wanted.items():
         holders = held.get(name, {})
-        givers, have = list(holders.values()), tuple(holders)
+        givers = list(holders.values())
+        have = tuple(holders)
         for box, ranks in boxes.items():
             if (have, box) not in known:
                 known[have, box] = _cells(have, box)
-            cells = [(cell, [rank for n in numbers for rank in givers[n]]) for cell, numbers in known[have, box]]
+            cells = [
+                (cell, [rank for n in numbers for rank in givers[n]])
+                for cell, numbers in known[have, box]
+            ]
             lacking = next((cell for cell, who in cells if not who), None)
             if lacking is not None:
                 raise ConfigError(
-                    f"parameter {name!r}: rank {ranks[0]} is to hold {_shown(box)} and no rank of the source has "
+                    f"parameter {name!r}: rank {ranks[0]} is to hold {_shown(box)} and no rank of "
+                    f"the source has "
                     f"{_shown(lacking)}; reallocate between layouts of one network"
                 )
             for rank in ranks:
@@ -83,7 +98,11 @@ def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -
 
 
 def _to(
-    rank: int, name: str, cells: list[tuple[Box, list[int]]], sent: dict[int, int], node_of: Callable[[int], int]
+    rank: int,
+    name: str,
+    cells: list[tuple[Box, list[int]]],
+    sent: dict[int, int],
+    node_of: Callable[[int], int],
 ) -> list[Transfer]:
     """The transfers of one parameter to one rank; counts what is sent."""
     chosen: dict[int, list[Box]] = defaultdict(list)
@@ -92,7 +111,10 @@ def _to(
             chosen[rank].append(cell)
             continue
         node = node_of(rank)
-        near = [giver for giver in who if node_of(giver) == node] if len(who) > 1 else who
+        if len(who) > 1:
+            near = [giver for giver in who if node_of(giver) == node]
+        else:
+            near = who
         giver = min(near or who, key=lambda each: (sent[each], each))
         sent[giver] += _size(cell)
         chosen[giver].append(cell)
@@ -115,18 +137,31 @@ def _by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 
 
 def _cells(have: Sequence[Box], box: Box) -> Cells:
-    """`box` cut along the borders of the rectangles `have`; each cell with the numbers of those that have it, maybe none."""
-    met = [(number, common) for number, each in enumerate(have) if (common := overlap(each, box)) is not None]
-    cuts = [sorted({edge for _, common in met for edge in common[dim]} | set(limits)) for dim, limits in enumerate(box)]
+    """`box` cut along the borders of the rectangles `have`; each cell with the numbers of those
+    that have it, maybe none.
+    """
+    met = [
+        (number, common)
+        for number, each in enumerate(have)
+        if (common := overlap(each, box)) is not None
+    ]
+    cuts = [
+        sorted({edge for _, common in met for edge in common[dim]} | set(limits))
+        for dim, limits in enumerate(box)
+    ]
     owners: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, common in met:
         spans = (
-            range(bisect_left(at, low), bisect_left(at, high)) for at, (low, high) in zip(cuts, common, strict=True)
+            range(bisect_left(at, low), bisect_left(at, high))
+            for at, (low, high) in zip(cuts, common, strict=True)
         )
         for place in product(*spans):
             owners[place].append(number)
     return [
-        (tuple((cuts[dim][at], cuts[dim][at + 1]) for dim, at in enumerate(place)), tuple(owners.get(place, ())))
+        (
+            tuple((cuts[dim][at], cuts[dim][at + 1]) for dim, at in enumerate(place)),
+            tuple(owners.get(place, ())),
+        )
         for place in product(*(range(len(at) - 1) for at in cuts))
     ]
 
@@ -135,7 +170,8 @@ def overlap(a: Box, b: Box) -> Box | None:
     """What two rectangles of one tensor have in common; None where that is nothing."""
     common = []
     for (low, high), (start, stop) in zip(a, b, strict=True):
-        first, last = max(low, start), min(high, stop)
+        first = max(low, start)
+        last = min(high, stop)
         if first >= last:
             return None
         common.append((first, last))
@@ -143,7 +179,9 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _merged(boxes: list[Box]) -> list[Box]:
-    """The same elements in fewer rectangles: neighbours along one dim are joined, the last dim first."""
+    """The same elements in fewer rectangles: neighbours along one dim are joined, the last dim
+    first.
+    """
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))
         joined = [boxes[0]]

@@ -1,7 +1,9 @@
-"""Memory in which a rank lays messages for ranks of its host, which then take them from there: no copy through a socket.
+"""Memory in which a rank lays messages for ranks of its host, which then take them from there: no
+copy through a socket.
 
-It is a file without a name (`memfd_create`) that the others open through `/proc`: it leaves nothing behind, whoever dies. Ranks
-that cannot see each other's (another host, another user, no Linux) send instead.
+It is a file without a name (`memfd_create`) that the others open through `/proc`: it leaves nothing
+behind, whoever dies. Ranks that cannot see each other's (another host, another user, no Linux) send
+instead.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ TOKEN = 8  # bytes at the end, by which others know that they see the right memo
 
 
 class Shelf:
-    """`size` bytes, which take memory as they are written to. Others find it by `address` until `shown` is called; who has
-    found it keeps it."""
+    """`size` bytes, which take memory as they are written to.
+
+    Others find it by `address` until `shown` is called; who has found it keeps it.
+    """
 
     def __init__(self, size: int) -> None:
-        self._file, self._token = os.memfd_create("weft"), secrets.randbits(62)
+        self._file = os.memfd_create("weft")
+        self._token = secrets.randbits(62)
         os.ftruncate(self._file, size + TOKEN)
         self.address = (os.getpid(), self._file, size, self._token)
         whole = _mapped(self._file, size)
@@ -53,7 +58,9 @@ def look(address: Sequence[int]) -> Tensor | None:
         whole = _mapped(opened, size)
     finally:
         os.close(opened)
-    return whole[:size] if int(whole[size:].view(torch.int64)[0]) == token else None
+    if int(whole[size:].view(torch.int64)[0]) == token:
+        return whole[:size]
+    return None
 
 
 def _mapped(file: int, size: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""What a reallocation costs: bytes by rank, inside and between nodes, beside the least that any plan could send."""
+"""What a reallocation costs: bytes by rank, inside and between nodes, beside the least that any
+plan could send.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, by rank where a mapping. A piece that stays on its rank is `kept` where it is all that the rank holds of the
-    parameter before and after, and `copied` where it becomes part of another rectangle."""
+    """Bytes, by rank where a mapping.
+
+    A piece that stays on its rank is `kept` where it is all that the rank holds of the parameter
+    before and after, and `copied` where it becomes part of another rectangle.
+    """
 
     sent: Counter[int] = field(default_factory=Counter)
     received: Counter[int] = field(default_factory=Counter)
@@ -34,10 +39,16 @@ class Traffic:
 
 
 def traffic(
-    transfers: Iterable[Transfer], source: Holdings, target: Holdings, *, itemsize: Mapping[str, int],
+    transfers: Iterable[Transfer],
+    source: Holdings,
+    target: Holdings,
+    *,
+    itemsize: Mapping[str, int],
     node_of: Callable[[int], int],
-) -> Traffic:  # fmt: skip
-    """What a plan from `source` to `target` sends; `itemsize`: bytes of one element of each parameter as it is sent."""
+) -> Traffic:
+    """What a plan from `source` to `target` sends; `itemsize`: bytes of one element of each
+    parameter as it is sent.
+    """
     found = Traffic()
     ways: Counter[bool] = Counter()
     for each in transfers:
@@ -50,7 +61,9 @@ def traffic(
         found.received[each.target] += size
         found.names[each.name] += size
         ways[node_of(each.source) == node_of(each.target)] += size
-    return Traffic(found.sent, found.received, found.kept, found.copied, found.names, ways[True], ways[False])
+    return Traffic(
+        found.sent, found.received, found.kept, found.copied, found.names, ways[True], ways[False]
+    )
 
 
 def least(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:

@@ -1,4 +1,6 @@
-"""What a master knows of the firings that it has decided on, until a line of metrics.jsonl holds what they measured."""
+"""What a master knows of the firings that it has decided on, until a line of metrics.jsonl holds
+what they measured.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ class _Line:
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
         """Whether it is of later steps: all of its ids that are still there are among theirs."""
-        return bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
+        return (
+            bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
+        )
 
 
 class Books:
     """Firings in the order in which they were decided on, whatever order they end in.
 
-    `ahead` are the ids that later steps will train on. A firing belongs to the first step after which none of its ids is
-    waiting for one.
+    `ahead` are the ids that later steps will train on. A firing belongs to the first step after
+    which none of its ids is waiting for one.
     """
 
     def __init__(self) -> None:
@@ -55,7 +59,8 @@ class Books:
 
     def close(self, ahead: Collection[str] = ()) -> dict[str, float]:
         """The line of a step that is over, and forget it."""
-        metrics, later = StepMetrics(), list[_Line]()
+        metrics = StepMetrics()
+        later = list[_Line]()
         for line in self._lines:
             if line.is_ahead(ahead):
                 later.append(line)
@@ -70,10 +75,20 @@ class Books:
         assert not self._open, "a recovery point has nothing under way"
         found = []
         for line in self._lines:
-            assert line.firing is not None and line.measured is not None, "notes are of the step that they were made in"
-            firing, measured = line.firing, line.measured
+            assert line.firing is not None and line.measured is not None, (
+                "notes are of the step that they were made in"
+            )
+            firing = line.firing
+            measured = line.measured
             found.append(
-                [line.node, list(firing.ids), firing.step, dict(measured.metrics), measured.num_ids, measured.seconds]
+                [
+                    line.node,
+                    list(firing.ids),
+                    firing.step,
+                    dict(measured.metrics),
+                    measured.num_ids,
+                    measured.seconds,
+                ]
             )
         return found
 

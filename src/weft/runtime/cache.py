@@ -1,8 +1,10 @@
-"""Outputs of a frozen role kept on disk: reference log-probs are computed once an id, however often it is trained.
+"""Outputs of a frozen role kept on disk: reference log-probs are computed once an id, however often
+it is trained.
 
-Two files a node and set of weights: `values.bin`, one record an id, and `index.jsonl`, one line a call, which names the ids
-by the hash of what the node read. A call that a killed process left half-written has no whole line, so it is made again
-with the very same batch, and a restarted run sees the same bits.
+Two files a node and set of weights: `values.bin`, one record an id, and `index.jsonl`, one line a
+call, which names the ids by the hash of what the node read. A call that a killed process left
+half-written has no whole line, so it is made again with the very same batch, and a restarted run
+sees the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from weft.graph.mfc import MFCDef
 from weft.runtime.disk import told
 from weft.writing import opened
 
-VALUES, INDEX = "values.bin", "index.jsonl"
+VALUES = "values.bin"
+INDEX = "index.jsonl"
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,14 @@ class Record:
 
 
 class OutputCache:
-    """The outputs of one node under `folder`; processes that share the folder take turns in writing."""
+    """The outputs of one node under `folder`; processes that share the folder take turns in
+    writing.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._values, self._index = folder / VALUES, folder / INDEX
+        self._values = folder / VALUES
+        self._index = folder / INDEX
         for path in (self._values, self._index):
             path.touch()
         self._records: dict[str, Record] = {}
@@ -50,7 +56,10 @@ class OutputCache:
     def call(
         self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
     ) -> tuple[SequenceSample, int]:
-        """(outputs of every id of `batch`, how many were known). `compute` is called on the ids that are not."""
+        """(outputs of every id of `batch`, how many were known).
+
+        `compute` is called on the ids that are not.
+        """
         names = dict(zip(batch.ids, content_hashes(batch), strict=True))
         missing = [id for id, name in names.items() if name not in self._records]
         parts = [self._load(id, names[id]) for id in batch.ids if id not in set(missing)]
@@ -64,10 +73,15 @@ class OutputCache:
         record = self._records[name]
         with self._values.open("rb") as file:
             file.seek(record.offset)
-            return replace(SequenceSample.from_bytes(file.read(record.size)), ids=(id,), metadata={})
+            return replace(
+                SequenceSample.from_bytes(file.read(record.size)), ids=(id,), metadata={}
+            )
 
     def _append(self, outputs: dict[str, SequenceSample]) -> None:
-        with told(f"{self._values.parent} does not take more cached outputs"), opened(self._index, "a+b") as index:
+        with (
+            told(f"{self._values.parent} does not take more cached outputs"),
+            opened(self._index, "a+b") as index,
+        ):
             fcntl.flock(index, fcntl.LOCK_EX)
             index.seek(0, os.SEEK_END)
             torn = index.tell() and not self._index.read_bytes().endswith(b"\n")
@@ -105,7 +119,10 @@ def _records(line: bytes) -> dict[str, Record]:
 
 
 def content_hashes(batch: SequenceSample) -> list[str]:
-    """Of each id: a hash of every key it holds (name, lengths, dtype and bytes). Ids do not count, contents do."""
+    """Of each id: a hash of every key it holds (name, lengths, dtype and bytes).
+
+    Ids do not count, contents do.
+    """
     return [_content_hash(one) for one in batch.unpack()]
 
 
@@ -118,8 +135,12 @@ def _content_hash(one: SequenceSample) -> str:
 
 
 def fingerprint(node: MFCDef, engine: Engine) -> str:
-    """What a node's outputs depend on beside its batch: the weights, the interface and its arguments."""
-    digest = hashlib.blake2b(f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16)
+    """What a node's outputs depend on beside its batch: the weights, the interface and its
+    arguments.
+    """
+    digest = hashlib.blake2b(
+        f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16
+    )
     for name, where, values in engine.read(sorted(engine.slices())):
         digest.update(f"{name}|{where}|{values.dtype}|".encode())
         digest.update(_bytes(values))
@@ -128,4 +149,6 @@ def fingerprint(node: MFCDef, engine: Engine) -> str:
 
 def _bytes(values: Array) -> bytes:
     flat = torch.as_tensor(values).detach().cpu().contiguous().reshape(-1)  # numpy has no bfloat16
-    return bytes(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else b""
+    if flat.numel():
+        return bytes(flat.view(torch.uint8).numpy().tobytes())
+    return b""

@@ -1,4 +1,6 @@
-"""What can be refused before the start, once user code and interfaces are imported: calls that nobody implements."""
+"""What can be refused before the start, once user code and interfaces are imported: calls that
+nobody implements.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
-    """Every model function call by the name under which a worker group knows it; those of the evaluation and of fixed prompts
-    are prefixed."""
+    """Every model function call by the name under which a worker group knows it; those of the
+    evaluation and of fixed prompts are prefixed.
+    """
     found = {node.name: node for node in experiment.graph.model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
         if beside is not None:
@@ -27,7 +30,9 @@ def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
 
 
 def implements(interface: str, method: str) -> bool:
-    """Whether the registered class defines `method` itself; what it inherits from the Protocol is no implementation."""
+    """Whether the registered class defines `method` itself; what it inherits from the Protocol is
+    no implementation.
+    """
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
 
@@ -41,8 +46,12 @@ def wanted_minibatches(node: MFCDef) -> Minibatches:
 
 
 def check_calls(experiment: Experiment) -> None:
-    """Raises `UserError` for a method that an interface lacks, arguments it does not take, an unknown function or hook."""
-    beside = [each.graph for each in (experiment.evaluation, experiment.fixed_prompts) if each is not None]
+    """Raises `UserError` for a method that an interface lacks, arguments it does not take, an
+    unknown function or hook.
+    """
+    beside = [
+        each.graph for each in (experiment.evaluation, experiment.fixed_prompts) if each is not None
+    ]
     for graph in (experiment.graph, *beside):
         for node in graph.nodes:
             if isinstance(node, MFCDef):
@@ -52,23 +61,30 @@ def check_calls(experiment: Experiment) -> None:
 
 
 def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Let every interface that wants to look at its role's tokenizer and at the data's. `tokenizers` are by role."""
+    """Let every interface that wants to look at its role's tokenizer and at the data's.
+
+    `tokenizers` are by role.
+    """
     data = tokenizers[experiment.data_role]
     for node in calls_of(experiment).values():
         if implements(node.interface, "check_tokens"):
-            interfaces.get(node.interface)(**node.args).check_tokens(node.role, tokenizers[node.role], data)
+            interfaces.get(node.interface)(**node.args).check_tokens(
+                node.role, tokenizers[node.role], data
+            )
 
 
 def _check_call(experiment: Experiment, node: MFCDef) -> None:
     cls = interfaces.get(node.interface)
     if not inspect.isclass(cls):
         raise GraphError(
-            f"node {node.name!r}: the interface {node.interface!r} is no class; register one that has {node.method}"
+            f"node {node.name!r}: the interface {node.interface!r} is no class; register one that "
+            f"has {node.method}"
         )
     if not implements(node.interface, node.method):
         there = [method for method in METHODS if implements(node.interface, method)]
         raise GraphError(
-            f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which lacks it "
+            f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
+            f"lacks it "
             f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
         )
     try:
@@ -91,14 +107,18 @@ def _check_hook(node: MFCDef, name: str) -> None:
         close = nearest(name, [*HOOKS, *functions.names()])
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UnknownName(
-            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or what register_function has named"
+            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or what "
+            f"register_function has named"
         ) from None
 
 
 def _check_cache(experiment: Experiment, node: MFCDef) -> None:
-    changed = {n.role for n in experiment.trained_nodes()} | {s.target for s in experiment.graph.syncs}
+    changed = {n.role for n in experiment.trained_nodes()} | {
+        s.target for s in experiment.graph.syncs
+    }
     if node.method != "inference" or node.role in changed or not node.output_keys:
         raise GraphError(
-            f"node {node.name!r}: cache=True keeps the outputs of a frozen role's inference, and this is {node.method} of "
+            f"node {node.name!r}: cache=True keeps the outputs of a frozen role's inference, and "
+            f"this is {node.method} of "
             f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
         )

@@ -1,4 +1,6 @@
-"""What the driver asks of the processes of many devices: one small class each, pickled there and run in order."""
+"""What the driver asks of the processes of many devices: one small class each, pickled there and
+run in order.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,10 @@ ASKED_SECONDS = 600.0  # for a command that another rank has already
 
 @dataclass(frozen=True)
 class Built:
-    """What a device made: of every role whose own mesh it is of, facts and the parameters that train steps change (None where
-    its engine does not tell); of copies, facts; of every engine that parameters go to or come from, what it holds of each."""
+    """What a device made: of every role whose own mesh it is of, facts and the parameters that
+    train steps change (None where its engine does not tell); of copies, facts; of every engine that
+    parameters go to or come from, what it holds of each.
+    """
 
     facts: Mapping[str, Mapping[str, Any]]
     copies: Mapping[Place, Mapping[str, Any]]
@@ -78,13 +82,29 @@ class Build:
         set_tf32(self.experiment.control.tf32, device)
         reset_peak_memory(device)
         specs = {role: replace(spec, device=str(device)) for role, spec in self.specs.items()}
-        worker = Worker(self.experiment, specs, self.tokenizers, str(device), self.cache, process.rank, process.groups)
+        worker = Worker(
+            self.experiment,
+            specs,
+            self.tokenizers,
+            str(device),
+            self.cache,
+            process.rank,
+            process.groups,
+        )
         process.worker = worker
         roles = worker.roles
-        facts, moved = roles.describe(), _moved(self.experiment)
+        facts = roles.describe()
+        moved = _moved(self.experiment)
         engines = {place: roles.at(place) for place in roles.places if place[0] in moved}
-        slices = {place: dict(engine.slices()) for place, engine in engines.items() if engine is not None}
-        return Built(facts, roles.describe_copies(), {role: roles.trained_names(role) for role in facts}, slices)
+        slices = {
+            place: dict(engine.slices()) for place, engine in engines.items() if engine is not None
+        }
+        return Built(
+            facts,
+            roles.describe_copies(),
+            {role: roles.trained_names(role) for role in facts},
+            slices,
+        )
 
 
 def _moved(experiment: Experiment) -> set[str]:
@@ -96,7 +116,9 @@ def _moved(experiment: Experiment) -> set[str]:
 
 @dataclass(frozen=True)
 class Call:
-    """A model function call on this device's part; ids that the store does not know yet get their metadata from `described`."""
+    """A model function call on this device's part; ids that the store does not know yet get their
+    metadata from `described`.
+    """
 
     mfc: str
     step: int
@@ -108,36 +130,43 @@ class Call:
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
         process.worker.store.put(self.described)
         early = _Announcements(process, number) if self.announces else None
-        mesh, interruptible = process.worker.mesh_of(self.mfc), process.worker.calls[self.mfc].interruptible
+        mesh = process.worker.mesh_of(self.mfc)
+        interruptible = process.worker.calls[self.mfc].interruptible
         updates = Meanwhile(process, mesh) if interruptible else None
-        result = process.worker.call(self.mfc, self.step, self.minibatches, early, self.weights, updates)
-        return (
-            result if result.seen is None else replace(result, seen=result.seen.to("cpu"))
-        )  # it goes to another process
+        result = process.worker.call(
+            self.mfc, self.step, self.minibatches, early, self.weights, updates
+        )
+        # it goes to another process
+        if result.seen is None:
+            return result
+        return replace(result, seen=result.seen.to("cpu"))
 
 
 class _Announcements:
     """Takes a call's early outputs to the driver."""
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
-        self._process, self._number = process, number
+        self._process = process
+        self._number = number
 
     def put(self, event: Event) -> None:
         self._process.report(Report(self._number, "announced", event))
 
 
 class Meanwhile:
-    """What was asked for while a call on `mesh` runs, in the order of asking, up to the next call that generates: new weights
-    above all. Implements `Updates`.
+    """What was asked for while a call on `mesh` runs, in the order of asking, up to the next call
+    that generates: new weights above all. Implements `Updates`.
 
-    Ranks of one data-parallel part stop after the same step: the first of them sees what waits and tells the others. Parts stop
-    each for itself, and go on together: they may bring their weights together to generate, and gather what they measured in the
-    end, so one that is done waits for the others. What they do in between is what all of them are asked for, and whatever is
-    asked for before that: the driver gives all devices their commands in one order.
+    Ranks of one data-parallel part stop after the same step: the first of them sees what waits and
+    tells the others. Parts stop each for itself, and go on together: they may bring their weights
+    together to generate, and gather what they measured in the end, so one that is done waits for
+    the others. What they do in between is what all of them are asked for, and whatever is asked for
+    before that: the driver gives all devices their commands in one order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
-        self._process, self._ranks = process, mesh.ranks
+        self._process = process
+        self._ranks = mesh.ranks
         part = mesh.along(process.rank, "tensor", "context", "pipeline")
         self._part, self._all = self._group(part), self._group(mesh.ranks)
 
@@ -148,7 +177,8 @@ class Meanwhile:
         return self._process.groups.of(ranks, host=True)
 
     def are_waiting(self) -> bool:
-        while (waiting := self._process.waiting()) and isinstance(waiting[0].command, Discard):  # needs no engine
+        # needs no engine
+        while (waiting := self._process.waiting()) and isinstance(waiting[0].command, Discard):
             self._process.run_next()
         found = self._last()
         if self._part is None:
@@ -176,7 +206,10 @@ class Meanwhile:
         """The number of the last command to be run now that all of the ranks get."""
         last = None
         for queued in self._process.waiting():
-            if isinstance(queued.command, Call) and self._process.worker.calls[queued.command.mfc].method == "generate":
+            if (
+                isinstance(queued.command, Call)
+                and self._process.worker.calls[queued.command.mfc].method == "generate"
+            ):
                 break
             if set(self._ranks) <= set(queued.ranks) and not isinstance(queued.command, Discard):
                 last = queued.number
@@ -204,14 +237,17 @@ class Prepare:
     def run(self, process: DeviceProcess, number: int) -> None:
         assert process.groups is not None, "ranks have met before"
         group = process.groups.of(self.ranks)
-        process.reallocations[self.key] = Reallocation(self.transfers, rank=process.rank, group=group)
+        process.reallocations[self.key] = Reallocation(
+            self.transfers, rank=process.rank, group=group
+        )
 
 
 @dataclass(frozen=True)
 class Move:
-    """target = eta * source + (1 - eta) * target as `Prepare` said, by every rank of both; the source's version, which is the
-    target's then. A copy of a role has the `weights` of this number from then on. With `kept`, what was kept under this number
-    goes, and is kept no longer."""
+    """target = eta * source + (1 - eta) * target as `Prepare` said, by every rank of both; the
+    source's version, which is the target's then. A copy of a role has the `weights` of this number
+    from then on. With `kept`, what was kept under this number goes, and is kept no longer.
+    """
 
     key: str
     source: Place
@@ -221,7 +257,8 @@ class Move:
     kept: int | None = None
 
     def run(self, process: DeviceProcess, number: int) -> int:
-        roles, way = process.worker.roles, process.reallocations[self.key]
+        roles = process.worker.roles
+        way = process.reallocations[self.key]
         giver: Giver | None = roles.at(self.source)
         if giver is not None and self.kept is not None:
             alike = process.kept[self.source, self.kept]
@@ -271,8 +308,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Restore:
-    """Take up a recovery point; descriptions of the tensors that this device holds then. Written by as many devices, each has
-    its own again, else the first has all. Computes with as many threads as the first one did."""
+    """Take up a recovery point; descriptions of the tensors that this device holds then.
+
+    Written by as many devices, each has its own again, else the first has all. Computes with as
+    many threads as the first one did.
+    """
 
     point: Path
     world: int
@@ -281,7 +321,12 @@ class Restore:
         folders = rank_folders(self.point)
         set_threads(read_state(folders[0] / NUMERICS)["threads"])
         alike = len(folders) == self.world
-        held = [folders[process.rank]] if alike else folders if process.rank == 0 else []
+        if alike:
+            held = [folders[process.rank]]
+        elif process.rank == 0:
+            held = folders
+        else:
+            held = []
         process.kept.clear()
         process.worker.load_state(self.point, held)
         return [sample.meta() for sample in process.worker.store.batches()]
@@ -301,26 +346,35 @@ class Save:
 
 @dataclass(frozen=True)
 class LogTo:
-    """Have what this process prints, from Python or from C, go to the end of `folder/worker-RANK.log`."""
+    """Have what this process prints, from Python or from C, go to the end of
+    `folder/worker-RANK.log`.
+    """
 
     folder: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = os.open(
-            destination(self.folder / f"worker-{process.rank}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644
+            destination(self.folder / f"worker-{process.rank}.log"),
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+            0o644,
         )
         for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(log, descriptor)
         os.close(log)
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
         faulthandler.enable(sys.stderr)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Begin a trace of what this device does; or end it and write it to `path`, in which `{rank}` stands for the device."""
+    """Begin a trace of what this device does; or end it and write it to `path`, in which `{rank}`
+    stands for the device.
+    """
 
     path: str | None
 

@@ -1,7 +1,8 @@
-"""The worker group of many devices: what the Master asks becomes jobs on the ranks of a role, tensors go from device to device.
+"""The worker group of many devices: what the Master asks becomes jobs on the ranks of a role,
+tensors go from device to device.
 
-The driver holds descriptions, where each tensor lies, the loader's rows and what host functions made, and no other tensors but
-those that it is asked to fetch.
+The driver holds descriptions, where each tensor lies, the loader's rows and what host functions
+made, and no other tensors but those that it is asked to fetch.
 """
 
 from __future__ import annotations
@@ -40,23 +41,34 @@ BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got 
 
 
 class DeviceGroup:
-    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker. From the first call on, what their processes
-    print goes into the folder `logs`."""
+    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker.
 
-    def __init__(self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None) -> None:
+    From the first call on, what their processes print goes into the folder `logs`.
+    """
+
+    def __init__(
+        self, devices: Devices, experiment: Experiment, build: Build, logs: Path | None = None
+    ) -> None:
         self.events: Events = queue.SimpleQueue()
-        self._devices, self._experiment = devices, experiment
-        self._meshes, self._calls = experiment.meshes(), calls_of(experiment)
+        self._devices = devices
+        self._experiment = experiment
+        self._meshes = experiment.meshes()
+        self._calls = calls_of(experiment)
         self._mesh_of = {name: experiment.mesh_of(node) for name, node in self._calls.items()}
         self._all = range(len(devices.where))
         self._announcing: set[str] = set()
-        self._interruptible: dict[Task, Place] = {}  # calls under way that may be given new weights, and to what
+        # calls under way that may be given new weights, and to what
+        self._interruptible: dict[Task, Place] = {}
         self._lock = threading.RLock()  # of what lies where; of the store by it
-        self._store, self._locations = TensorStore(), Locations()
-        self._closed, self._logs = False, logs
+        self._store = TensorStore()
+        self._locations = Locations()
+        self._closed = False
+        self._logs = logs
         self._dispatch = Dispatch(devices)
         try:
-            self._built: Mapping[int, Built] = self._ask("building the engines", self._all, lambda rank: build).result()
+            self._built: Mapping[int, Built] = self._ask(
+                "building the engines", self._all, lambda rank: build
+            ).result()
             hosts = [where.host for where in devices.where]
             self._parameters = Parameters(self._dispatch, experiment, self._built, hosts)
             self._parameters.begin()
@@ -67,19 +79,33 @@ class DeviceGroup:
     # -- calls
 
     def submit(
-        self, mfc: str, step: int, parts: list[list[SampleMeta]], *, version: int | None = None, keeps: bool = False
+        self,
+        mfc: str,
+        step: int,
+        parts: list[list[SampleMeta]],
+        *,
+        version: int | None = None,
+        keeps: bool = False,
     ) -> None:
         if self._logs is not None:  # the run has begun, so it may write
-            command, self._logs = commands.LogTo(self._logs), None
+            command = commands.LogTo(self._logs)
+            self._logs = None
             self._ask("opening its log", self._all, lambda rank: command)
         node = self._calls[mfc]
-        mesh, task = self._mesh_of[mfc], (mfc, step)
-        get = self._parameters.follow if node.interruptible else self._parameters.refresh
+        mesh = self._mesh_of[mfc]
+        task = (mfc, step)
+        if node.interruptible:
+            get = self._parameters.follow
+        else:
+            get = self._parameters.refresh
         weights = get((node.role, mesh), self._fails(task), version)
         if keeps:
             self._parameters.keep(node.role, step, self._fails(task))
         ids = owners([part for minibatch in parts for part in minibatch])
-        of_rank = {rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts] for rank in mesh.ranks}
+        of_rank = {
+            rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts]
+            for rank in mesh.ranks
+        }
         own = {rank: owners(minibatches) for rank, minibatches in of_rank.items()}
         first = [mesh.ranks_of(data)[0] for data in range(mesh.layout.data)]
         shared: dict[Any, Any] = {}
@@ -98,9 +124,12 @@ class DeviceGroup:
                 self._arrived(rank, wanted[rank])
                 if result.outputs is not None:
                     self._made(rank, result.outputs, again=rank not in first)
-            whole = merged([results[rank] for rank in first], [len(own[rank]) for rank in first], ids)
+            whole = merged(
+                [results[rank] for rank in first], [len(own[rank]) for rank in first], ids
+            )
             moved = float(sum(report.moved for report in ends.values()))
-            metrics, seen = {**whole.metrics, BYTES_MOVED: moved}, merged_seen(results.values())
+            metrics = {**whole.metrics, BYTES_MOVED: moved}
+            seen = merged_seen(results.values())
             self.events.put(Finished(task, MFCResult(whole.outputs, metrics, seen)))
 
         def announced(rank: int, event: Announced) -> None:
@@ -109,9 +138,17 @@ class DeviceGroup:
                 self.events.put(event)
 
         job = Job(
-            f"call {mfc!r} of role {node.role!r}", mesh.ranks, make, done, self._fails(task), self._starts(task),
-            announced, frozenset({node.role}), seconds=None, task=task,
-        )  # fmt: skip
+            f"call {mfc!r} of role {node.role!r}",
+            mesh.ranks,
+            make,
+            done,
+            self._fails(task),
+            self._starts(task),
+            announced,
+            frozenset({node.role}),
+            seconds=None,
+            task=task,
+        )
         if node.interruptible:
             self._interruptible[task] = node.role, mesh
         self._dispatch.submit(job)
@@ -134,18 +171,24 @@ class DeviceGroup:
                 self._locations.copied(rank, want.ids, want.keys)
 
     def _given(self, wants: Sequence[Want], shared: dict[Any, Any]) -> Given:
-        """What a rank asks others for, and what the driver hands out; `shared` is what it did already for this call."""
+        """What a rank asks others for, and what the driver hands out; `shared` is what it did
+        already for this call.
+        """
         rows = [(want.ids, want.keys) for want in wants if want.rank == ON_DRIVER]
         for row in rows:
             if row not in shared:
                 with self._lock:
                     found = self._store.fetch(*row)
                 shared[row] = self._devices.share(_bare(found).to_bytes())
-        return Given([want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows])
+        return Given(
+            [want for want in wants if want.rank != ON_DRIVER], [shared[row] for row in rows]
+        )
 
     def _made(self, rank: int, outputs: SampleMeta, *, again: bool = False) -> None:
         with self._lock:
-            (self._locations.copied if again else self._locations.made)(rank, outputs.ids, outputs.keys)
+            (self._locations.copied if again else self._locations.made)(
+                rank, outputs.ids, outputs.keys
+            )
             if outputs.metadata:
                 self._store.put(SequenceSample(outputs.ids, {}, {}, {}, outputs.metadata))
 
@@ -168,10 +211,14 @@ class DeviceGroup:
             self._locations.made(ON_DRIVER, sample.ids, sample.keys)
             return self._store.put(sample)
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample:
         wanted = list(keys)
         with self._lock:
-            wanted += [key for key in self._locations.everywhere(ids, optional) if key not in wanted]
+            wanted += [
+                key for key in self._locations.everywhere(ids, optional) if key not in wanted
+            ]
             wants = self._locations.lacking(ON_DRIVER, ids, wanted)
         raws = self._explained(lambda: self._devices.export(wants)) if wants else []
         with self._lock:
@@ -185,7 +232,11 @@ class DeviceGroup:
             gone = self._locations.discard(ids)
             self._store.discard(gone.pop(ON_DRIVER, ()))
         for rank, held in gone.items():
-            self._ask("letting go of tensors", [rank], lambda rank, held=held: commands.Discard(held))  # type: ignore[misc]
+            self._ask(
+                "letting go of tensors",
+                [rank],
+                lambda rank, held=held: commands.Discard(held),  # type: ignore[misc]
+            )
 
     def sync(self, s: ParamSync, step: int) -> None:
         task = (s.name, step)
@@ -197,7 +248,9 @@ class DeviceGroup:
     def snapshot(self, d: Path) -> Future[None]:
         with self._lock:
             write_samples(d / DRIVER, self._store)
-        return _none(self._ask("writing the recovery point", self._all, lambda rank: commands.Snapshot(d)))
+        return _none(
+            self._ask("writing the recovery point", self._all, lambda rank: commands.Snapshot(d))
+        )
 
     def restore(self, d: Path) -> None:
         if not (d / ENGINES).is_dir() or not rank_folders(d):
@@ -215,7 +268,9 @@ class DeviceGroup:
 
     def save(self, role: str, directory: Path) -> Future[None]:
         command = commands.Save(role, directory)
-        return _none(self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role))
+        return _none(
+            self._ask(f"saving role {role!r}", self._meshes[role].ranks, lambda rank: command, role)
+        )
 
     def profile(self, path: str | None = None) -> None:
         command = commands.Profile(path)
@@ -230,12 +285,22 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Beside what engines say of themselves: a role's `copies` by mesh, and the `moves` of its parameters, for people."""
+        """Beside what engines say of themselves: a role's `copies` by mesh, and the `moves` of its
+        parameters, for people.
+        """
         found: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
-            copies = {m: self._built[m.ranks[0]].copies[r, m] for r, m in self._experiment.copies() if r == role}
+            copies = {
+                m: self._built[m.ranks[0]].copies[r, m]
+                for r, m in self._experiment.copies()
+                if r == role
+            }
             moves = [f"{what}: {way}" for what, way in self._parameters.ways(role)]
-            found[role] = {**self._built[mesh.ranks[0]].facts[role], "copies": copies, "moves": moves}
+            found[role] = {
+                **self._built[mesh.ranks[0]].facts[role],
+                "copies": copies,
+                "moves": moves,
+            }
         return found
 
     def numerics(self) -> Mapping[str, Any]:
@@ -243,7 +308,9 @@ class DeviceGroup:
         return {**found[0], "devices": len(self._all)}
 
     def hardware(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._ask("asking what it is", [0], lambda rank: commands.Hardware()).result()[0]
+        found: Mapping[str, Any] = self._ask(
+            "asking what it is", [0], lambda rank: commands.Hardware()
+        ).result()[0]
         return found
 
     def peak_memory_gb(self) -> float:
@@ -256,7 +323,11 @@ class DeviceGroup:
             raise self._dispatch.explained(error) from error
 
     def _ask(
-        self, what: str, ranks: Sequence[int], make: Callable[[int], Command], role: str | None = None
+        self,
+        what: str,
+        ranks: Sequence[int],
+        make: Callable[[int], Command],
+        role: str | None = None,
     ) -> Future[dict[int, Any]]:
         """One command a rank, after all that the rank was asked for before; the answers by rank."""
         future: Future[dict[int, Any]] = Future()

@@ -1,7 +1,8 @@
-"""The process of one of many devices: the worker, the one thread that does its work in order, and what it has to tell.
+"""The process of one of many devices: the worker, the one thread that does its work in order, and
+what it has to tell.
 
-It knows nothing of what carries messages (`weft.runtime.ray`): commands come in with a number, tensors that they need come from
-other devices through `Peers`, reports go out of `next_reports`.
+It knows nothing of what carries messages (`weft.runtime.ray`): commands come in with a number,
+tensors that they need come from other devices through `Peers`, reports go out of `next_reports`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Want:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the command `number`. `moved` are the bytes that came from elsewhere for it."""
+    """What became of the command `number`.
+
+    `moved` are the bytes that came from elsewhere for it.
+    """
 
     number: int
     kind: Literal["started", "announced", "finished", "failed"]
@@ -75,14 +79,19 @@ class Report:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a device is doing: waiting for other devices, or running the code at `place`, a function, file and line."""
+    """What a device is doing: waiting for other devices, or running the code at `place`, a
+    function, file and line.
+    """
 
     waits: bool
     place: str
 
 
 class Peers(Protocol):
-    """How a device gets what others hold. An ask returns at once, `take` waits for what was promised."""
+    """How a device gets what others hold.
+
+    An ask returns at once, `take` waits for what was promised.
+    """
 
     def ask(self, want: Want) -> Any: ...
     def take(self, promises: Sequence[Any], seconds: float) -> list[bytes]: ...
@@ -103,17 +112,20 @@ class Queued:
 
 
 class DeviceProcess:
-    """Commands run in the order that their places say, whatever order they arrive in: ranks that talk to each other must do the
-    same things in the same order."""
+    """Commands run in the order that their places say, whatever order they arrive in: ranks that
+    talk to each other must do the same things in the same order.
+    """
 
     def __init__(self, rank: int, peers: Peers) -> None:
         keep_freed_memory()
-        self.rank, self.peers = rank, peers
+        self.rank = rank
+        self.peers = peers
         self.device = torch.device("cpu")  # until a command says which
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
-        # Weights that are no longer the newest, by whose they are and their version, then by the way that they go.
+        # Weights that are no longer the newest, by whose they are and their version, then by the
+        # way that they go.
         self.kept: dict[tuple[Place, int], dict[str, Kept]] = {}
         self.trace: Trace | None = None
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
@@ -135,13 +147,18 @@ class DeviceProcess:
 
     def join(self, address: str, port: int, world: int, device: str) -> None:
         """Meet the other ranks; returns once all of them have come."""
-        if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:  # the host's name may lead elsewhere
-            os.environ["GLOO_SOCKET_IFNAME"] = next(n for _, n in socket.if_nameindex() if n.startswith("lo"))
+        # the host's name may lead elsewhere
+        if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
+            os.environ["GLOO_SOCKET_IFNAME"] = next(
+                n for _, n in socket.if_nameindex() if n.startswith("lo")
+            )
         if self.rank != 0:
             self._store = dist.TCPStore(address, port, world, is_master=False)
         limit = timedelta(seconds=COLLECTIVE_SECONDS)
         backend = backend_of(torch.device(device))
-        dist.init_process_group(backend, store=self._store, rank=self.rank, world_size=world, timeout=limit)
+        dist.init_process_group(
+            backend, store=self._store, rank=self.rank, world_size=world, timeout=limit
+        )
         self.groups = ProcessGroups(COLLECTIVE_SECONDS)
 
     # -- commands, in order
@@ -164,10 +181,14 @@ class DeviceProcess:
         wants: Sequence[Want],
         shared: Sequence[Any],
     ) -> None:
-        """Take in the command that is to be run as the `place`-th. What it needs of others is asked for now; `shared` is what
-        the driver hands out."""
+        """Take in the command that is to be run as the `place`-th.
+
+        What it needs of others is asked for now; `shared` is what the driver hands out.
+        """
         with self._lock:
-            self._early[place] = Queued(number, command, ranks, [*(self.peers.ask(want) for want in wants), *shared])
+            self._early[place] = Queued(
+                number, command, ranks, [*(self.peers.ask(want) for want in wants), *shared]
+            )
             while self._place in self._early:
                 self._queue.put(self._early.pop(self._place))
                 self._place += 1
@@ -186,18 +207,28 @@ class DeviceProcess:
         return found
 
     def waiting(self) -> Sequence[Queued]:
-        """The commands that are there to be run next, in order. Asked by the one that runs, as is `run_next`."""
+        """The commands that are there to be run next, in order.
+
+        Asked by the one that runs, as is `run_next`.
+        """
         while not self._queue.empty():
             self._next.append(self._queue.get())
         return self._next
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next one, whose number is returned: in the middle of the one that runs. Raises `DevicesLost` where it has not
-        come after so many seconds."""
+        """Run the next one, whose number is returned: in the middle of the one that runs.
+
+        Raises `DevicesLost` where it has not come after so many seconds.
+        """
         try:
-            queued = self._next.popleft() if self._next else self._queue.get(timeout=seconds)
+            if self._next:
+                queued = self._next.popleft()
+            else:
+                queued = self._queue.get(timeout=seconds)
         except queue.Empty:
-            raise DevicesLost(f"a command that other devices have did not come within {seconds:g} s") from None
+            raise DevicesLost(
+                f"a command that other devices have did not come within {seconds:g} s"
+            ) from None
         self.report(Report(queued.number, "started"))
         try:
             moved = self._take_in(queued.promises)
@@ -240,8 +271,11 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
-    """Return what a thread with this stack, outermost frame first, is doing. It waits for other devices if weft's or the user's
-    innermost code waits for a collective, for tensors, or for the next command."""
+    """Return what a thread with this stack, outermost frame first, is doing.
+
+    It waits for other devices if weft's or the user's innermost code waits for a collective, for
+    tensors, or for the next command.
+    """
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     own = [
         index
@@ -271,8 +305,9 @@ def is_of_others(error: BaseException) -> bool:
 
 
 def portable(error: BaseException, where: Where) -> WeftError:
-    """The error as the driver can raise it: a user's as it is, any other as a `RunError` that says where, with the traceback as
-    its note; `DevicesLost` where others did not answer."""
+    """The error as the driver can raise it: a user's as it is, any other as a `RunError` that says
+    where, with the traceback as its note; `DevicesLost` where others did not answer.
+    """
     if isinstance(error, UserError):
         return error
     name = "" if isinstance(error, RunError) else f"{type(error).__name__}: "

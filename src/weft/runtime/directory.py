@@ -1,4 +1,6 @@
-"""The directory of one run: who may write into it, which run it holds, and whether that run is over."""
+"""The directory of one run: who may write into it, which run it holds, and whether that run is
+over.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,17 @@ from weft.writing import opened
 
 Status = Literal["running", "stopped", "failed", "finished"]
 LOGS = "logs"  # of the processes of many devices
-CONFIG, STATUS, LOCK = "config.yaml", "status.json", "run.lock"
+CONFIG = "config.yaml"
+STATUS = "status.json"
+LOCK = "run.lock"
 SHOWN = 3  # options that a message about another configuration names
 STEP = re.compile(r"step(\d+)")
 
 # What may lie in a run's directory before the run does: what launchers write.
 LAUNCHERS = ("slurm", "logs")
 
-# Options that may differ between a run and its continuation: they change what is shown or kept or where it is computed, never
-# what.
+# Options that may differ between a run and its continuation: they change what is shown or kept or
+# where it is computed, never what.
 FREE = (
     "mode",
     "env",
@@ -65,7 +69,9 @@ class RunDirectory:
     @classmethod
     def of(cls, control: Control) -> RunDirectory:
         refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
-        return cls(Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name)
+        return cls(
+            Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name
+        )
 
     @property
     def checkpoints(self) -> Path:
@@ -86,10 +92,15 @@ class RunDirectory:
         return "running" if self.holds_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
-        disk.write_text(self.path / STATUS, json.dumps({"status": status, "step": step, "time": time.time()}) + "\n")
+        disk.write_text(
+            self.path / STATUS,
+            json.dumps({"status": status, "step": step, "time": time.time()}) + "\n",
+        )
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        disk.write_text(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        disk.write_text(
+            self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        )
 
     def read_config(self) -> dict[str, Any]:
         """The options in `config.yaml`. Raises `ConfigError` where it cannot be read."""
@@ -108,35 +119,53 @@ class RunDirectory:
 
 
 def admit(
-    directory: RunDirectory, control: Control, config: Mapping[str, Any], left_at_default: Collection[str] = ()
+    directory: RunDirectory,
+    control: Control,
+    config: Mapping[str, Any],
+    left_at_default: Collection[str] = (),
 ) -> bool:
-    """Decide whether to go on with the run that the directory holds (True) or begin one (False), by `recover_mode`.
+    """Decide whether to go on with the run that the directory holds (True) or begin one (False), by
+    `recover_mode`.
 
-    `left_at_default` names the options that the user leaves as they are. Where the run's own file lacks one of them, an older
-    weft has written it, and the run had no other value.
+    `left_at_default` names the options that the user leaves as they are. Where the run's own file
+    lacks one of them, an older weft has written it, and the run had no other value.
 
-    Raises `ConfigError` where neither may be done: another configuration, a finished run, files that are no run's.
-    Changes nothing.
+    Raises `ConfigError` where neither may be done: another configuration, a finished run, files
+    that are no run's. Changes nothing.
     """
-    mode, path = control.recover_mode, directory.path
+    mode = control.recover_mode
+    path = directory.path
     anew = "choose another trial_name, or remove that directory"
     if not directory.holds_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
-        foreign = [name for name in names if name not in (LOCK, *LAUNCHERS) and not name.endswith(disk.TEMPORARY)]
+        foreign = [
+            name
+            for name in names
+            if name not in (LOCK, *LAUNCHERS) and not name.endswith(disk.TEMPORARY)
+        ]
         if foreign:
-            raise ConfigError(f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}")
+            raise ConfigError(
+                f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}"
+            )
         if mode == "resume" and control.resume_from is None:
-            raise ConfigError(f"recover_mode=resume: there is no run in {path}; leave the option out to begin one")
+            raise ConfigError(
+                f"recover_mode=resume: there is no run in {path}; leave the option out to begin one"
+            )
         return False
     if mode == "disabled":
-        raise ConfigError(f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}")
+        raise ConfigError(
+            f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}"
+        )
     if control.resume_from is not None:
         return True
-    changed = differences(masked(directory.read_config()), masked(as_plain(config)), unset=left_at_default)
+    changed = differences(
+        masked(directory.read_config()), masked(as_plain(config)), unset=left_at_default
+    )
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"{path} holds a run of another configuration ({'; '.join(changed[:SHOWN])}{more}); {anew}, "
+            f"{path} holds a run of another configuration ({'; '.join(changed[:SHOWN])}{more}); "
+            f"{anew}, "
             f"or go on with these options all the same: resume_from={path}"
         )
     if directory.status() == "finished":
@@ -150,15 +179,22 @@ def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(
-    one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "", *, unset: Collection[str] = ()
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+    prefix: str = "",
+    *,
+    unset: Collection[str] = (),
 ) -> list[str]:
-    """Return `option: there -> here` for every dotted option that differs, apart from those that change nothing computed, and
-    from those of `unset` that `one` lacks."""
+    """Return `option: there -> here` for every dotted option that differs, apart from those that
+    change nothing computed, and from those of `unset` that `one` lacks.
+    """
     found: list[str] = []
     for key in dict.fromkeys([*one, *other]):
         if not prefix and key in FREE:
             continue
-        a, b, name = one.get(key), other.get(key), f"{prefix}{key}"
+        a = one.get(key)
+        b = other.get(key)
+        name = f"{prefix}{key}"
         if isinstance(b, Mapping) and (isinstance(a, Mapping) or (key not in one and b)):
             found += differences(a or {}, b, f"{name}.", unset=unset)
         elif key not in one and name in unset:
@@ -179,7 +215,10 @@ def _short(value: Any) -> str:
 
 
 class RunLock:
-    """Keeps a second process out of a run's directory. The system lets go of it when its process ends, however it ends."""
+    """Keeps a second process out of a run's directory.
+
+    The system lets go of it when its process ends, however it ends.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path / LOCK
@@ -187,7 +226,10 @@ class RunLock:
         self._made: list[Path] = []
 
     def take(self) -> None:
-        """Raises `ConfigError` naming the process that has it. Makes the run's directory where there is none."""
+        """Raises `ConfigError` naming the process that has it.
+
+        Makes the run's directory where there is none.
+        """
         folders = [self._path.parent, *self._path.parent.parents]
         self._made = [folder for folder in folders if not folder.exists()]
         make_folder(self._path.parent, f"fileroot: {self._path.parent}", ConfigError)
@@ -199,7 +241,8 @@ class RunLock:
                 holder = owner(self._path.parent)
                 file.close()
                 raise ConfigError(
-                    f"{self._path.parent} is being written by process {holder or 'unknown'}; wait for it, stop it with "
+                    f"{self._path.parent} is being written by process {holder or 'unknown'}; wait "
+                    f"for it, stop it with "
                     "`weft stop`, or choose another trial_name"
                 ) from None
             if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
@@ -207,7 +250,10 @@ class RunLock:
             else:
                 file.close()  # another process removed the file between our opening and locking it
         self._file.truncate(0)
-        self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()}) + "\n")
+        self._file.write(
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "time": time.time()})
+            + "\n"
+        )
         self._file.flush()
 
     def release(self) -> None:

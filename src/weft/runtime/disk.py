@@ -1,4 +1,6 @@
-"""Files that are either there whole or not at all: written under a temporary name, flushed to the disk, renamed."""
+"""Files that are either there whole or not at all: written under a temporary name, flushed to the
+disk, renamed.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def write_text(path: Path, text: str) -> None:
 def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
     """Make the directory `target` by calling `fill` on an empty one under a temporary name.
 
-    A directory of that name gives way only once the new one is whole. Where anything fails, the temporary one is removed
-    and what was there before stays; a full disk is a `RunError` that says so.
+    A directory of that name gives way only once the new one is whole. Where anything fails, the
+    temporary one is removed and what was there before stays; a full disk is a `RunError` that says
+    so.
     """
     temporary = target.with_name(target.name + TEMPORARY)
     remove(temporary)
@@ -49,7 +52,8 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
             fill(temporary)
             sync_tree(temporary)
     except BaseException:
-        # Where one device died, others may still write into it: that must not hide what went wrong. `mend` removes the rest.
+        # Where one device died, others may still write into it: that must not hide what went wrong.
+        # `mend` removes the rest.
         with suppress(OSError):
             remove(temporary)
         raise
@@ -62,7 +66,9 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def mend(folder: Path) -> None:
-    """Remove what a killed process left: temporary directories, and replaced ones (put back where nothing replaced them)."""
+    """Remove what a killed process left: temporary directories, and replaced ones (put back where
+    nothing replaced them).
+    """
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
@@ -79,8 +85,8 @@ def mend(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a directory; nothing happens where there is none.
 
-    A process that is being ended may still write into a directory or rename what is in it while it is removed: that is tried
-    again for up to `ENDING_SECONDS`.
+    A process that is being ended may still write into a directory or rename what is in it while it
+    is removed: that is tried again for up to `ENDING_SECONDS`.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
@@ -116,6 +122,12 @@ def told(consequence: str) -> Iterator[None]:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else f"{error.strerror or error} ({error.filename or 'no file named'})"
-        fix = "; make room and start the run again, it goes on from there" if full else ""
+        if full:
+            reason = "the disk is full"
+        else:
+            reason = f"{error.strerror or error} ({error.filename or 'no file named'})"
+        if full:
+            fix = "; make room and start the run again, it goes on from there"
+        else:
+            fix = ""
         raise RunError(f"{consequence}: {reason}{fix}") from error

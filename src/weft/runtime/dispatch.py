@@ -1,8 +1,9 @@
-"""Jobs on many devices: issued in one order, told about as their ranks report, ended at once where a device dies.
+"""Jobs on many devices: issued in one order, told about as their ranks report, ended at once where
+a device dies.
 
-A job is one command on each of some ranks. It is issued when the jobs it waits for are over and no job before it that shares a
-role with it is held back: so what a role is asked for is done in the order in which it was asked for, and all ranks do the
-same things in the same order.
+A job is one command on each of some ranks. It is issued when the jobs it waits for are over and no
+job before it that shares a role with it is held back: so what a role is asked for is done in the
+order in which it was asked for, and all ranks do the same things in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from weft.errors import DevicesLost, RunError
 from weft.runtime.device_process import Activity, Command, Report, Want, Where
 from weft.runtime.events import Task
 
-# A rank whose peer dies may tell of the broken connection before anybody sees the death, which says more.
+# A rank whose peer dies may tell of the broken connection before anybody sees the death, which says
+# more.
 DOUBT_SECONDS = 5.0
-REQUEST_SECONDS = 3600.0  # for all but calls, whose deadlines are the Master's: building, saving, moving parameters
+# for all but calls, whose deadlines are the Master's: building, saving, moving parameters
+REQUEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,22 @@ class Lost:
 
 
 class Devices(Protocol):
-    """The processes of a run by rank, as whatever carries messages shows them. Several threads may use it."""
+    """The processes of a run by rank, as whatever carries messages shows them.
+
+    Several threads may use it.
+    """
 
     @property
     def where(self) -> Sequence[Where]: ...
-    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+    def send(
+        self,
+        rank: int,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        given: Given,
+    ) -> None:
         """To one of the `ranks` of a job."""
         ...
 
@@ -50,7 +64,9 @@ class Devices(Protocol):
     def peak_memory_gb(self) -> float: ...
 
     def activities(self, ranks: Sequence[int]) -> Mapping[int, Activity]:
-        """Return what each of these ranks is doing, without those that don't answer within a few seconds."""
+        """Return what each of these ranks is doing, without those that don't answer within a few
+        seconds.
+        """
         ...
 
     def close(self, deadline_s: float) -> None: ...
@@ -58,7 +74,9 @@ class Devices(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Tensors that come with a command: what its device asks others for, and what the driver shares."""
+    """Tensors that come with a command: what its device asks others for, and what the driver
+    shares.
+    """
 
     wants: Sequence[Want] = ()
     shared: Sequence[Any] = ()
@@ -66,7 +84,10 @@ class Given:
 
 @dataclass(eq=False)
 class Job:
-    """`make` is asked for a rank's command when the job is issued. `done` gets the reports of the end by rank."""
+    """`make` is asked for a rank's command when the job is issued.
+
+    `done` gets the reports of the end by rank.
+    """
 
     name: str  # in the words of an error
     ranks: Sequence[int]
@@ -90,16 +111,19 @@ class Job:
 
 
 class Dispatch:
-    """A thread of its own hears the devices; what jobs have to say (`done`, `failed`, ...) is said in it, or where they were
-    submitted once a device is lost."""
+    """A thread of its own hears the devices; what jobs have to say (`done`, `failed`, ...) is said
+    in it, or where they were submitted once a device is lost.
+    """
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}  # issued and not over, in order
         self._held: list[Job] = []
-        self._next, self._places = 0, [0] * len(devices.where)
-        self._doubts: list[tuple[float, Job, BaseException]] = []  # until when; failures that a death may explain
+        self._next = 0
+        self._places = [0] * len(devices.where)
+        # until when; failures that a death may explain
+        self._doubts: list[tuple[float, Job, BaseException]] = []
         self._broken: RunError | None = None
         self._closed = False
         threading.Thread(target=self._hear, name="weft-devices", daemon=True).start()
@@ -108,23 +132,33 @@ class Dispatch:
         """Begin as soon as may be, in this order."""
         with self._lock:
             for job in jobs:
-                job.number, self._next = self._next, self._next + 1
+                job.number = self._next
+                self._next = self._next + 1
                 self._held.append(job)
             self._issue()
 
     def explained(self, error: DevicesLost) -> RunError:
-        """What became of the devices, where `error` was met beside all jobs: a death that is seen meanwhile says who and in
-        which job."""
+        """What became of the devices, where `error` was met beside all jobs: a death that is seen
+        meanwhile says who and in which job.
+        """
         end = time.monotonic() + DOUBT_SECONDS
         while self._broken is None and time.monotonic() < end:
             time.sleep(0.05)
         return self._broken or error
 
     def overdue(self, task: Task, told: str) -> DevicesLost:
-        """The error for the call `task` that has passed its deadline, with the ranks that it waits for."""
+        """The error for the call `task` that has passed its deadline, with the ranks that it waits
+        for.
+        """
         with self._lock:
-            job = next((job for job in [*self._jobs.values(), *self._held] if job.task == task), None)
-        return DevicesLost(f"{told}; it waits for {self._describe_late(job.waits_for)}" if job is not None else told)
+            job = next(
+                (job for job in [*self._jobs.values(), *self._held] if job.task == task), None
+            )
+        return DevicesLost(
+            f"{told}; it waits for {self._describe_late(job.waits_for)}"
+            if job is not None
+            else told
+        )
 
     def close(self) -> None:
         """Hear no more; whoever still waits for a job is told."""
@@ -139,7 +173,9 @@ class Dispatch:
             if self._broken is not None:
                 self._held.remove(job)
                 job.failed(self._broken)
-            elif not any(self._is_open(other) for other in job.after) and blocked.isdisjoint(job.roles):
+            elif not any(self._is_open(other) for other in job.after) and blocked.isdisjoint(
+                job.roles
+            ):
                 self._held.remove(job)
                 self._send(job)
             else:
@@ -150,7 +186,10 @@ class Dispatch:
 
     def _send(self, job: Job) -> None:
         self._jobs[job.number] = job
-        job.expires = None if job.seconds is None else time.monotonic() + job.seconds
+        if job.seconds is None:
+            job.expires = None
+        else:
+            job.expires = time.monotonic() + job.seconds
         try:
             for rank in job.ranks:
                 command, given = job.make(rank)
@@ -177,7 +216,9 @@ class Dispatch:
                 return
             except BaseException as error:  # nobody else would hear of it, and everybody would wait
                 if not self._closed:
-                    self._break(RunError(f"hearing the devices failed ({type(error).__name__}: {error})"))
+                    self._break(
+                        RunError(f"hearing the devices failed ({type(error).__name__}: {error})")
+                    )
                 return
 
     def _take(self, rank: int, report: Report) -> None:
@@ -227,35 +268,54 @@ class Dispatch:
     def _at(self, ranks: Sequence[int]) -> str:
         """What these ranks were at, in the words of an error: what they have not said to be over."""
         with self._lock:
-            names = [job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)]
+            names = [
+                job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)
+            ]
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
-        """Name the devices that hold up a job, of those that have not finished it: the silent ones; else those that don't wait
-        for others themselves, with the code that they run; else all."""
+        """Name the devices that hold up a job, of those that have not finished it: the silent ones;
+        else those that don't wait for others themselves, with the code that they run; else all.
+        """
         activities = self._devices.activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]
         if silent and activities:
-            return ", ".join(f"{self._devices.where[rank]}, which does not answer" for rank in silent)
+            return ", ".join(
+                f"{self._devices.where[rank]}, which does not answer" for rank in silent
+            )
         busy = {rank: each.place for rank, each in activities.items() if not each.waits}
         if busy:
-            return ", ".join(f"{self._devices.where[rank]}, which is in {place}" for rank, place in busy.items())
+            return ", ".join(
+                f"{self._devices.where[rank]}, which is in {place}" for rank, place in busy.items()
+            )
         return ", ".join(str(self._devices.where[rank]) for rank in ranks)
 
     def _expire(self) -> None:
         now = time.monotonic()
         with self._lock:
-            late = next((job for job in self._jobs.values() if job.expires is not None and job.expires < now), None)
+            late = next(
+                (
+                    job
+                    for job in self._jobs.values()
+                    if job.expires is not None and job.expires < now
+                ),
+                None,
+            )
         if late is not None:
             who = self._describe_late(late.waits_for)
-            self._break(DevicesLost(f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"))
+            self._break(
+                DevicesLost(
+                    f"{late.name} did not end within {late.seconds:g} s; it waits for {who}"
+                )
+            )
 
     def _break(self, error: RunError) -> None:
         """End every wait, now and from now on."""
         with self._lock:
             if self._broken is None:
                 self._broken = error
-            jobs, self._jobs = list(self._jobs.values()), {}
+            jobs = list(self._jobs.values())
+            self._jobs = {}
             for job in jobs:
                 job.failed(self._broken)
             self._issue()

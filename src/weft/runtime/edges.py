@@ -1,4 +1,6 @@
-"""Between a node's own names for keys and those on the graph's edges; what goes in, and what may come out."""
+"""Between a node's own names for keys and those on the graph's edges; what goes in, and what may
+come out.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +17,55 @@ from weft.graph.mfc import Node
 class Shelf(Protocol):
     """Where tensors lie by id: a worker's store, or a group."""
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample: ...
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample: ...
 
 
 def read_inputs(shelf: Shelf, node: Node, ids: Sequence[str]) -> SequenceSample:
-    """What a node reads of these ids, under the names that it has for the keys; optional ones where all ids have them."""
+    """What a node reads of these ids, under the names that it has for the keys; optional ones where
+    all ids have them.
+    """
     batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
-    return batch.remap_keys({edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys})
+    return batch.remap_keys(
+        {edge: own for own, edge in node.input_key_remap.items() if edge in batch.keys}
+    )
 
 
 def no_values(description: SequenceSample) -> SequenceSample:
-    """The data of a description without ids: of a rank for which a batch has nothing, and which takes part all the same."""
-    nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}  # joins values of any dtype
-    return SequenceSample(description.ids, description.lengths, description.offsets, nothing, description.metadata)
+    """The data of a description without ids: of a rank for which a batch has nothing, and which
+    takes part all the same.
+    """
+    # joins values of any dtype
+    nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
+    return SequenceSample(
+        description.ids, description.lengths, description.offsets, nothing, description.metadata
+    )
 
 
 def on_edges(
     node: Node, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
 ) -> SequenceSample | None:
-    """A node's outputs under the names of the graph's edges. Raises `RunError` for a key or an id that is missing."""
+    """A node's outputs under the names of the graph's edges.
+
+    Raises `RunError` for a key or an id that is missing.
+    """
     if not node.output_keys and (outputs is None or not filters):
         return None
     if outputs is None:
         raise RunError(f"returned no outputs; its output keys are {', '.join(node.output_keys)}")
     absent = [key for key in node.output_keys if key not in outputs.data]
     if absent:
-        raise RunError(f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}")
-    unknown, lost = set(outputs.ids) - set(ids), set(ids) - set(outputs.ids)
+        raise RunError(
+            f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}"
+        )
+    unknown = set(outputs.ids) - set(ids)
+    lost = set(ids) - set(outputs.ids)
     if unknown or (lost and not filters):
-        raise RunError(f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some ({sorted(lost)[:5]})")
+        raise RunError(
+            f"returned ids that it was not given ({sorted(unknown)[:5]}) or lost some "
+            f"({sorted(lost)[:5]})"
+        )
     chosen = outputs.select(keys=node.output_keys)
     if outputs.ids != tuple(ids):
         made = set(outputs.ids)

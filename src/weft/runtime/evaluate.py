@@ -25,7 +25,9 @@ class ValidationSource(Protocol):
 
 
 class Evaluator:
-    """`sources` are the validation sources by name; ids are prefixed with theirs, so they never meet training ids."""
+    """`sources` are the validation sources by name; ids are prefixed with theirs, so they never
+    meet training ids.
+    """
 
     def __init__(
         self,
@@ -35,12 +37,16 @@ class Evaluator:
         sources: Mapping[str, ValidationSource],
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
-        self._graph, self._group, self._sources = evaluation.graph, group, sources
-        self._size, self._tokens = evaluation.batch_size, experiment.dataset.valid_tokens_per_batch
+        self._graph = evaluation.graph
+        self._group = group
+        self._sources = sources
+        self._size = evaluation.batch_size
+        self._tokens = experiment.dataset.valid_tokens_per_batch
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
-        """`eval/{source}/{metric}` of every source, `eval/{metric}` over the ids of all, and their number (`eval/num_rows`).
+        """`eval/{source}/{metric}` of every source, `eval/{metric}` over the ids of all, and their
+        number (`eval/num_rows`).
 
         `step` seeds what is sampled.
         """
@@ -54,8 +60,11 @@ class Evaluator:
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _batch(self, batch: SequenceSample, step: int) -> Measured:
-        """Every node of the graph once, over the whole batch; later nodes' metrics win where names meet."""
-        buffer, metas = Buffer(closed=True), TensorStore()
+        """Every node of the graph once, over the whole batch; later nodes' metrics win where names
+        meet.
+        """
+        buffer = Buffer(closed=True)
+        metas = TensorStore()
         metrics: dict[str, float] = {}
         metas.put(self._group.put(batch))
         buffer.add(batch.ids, batch.keys)
@@ -70,7 +79,9 @@ class Evaluator:
                 metas.put(outcome.outputs)
             metrics.update(outcome.metrics)
             seconds += outcome.seconds
-            buffer.finish(firing, outcome.kept, self._graph.node(firing.node).outputs, len(self._graph.nodes))
+            buffer.finish(
+                firing, outcome.kept, self._graph.node(firing.node).outputs, len(self._graph.nodes)
+            )
         self._group.discard(batch.ids)
         return Measured(metrics, batch.num_ids, seconds)
 
@@ -82,10 +93,14 @@ class Evaluator:
             row = rows[index]
             row = replace(row, ids=tuple(f"{EVALUATION}{source}/{id}" for id in row.ids))
             cost = int(row.token_costs().sum())
-            full = len(part) >= self._size if self._size else tokens + cost > (self._tokens or 0)
+            if self._size:
+                full = len(part) >= self._size
+            else:
+                full = tokens + cost > (self._tokens or 0)
             if part and full:
                 yield SequenceSample.gather(part)
-                part, tokens = [], 0
+                part = []
+                tokens = 0
             part.append(row)
             tokens += cost
         if part:

@@ -1,4 +1,6 @@
-"""What happens while a graph runs, told as data on one queue: by a worker group, and by the threads of host functions."""
+"""What happens while a graph runs, told as data on one queue: by a worker group, and by the threads
+of host functions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 
-Task = tuple[str, int]  # what was asked for: the name of a call, host function or sync, and which of its firings
+# what was asked for: the name of a call, host function or sync, and which of its firings
+Task = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Announced:
-    """A call has made these outputs of some of its ids before its end (`Model.announce`). They can be fetched."""
+    """A call has made these outputs of some of its ids before its end (`Model.announce`).
+
+    They can be fetched.
+    """
 
     call: str
     outputs: SequenceSample  # a description
@@ -29,7 +35,10 @@ class Announced:
 
 @dataclass(frozen=True)
 class Finished:
-    """A task is over. `result` is an `MFCResult` of a call, the version of a sync, what a host function returned."""
+    """A task is over.
+
+    `result` is an `MFCResult` of a call, the version of a sync, what a host function returned.
+    """
 
     task: Task
     result: Any

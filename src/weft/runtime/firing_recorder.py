@@ -1,4 +1,6 @@
-"""Tells the observer what every firing did, and reads its completions while their tensors are still there."""
+"""Tells the observer what every firing did, and reads its completions while their tensors are still
+there.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ GENERATIONS = "generations.jsonl"
 
 
 class FiringRecorder:
-    """Between the master and the observer. A run whose steps follow a node that generates has its completions as product:
-    all of them are written to `generations.jsonl`."""
+    """Between the master and the observer.
 
-    def __init__(self, experiment: Experiment, samples: Samples, directory: Path, observer: Observer) -> None:
-        self._graph, self._samples, self._observer = experiment.graph, samples, observer
+    A run whose steps follow a node that generates has its completions as product: all of them are
+    written to `generations.jsonl`.
+    """
+
+    def __init__(
+        self, experiment: Experiment, samples: Samples, directory: Path, observer: Observer
+    ) -> None:
+        self._graph = experiment.graph
+        self._samples = samples
+        self._observer = observer
         followed = experiment.node(experiment.steps_follow)
         generates = isinstance(followed, MFCDef) and followed.method == "generate"
         self._product = StepFile(directory / GENERATIONS) if generates else None
@@ -39,7 +48,10 @@ class FiringRecorder:
     def fired(self, outcome: Outcome, step: int) -> None:
         """A firing is over, in the step numbered `step`."""
         firing, node = outcome.firing, self._graph.node(outcome.firing.node)
-        track = f"{ROLES}/{node.role}" if isinstance(node, MFCDef) else f"{HOST}/{node.name}"
+        if isinstance(node, MFCDef):
+            track = f"{ROLES}/{node.role}"
+        else:
+            track = f"{HOST}/{node.name}"
         about = {"step": step, "ids": len(firing.ids)}
         self._observer.ran(firing.node, track, outcome.started, outcome.seconds, **about)
         if firing.node == self._followed:

@@ -1,4 +1,6 @@
-"""Has the trained model answer a few fixed prompts at every evaluation, and keeps the answers in the run's directory."""
+"""Has the trained model answer a few fixed prompts at every evaluation, and keeps the answers in
+the run's directory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """`prompts` are samples with the key `prompt`. Their ids get a prefix in the group, so they never meet training ids."""
+    """`prompts` are samples with the key `prompt`.
+
+    Their ids get a prefix in the group, so they never meet training ids.
+    """
 
     def __init__(
         self,
@@ -43,10 +48,13 @@ class FixedPrompts:
         self._file.truncate(step)
 
     def answer(self, step: int) -> None:
-        """Ask all prompts after `step` completed steps, with nothing else under way, and write the answers; once a step."""
+        """Ask all prompts after `step` completed steps, with nothing else under way, and write the
+        answers; once a step.
+        """
         if any(row.get("step") == step for row in self._file.rows()):
             return
-        metas, ids = TensorStore(), self._prompts.ids
+        metas = TensorStore()
+        ids = self._prompts.ids
         metas.put(self._group.put(self._prompts))
         self._runner.start(Firing(self._call.name, ids, step), metas)
         self._runner.wait()

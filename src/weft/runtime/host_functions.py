@@ -1,4 +1,6 @@
-"""The host functions of one graph: each firing in a thread of its own, some begun before their batch is whole."""
+"""The host functions of one graph: each firing in a thread of its own, some begun before their
+batch is whole.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from weft.errors import RunError
 from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import HostFunction, MFCDef
 from weft.graph.ready import Firing
-from weft.host.base import HasNotes, HostCallable, HostContext, KeepsAll, SupportsPrefetch, make_host_function
+from weft.host.base import (
+    HasNotes,
+    HostCallable,
+    HostContext,
+    KeepsAll,
+    SupportsPrefetch,
+    make_host_function,
+)
 from weft.runtime import background, events
 from weft.runtime.edges import on_edges, read_inputs
 from weft.runtime.events import Announced, Task
@@ -24,7 +33,10 @@ from weft.runtime.outcome import Outcome, told
 
 
 class HostFunctions:
-    """`prefix` is what the group knows the graph's calls by, beside their names. `by_node` are the functions."""
+    """`prefix` is what the group knows the graph's calls by, beside their names.
+
+    `by_node` are the functions.
+    """
 
     def __init__(
         self,
@@ -35,19 +47,33 @@ class HostFunctions:
         seed: int,
         prefix: str,
     ) -> None:
-        self._graph, self._group, self._prefix, self._seed = graph, group, prefix, seed
-        self._tokenizers, self._data_role = tokenizers, data_role
+        self._graph = graph
+        self._group = group
+        self._prefix = prefix
+        self._seed = seed
+        self._tokenizers = tokenizers
+        self._data_role = data_role
         nodes = [node for node in graph.nodes if isinstance(node, HostFunction)]
-        self.by_node: dict[str, HostCallable] = {n.name: make_host_function(n.function, n.args) for n in nodes}
-        self._prefetches: dict[str, list[HostFunction]] = {}  # call -> functions that begin with what it announces
-        self._begun: dict[tuple[str, str], Future[None]] = {}  # host function and id that it has begun with
+        self.by_node: dict[str, HostCallable] = {
+            n.name: make_host_function(n.function, n.args) for n in nodes
+        }
+        # call -> functions that begin with what it announces
+        self._prefetches: dict[str, list[HostFunction]] = {}
+        # host function and id that it has begun with
+        self._begun: dict[tuple[str, str], Future[None]] = {}
         for node in nodes:
             self._let_begin(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Begin, so that it and the calls of other nodes go on at the same time. The result of `task` is an `Outcome`."""
-        started, clock, what = time.time(), time.perf_counter(), told(node, firing)
-        batch, context = read_inputs(self._group, node, firing.ids), self._context(node, firing.step)
+        """Begin, so that it and the calls of other nodes go on at the same time.
+
+        The result of `task` is an `Outcome`.
+        """
+        started = time.time()
+        clock = time.perf_counter()
+        what = told(node, firing)
+        batch = read_inputs(self._group, node, firing.ids)
+        context = self._context(node, firing.step)
 
         def work() -> Outcome:
             try:
@@ -64,15 +90,25 @@ class HostFunctions:
                 raise
             left = None if made is None else set(made.ids)
             kept = tuple(id for id in firing.ids if left is None or id in left)
-            meta = self._group.put(outputs) if outputs is not None and outputs.keys else None
+            if outputs is not None and outputs.keys:
+                meta = self._group.put(outputs)
+            else:
+                meta = None
             return Outcome(firing, meta, context.metrics, started, seconds, kept)
 
-        threading.Thread(target=events.run, args=(task, work, self._group.events), name=what, daemon=True).start()
+        threading.Thread(
+            target=events.run, args=(task, work, self._group.events), name=what, daemon=True
+        ).start()
 
     @property
     def notes(self) -> list[str]:
         """Lines for people at the start of the run."""
-        return [line for function in self.by_node.values() if isinstance(function, HasNotes) for line in function.notes]
+        return [
+            line
+            for function in self.by_node.values()
+            if isinstance(function, HasNotes)
+            for line in function.notes
+        ]
 
     def may_drop(self, node: HostFunction) -> bool:
         """Whether it may be a filter."""
@@ -81,7 +117,8 @@ class HostFunctions:
     def prefetch(self, announced: Announced) -> None:
         """Let the functions begin that can do so with what a call has made before its end."""
         for node in self._prefetches.get(announced.call, ()):
-            function, ids = self.by_node[node.name], announced.outputs.ids
+            function = self.by_node[node.name]
+            ids = announced.outputs.ids
             assert isinstance(function, SupportsPrefetch)
             begun = background.begin(
                 partial(function.begin, read_inputs(self._group, node, ids), self._context(node)),
@@ -90,12 +127,16 @@ class HostFunctions:
             self._begun.update(((node.name, id), begun) for id in ids)
 
     def _let_begin(self, node: HostFunction) -> None:
-        """Have a function that can begin early hear of the call that makes what it begins with, where it is one call."""
+        """Have a function that can begin early hear of the call that makes what it begins with,
+        where it is one call.
+        """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):
             return
         part = replace(node, input_keys=function.begins_with, optional_keys=())
-        makers = {maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)}
+        makers = {
+            maker.name for maker in self._graph.nodes if set(maker.outputs) & set(part.inputs)
+        }
         if len(makers) == 1 and isinstance(self._graph.node(*makers), MFCDef):
             call = self._prefix + makers.pop()
             self._prefetches.setdefault(call, []).append(part)

@@ -1,4 +1,6 @@
-"""Calls that may run on old weights and have a copy of them to themselves: training of their role need not wait for them."""
+"""Calls that may run on old weights and have a copy of them to themselves: training of their role
+need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from weft.runtime.roles import Place
 
 
 def own_lanes(experiment: Experiment) -> dict[str, Place]:
-    """Call -> the copy of its role that it uses, for calls that begin in an order of their own: all that use the copy may lag,
-    on devices that hold nothing else of the role, and one node alone changes the role's weights."""
+    """Call -> the copy of its role that it uses, for calls that begin in an order of their own: all
+    that use the copy may lag, on devices that hold nothing else of the role, and one node alone
+    changes the role's weights.
+    """
     meshes = experiment.meshes()
     used: dict[Place, list[MFCDef]] = {}
     for call in experiment.graph.model_calls():
@@ -27,4 +31,8 @@ def own_lanes(experiment: Experiment) -> dict[str, Place]:
 
 def _lags(experiment: Experiment, call: MFCDef) -> bool:
     edges = experiment.graph.waits_for(call.name)
-    return len(edges) == 1 and edges[0].max_staleness > 0 and experiment.graph.node(edges[0].producer).trains
+    return (
+        len(edges) == 1
+        and edges[0].max_staleness > 0
+        and experiment.graph.node(edges[0].producer).trains
+    )

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from weft.data.sample import SequenceSample
-from weft.engine.device import hardware, numerics, peak_memory_gb, reset_peak_memory, set_threads, using
+from weft.engine.device import (
+    hardware,
+    numerics,
+    peak_memory_gb,
+    reset_peak_memory,
+    set_threads,
+    using,
+)
 from weft.engine.profile import Trace
 from weft.errors import RunError
 from weft.graph.mfc import ParamSync
@@ -37,18 +44,22 @@ class _Work:
 
 
 class LocalGroup:
-    """Calls run one after another in the order they were submitted, in a thread of their own: the Master can wait with a
-    deadline, keep its view alive and hear a signal. The thread is a daemon; a call that hangs cannot keep the process.
+    """Calls run one after another in the order they were submitted, in a thread of their own: the
+    Master can wait with a deadline, keep its view alive and hear a signal. The thread is a daemon;
+    a call that hangs cannot keep the process.
 
-    It is itself what a call may take up in its middle (`Updates`): work that was asked for meanwhile, but none that generates.
+    It is itself what a call may take up in its middle (`Updates`): work that was asked for
+    meanwhile, but none that generates.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
         self.events: Events = queue.SimpleQueue()
         self._announcing: set[str] = set()  # calls whose early outputs somebody wants
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._next: deque[_Work | None] = deque()  # taken out of the queue and not yet done, by the thread
-        self._device, self._closed = device, False
+        # taken out of the queue and not yet done, by the thread
+        self._next: deque[_Work | None] = deque()
+        self._device = device
+        self._closed = False
         self._trace: Trace | None = None  # the thread's
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
@@ -56,15 +67,24 @@ class LocalGroup:
         self._worker = self._run(make).result()
 
     def submit(
-        self, mfc: str, step: int, parts: list[list[SampleMeta]], *, version: int | None = None, keeps: bool = False
+        self,
+        mfc: str,
+        step: int,
+        parts: list[list[SampleMeta]],
+        *,
+        version: int | None = None,
+        keeps: bool = False,
     ) -> None:
         assert version is None and not keeps, "one process has no copies of a role"
         minibatches = [batch for (batch,) in parts]  # one device is one rank
-        early, node = self.events if mfc in self._announcing else None, self._worker.calls[mfc]
+        early = self.events if mfc in self._announcing else None
+        node = self._worker.calls[mfc]
         updates = self if node.interruptible else None
         self._run(
             lambda: events.run(
-                (mfc, step), lambda: self._worker.call(mfc, step, minibatches, early, updates=updates), self.events
+                (mfc, step),
+                lambda: self._worker.call(mfc, step, minibatches, early, updates=updates),
+                self.events,
             ),
             samples=node.method == "generate",
         )
@@ -84,7 +104,9 @@ class LocalGroup:
         return left
 
     def sync(self, s: ParamSync, step: int) -> None:
-        self._run(lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events))
+        self._run(
+            lambda: events.run((s.name, step), lambda: self._worker.roles.sync(s), self.events)
+        )
 
     def snapshot(self, d: Path) -> Future[None]:
         def save() -> None:
@@ -94,7 +116,9 @@ class LocalGroup:
         return self._run(save)
 
     def restore(self, d: Path) -> None:
-        """Computes with as many threads as the process did that wrote the recovery point, so that sums come out the same."""
+        """Computes with as many threads as the process did that wrote the recovery point, so that
+        sums come out the same.
+        """
 
         def load() -> None:
             folders = rank_folders(d)
@@ -127,7 +151,9 @@ class LocalGroup:
     def listen(self, mfc: str) -> None:
         self._announcing.add(mfc)
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample:
         return self._worker.store.fetch(ids, keys, optional)
 
     def discard(self, ids: Iterable[str]) -> None:

@@ -1,4 +1,7 @@
-"""Which devices hold which tensors, by id and key; and from where a device gets what it lacks. Pure bookkeeping."""
+"""Which devices hold which tensors, by id and key; and from where a device gets what it lacks.
+
+Pure bookkeeping.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,20 @@ DRIVER = -1  # the driver's own store: the loader's rows, and what host function
 
 @dataclass(eq=False)
 class _Where:
-    """Key -> the ranks that hold it, and those to which a copy is on its way: they have it before they need it next."""
+    """Key -> the ranks that hold it, and those to which a copy is on its way: they have it before
+    they need it next.
+    """
 
     holders: dict[str, set[int]] = field(default_factory=dict)
     coming: dict[str, set[int]] = field(default_factory=dict)
 
     def copy(self) -> _Where:
-        return _Where(*({key: set(ranks) for key, ranks in each.items()} for each in (self.holders, self.coming)))
+        return _Where(
+            *(
+                {key: set(ranks) for key, ranks in each.items()}
+                for each in (self.holders, self.coming)
+            )
+        )
 
 
 class Locations:
@@ -29,8 +39,11 @@ class Locations:
         self._ids = Blocks(_Where, _Where.copy)
 
     def made(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """A rank has made these keys anew; what others hold of them counts no more. A rank that had them already (it announced
-        them before its call was over) has made the same ones."""
+        """A rank has made these keys anew; what others hold of them counts no more.
+
+        A rank that had them already (it announced them before its call was over) has made the same
+        ones.
+        """
         for where in self._ids.apart(ids):
             for key in keys:
                 if rank not in where.holders.get(key, ()):
@@ -38,7 +51,9 @@ class Locations:
                     where.coming.pop(key, None)
 
     def expect(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """A copy is on its way to a rank: it need not be sent again, and nobody can have it from there yet."""
+        """A copy is on its way to a rank: it need not be sent again, and nobody can have it from
+        there yet.
+        """
         for where in self._ids.apart(ids):
             for key in keys:
                 where.coming.setdefault(key, set()).add(rank)
@@ -52,17 +67,23 @@ class Locations:
     def everywhere(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
         """Those of `keys` that every id has, somewhere."""
         parts = self._ids.parts(ids)
-        return [key for key in keys if all(block is not None and key in block.known.holders for block in parts)]
+        return [
+            key
+            for key in keys
+            if all(block is not None and key in block.known.holders for block in parts)
+        ]
 
     def lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
-        """What a rank must get from where: all keys of an id that one holder has together, from a device before the driver.
+        """What a rank must get from where: all keys of an id that one holder has together, from a
+        device before the driver.
 
         A key that nobody holds is left out; reading it says so.
         """
         found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
         for block, chosen in self._ids.parts(ids).items():
-            where, by_holder = _Where() if block is None else block.known, dict[int, list[str]]()
+            where = _Where() if block is None else block.known
+            by_holder = dict[int, list[str]]()
             for key in wanted:
                 holders = where.holders.get(key, set())
                 if holders and rank not in holders and rank not in where.coming.get(key, ()):

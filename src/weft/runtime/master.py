@@ -1,6 +1,9 @@
-"""The one scheduler of a run. It asks `ready` what may run, has it run, and keeps the books between steps.
+"""The one scheduler of a run.
 
-It knows nodes, keys and ids; tensors stay where they were made, and no algorithm is known here by name.
+It asks `ready` what may run, has it run, and keeps the books between steps.
+
+It knows nodes, keys and ids; tensors stay where they were made, and no algorithm is known here by
+name.
 """
 
 from __future__ import annotations
@@ -30,12 +33,15 @@ from weft.runtime.state import read_state, write_state
 from weft.runtime.step_metrics import Measured
 from weft.runtime.store import TensorStore
 
-MASTER, WORKERS = "master.bin", "workers"
+MASTER = "master.bin"
+WORKERS = "workers"
 NUMERICS = "numerics"
 
 
 class Listener(Protocol):
-    """Hears of every firing when it is over, and of the ids of a step while their tensors are still there."""
+    """Hears of every firing when it is over, and of the ids of a step while their tensors are still
+    there.
+    """
 
     def fired(self, outcome: Outcome, step: int) -> None: ...
     def stepped(self, ids: Sequence[str], step: int) -> None: ...
@@ -59,7 +65,8 @@ class Position:
     step: int = 0
     epochs_done: int = 0
     ids_done: int = 0  # of the epoch under way
-    versions: dict[str, int] = field(default_factory=dict)  # node -> firings that are over, its syncs included
+    # node -> firings that are over, its syncs included
+    versions: dict[str, int] = field(default_factory=dict)
 
 
 class Master:
@@ -72,15 +79,22 @@ class Master:
         loader: Loader,
         tokenizers: Mapping[str, Tokenizer],
     ) -> None:
-        self._experiment, self._graph, self._group = experiment, experiment.graph, group
+        self._experiment = experiment
+        self._graph = experiment.graph
+        self._group = group
         self._loader = Prefetched(loader, experiment.most_epochs)
         self.listener: Listener | None = None
         self._runner = NodeRunner(experiment, experiment.graph, group, tokenizers)
-        self._buffer, self._books, self._metas = Buffer(), Books(), TensorStore()
+        self._buffer = Buffer()
+        self._books = Books()
+        self._metas = TensorStore()
         self.position = Position()
         self._step_of_epoch = 0  # made when the epoch under way began
-        self._barren_epochs = 0  # one after the other that made no step: filters left no row, and no epoch will
-        self._lanes = {call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()}
+        # one after the other that made no step: filters left no row, and no epoch will
+        self._barren_epochs = 0
+        self._lanes = {
+            call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()
+        }
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._runs_ahead = runs_ahead(self._graph)
         self._ahead: set[str] = set()  # ids of later steps, once a step is over
@@ -96,17 +110,19 @@ class Master:
         return self._runner.functions.notes
 
     def step(self) -> StepResult | None:
-        """Run until the node that steps follow has fired and all that its ids need is done; None where data are used up.
+        """Run until the node that steps follow has fired and all that its ids need is done; None
+        where data are used up.
 
-        Calls of later steps that may use older weights may still be under way. Raises `RunError` naming node, role and ids
-        where a call fails or its deadline is over.
+        Calls of later steps that may use older weights may still be under way. Raises `RunError`
+        naming node, role and ids where a call fails or its deadline is over.
         """
         begun = time.perf_counter()
         if not self._until_stepped():
             return None
         self.position.step += 1
         self._turn_epoch()
-        now, measured = self.position, self._books.close(self._ahead)
+        now = self.position
+        measured = self._books.close(self._ahead)
         epoch = now.epochs_done + now.ids_done / max(1, self._loader.num_ids)
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
@@ -117,7 +133,8 @@ class Master:
         self._let_go()
 
     def _until_stepped(self) -> bool:
-        old: set[str] | None = None  # once the step's node is to fire: the ids of this step and older ones
+        # once the step's node is to fire: the ids of this step and older ones
+        old: set[str] | None = None
         stepped: tuple[str, ...] = ()
         while True:
             firings = ready(self._graph, self._buffer, self._buffer.finished, self._open)
@@ -129,7 +146,8 @@ class Master:
                 firings = first(self._graph, firings)
             for firing in firings:
                 if firing.node == self._experiment.steps_follow:
-                    stepped, order = firing.ids, list(self._buffer.entries)
+                    stepped = firing.ids
+                    order = list(self._buffer.entries)
                     old = set(order[: order.index(stepped[-1]) + 1])
             if firings:
                 self._decide(firings)
@@ -163,7 +181,10 @@ class Master:
 
     def _close_first(self) -> None:
         """Wait for the host function that was decided on first, and take into account what it kept."""
-        firing = oldest(self._buffer, self._open) if self._runs_ahead else self._open[0]
+        if self._runs_ahead:
+            firing = oldest(self._buffer, self._open)
+        else:
+            firing = self._open[0]
         while firing not in self._kept:
             self._go_on()
         self._open.remove(firing)
@@ -171,8 +192,10 @@ class Master:
         spent = exhausted(self._graph, self._buffer)
         if spent is not None:
             raise RunError(
-                f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to train on; its prompts "
-                "may all be too easy or too hard, or rewards never differ; change the data or the reward, or allow more rounds"
+                f"filter {spent.name!r}: {spent.refill_rounds} rounds of sampling left nothing to "
+                f"train on; its prompts "
+                "may all be too easy or too hard, or rewards never differ; change the data or the "
+                "reward, or allow more rounds"
             )
 
     def _may_drop(self, firing: Firing) -> bool:
@@ -184,7 +207,9 @@ class Master:
         self._forget(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
 
     def _count_rounds(self, node: str) -> None:
-        """Log how often was sampled for a training node that fires now, where a filter asks for more."""
+        """Log how often was sampled for a training node that fires now, where a filter asks for
+        more.
+        """
         for edge in self._graph.version_edges:
             filter = self._graph.refills(edge) if edge.producer == node else None
             if filter is not None:
@@ -223,7 +248,9 @@ class Master:
             self.listener.fired(outcome, self.position.step + 1)
 
     def _finish(self, stepped: Sequence[str] = ()) -> None:
-        """Run everything that was decided, but for what is of later steps; then drop ids that nobody needs."""
+        """Run everything that was decided, but for what is of later steps; then drop ids that
+        nobody needs.
+        """
         while self._books.are_open(self._ahead):
             self._go_on()
         if stepped and self.listener is not None:
@@ -231,7 +258,8 @@ class Master:
         self._let_go()
 
     def _let_go(self) -> None:
-        read = self._books.open_ids()  # by calls of later steps, of ids that a filter has dropped meanwhile
+        # by calls of later steps, of ids that a filter has dropped meanwhile
+        read = self._books.open_ids()
         gone = [id for id in self._gone if id not in read]
         self._group.discard(gone)
         self._metas.discard(gone)
@@ -247,7 +275,10 @@ class Master:
             self._ahead = set()
             self._finish()  # the next epoch has the same ids
             self._turn_epoch()
-            self._barren_epochs = 0 if self.position.step > self._step_of_epoch else self._barren_epochs + 1
+            if self.position.step > self._step_of_epoch:
+                self._barren_epochs = 0
+            else:
+                self._barren_epochs = self._barren_epochs + 1
             self._step_of_epoch = self.position.step
         if self.position.epochs_done >= self._experiment.most_epochs or self._barren_epochs > 1:
             return False
@@ -256,7 +287,8 @@ class Master:
 
     def _load_ahead(self) -> bool:
         """Take in the loader's next batch where a call may run ahead on it."""
-        most, follow = self._experiment.control.max_steps, self._experiment.steps_follow
+        most = self._experiment.control.max_steps
+        follow = self._experiment.steps_follow
         left = None if most is None else most - self.position.step
         may = may_load(self._graph, self._buffer, self._buffer.finished, follow, left)
         if may:
@@ -281,15 +313,17 @@ class Master:
         for key, node in self._graph.required_dataset_keys().items():
             if key not in batch.keys:
                 raise GraphError(
-                    f"node {node!r} wants key {key!r} of the rows, but rows of type {self._experiment.dataset_type!r} bring "
+                    f"node {node!r} wants key {key!r} of the rows, but rows of type "
+                    f"{self._experiment.dataset_type!r} bring "
                     f"{', '.join(batch.keys)}; choose another dataset.type or another graph"
                 )
 
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write everything that a restart needs, what was sampled ahead too, into the empty `directory`; `extra` comes back
-        from `load`."""
+        """Write everything that a restart needs, what was sampled ahead too, into the empty
+        `directory`; `extra` comes back from `load`.
+        """
         self.settle()
         state = {
             "position": vars(self.position),
@@ -309,11 +343,15 @@ class Master:
         self._group.snapshot(directory / WORKERS).result()
 
     def load(self, directory: Path) -> Mapping[str, Any]:
-        """Take up what `save` wrote; returns its `extra` and, under `numerics`, what the run was computed with."""
+        """Take up what `save` wrote; returns its `extra` and, under `numerics`, what the run was
+        computed with.
+        """
         state = read_state(directory / MASTER)
         self._group.restore(directory / WORKERS)
         self.position = Position(**state["position"])
-        self._step_of_epoch, self._barren_epochs = -1, 0  # of the epoch's steps some may be made already
+        # of the epoch's steps some may be made already
+        self._step_of_epoch = -1
+        self._barren_epochs = 0
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._buffer.load_state_dict(state["buffer"])
         self._books.load_state_dict(state.get("books", ()))  # older points have nothing in flight
@@ -326,5 +364,9 @@ class Master:
 
 def _stuck(buffer: Buffer) -> RunError:
     rows = list(buffer.entries.items())[:4]
-    shown = "; ".join(f"{id}: through {', '.join(sorted(row.done)) or 'nothing'}" for id, row in rows)
-    return RunError(f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})")
+    shown = "; ".join(
+        f"{id}: through {', '.join(sorted(row.done)) or 'nothing'}" for id, row in rows
+    )
+    return RunError(
+        f"no node can run on the {len(buffer.entries)} ids that are left of this epoch ({shown})"
+    )

@@ -1,4 +1,7 @@
-"""How the results of a call's ranks become one: outputs joined, metrics merged, times spanned. Pure."""
+"""How the results of a call's ranks become one: outputs joined, metrics merged, times spanned.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,17 @@ def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
 
 
 def merged_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """What is equal everywhere stays. `*_max` and `*_min` are the largest and smallest, all else is a mean over ids. A call
-    lasts from its first rank's start to its last rank's end. A metric that some parts lack is merged over those that have it.
+    """What is equal everywhere stays.
+
+    `*_max` and `*_min` are the largest and smallest, all else is a mean over ids. A call lasts from
+    its first rank's start to its last rank's end. A metric that some parts lack is merged over
+    those that have it.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        having = [(part[name], count) for part, count in zip(parts, counts, strict=True) if name in part]
+        having = [
+            (part[name], count) for part, count in zip(parts, counts, strict=True) if name in part
+        ]
         values = [value for value, _ in having]
         weight = sum(count for _, count in having)
         if name == STARTED or name.endswith("_min"):

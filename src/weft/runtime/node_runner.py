@@ -1,4 +1,6 @@
-"""Has the nodes of a graph run: model function calls by the group, host functions here; and waits for whichever ends first."""
+"""Has the nodes of a graph run: model function calls by the group, host functions here; and waits
+for whichever ends first.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class _UnderWay:
 
 
 class NodeRunner:
-    """Runs the nodes of one graph. `prefix` is what the group knows the graph's calls by, beside their names."""
+    """Runs the nodes of one graph.
+
+    `prefix` is what the group knows the graph's calls by, beside their names.
+    """
 
     def __init__(
         self,
@@ -48,18 +53,31 @@ class NodeRunner:
         tokenizers: Mapping[str, Tokenizer],
         prefix: str = "",
     ) -> None:
-        self._graph, self._group, self._prefix, self._seed = graph, group, prefix, experiment.control.seed
-        self.functions = HostFunctions(graph, group, tokenizers, experiment.data_role, self._seed, prefix)
-        self._ranks = {node.name: experiment.mesh_of(node).layout.data for node in graph.model_calls()}
+        self._graph = graph
+        self._group = group
+        self._prefix = prefix
+        self._seed = experiment.control.seed
+        self.functions = HostFunctions(
+            graph, group, tokenizers, experiment.data_role, self._seed, prefix
+        )
+        self._ranks = {
+            node.name: experiment.mesh_of(node).layout.data for node in graph.model_calls()
+        }
         self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
         self._under_way: dict[Task, _UnderWay] = {}  # by every task that is not over
 
-    def start(self, firing: Firing, metas: Shelf, *, version: int | None = None, keeps: bool = False) -> None:
-        """Begin, on ids that `metas` describes. `version` and `keeps` as for `WorkerGroup.submit`."""
+    def start(
+        self, firing: Firing, metas: Shelf, *, version: int | None = None, keeps: bool = False
+    ) -> None:
+        """Begin, on ids that `metas` describes.
+
+        `version` and `keeps` as for `WorkerGroup.submit`.
+        """
         node = self._graph.node(firing.node)
         if isinstance(node, MFCDef):
             run = self._register(firing, node, self._prefix + node.name)
-            batch, ranks = read_inputs(metas, node, firing.ids), self._ranks[node.name]
+            batch = read_inputs(metas, node, firing.ids)
+            ranks = self._ranks[node.name]
             wanted = self._minibatches[node.name]
             parts = split(batch, wanted, ranks, seed=self._seed, role=node.role, step=firing.step)
             self._group.submit(*run.own, parts, version=version, keeps=keeps)
@@ -76,7 +94,8 @@ class NodeRunner:
     def wait(self) -> Outcome:
         """The end of a firing, whichever is over first, with the syncs that follow it.
 
-        Raises what went wrong, with the node named, and `RunError` where a firing has passed its deadline.
+        Raises what went wrong, with the node named, and `RunError` where a firing has passed its
+        deadline.
         """
         while True:
             event = self._next_event()
@@ -118,12 +137,17 @@ class NodeRunner:
             self._start_syncs(run)
             return result
         metrics = dict(result.metrics)
-        started, seconds = metrics.pop(STARTED), metrics.pop(SECONDS)
-        return Outcome(run.firing, result.outputs, metrics, started, seconds, run.firing.ids, result.seen)
+        started = metrics.pop(STARTED)
+        seconds = metrics.pop(SECONDS)
+        return Outcome(
+            run.firing, result.outputs, metrics, started, seconds, run.firing.ids, result.seen
+        )
 
     def _next_event(self) -> Event:
         """Waits until something happens or a deadline is over."""
-        bounded = [(run.expires, run) for run in self._under_way.values() if run.expires is not None]
+        bounded = [
+            (run.expires, run) for run in self._under_way.values() if run.expires is not None
+        ]
         if not bounded:
             return self._group.events.get()
         expires, first = min(bounded, key=lambda each: each[0])
@@ -134,10 +158,11 @@ class NodeRunner:
 
     def _overdue(self, run: _UnderWay) -> RunError:
         own = run.node.deadline_s
-        late = (
-            f"its deadline_s={own:g} seconds; raise it"
-            if own is not None
-            else f"{LONGEST_SECONDS:g} seconds; set deadline_s"
-        )
+        if own is not None:
+            late = f"its deadline_s={own:g} seconds; raise it"
+        else:
+            late = f"{LONGEST_SECONDS:g} seconds; set deadline_s"
         what = f"{told(run.node, run.firing)} did not finish within {late}, or look at what hangs"
-        return self._group.overdue(*run.own, what) if isinstance(run.node, MFCDef) else RunError(what)
+        if isinstance(run.node, MFCDef):
+            return self._group.overdue(*run.own, what)
+        return RunError(what)

@@ -31,8 +31,16 @@ class Node:
 
 
 def in_order(nodes: Iterable[Node], here: str) -> list[Node]:
-    """The node with the id `here` first, then by address, so that device 0 is where the run was started."""
-    return sorted(nodes, key=lambda node: (node.id != here, [int(part) for part in re.findall(r"\d+", node.address)]))
+    """The node with the id `here` first, then by address, so that device 0 is where the run was
+    started.
+    """
+    return sorted(
+        nodes,
+        key=lambda node: (
+            node.id != here,
+            [int(part) for part in re.findall(r"\d+", node.address)],
+        ),
+    )
 
 
 def by_rank(on: Mapping[int, str], nodes: Sequence[Node]) -> list[int]:
@@ -43,4 +51,6 @@ def by_rank(on: Mapping[int, str], nodes: Sequence[Node]) -> list[int]:
 
 def threads_of(on: Mapping[int, str], nodes: Sequence[Node]) -> dict[str, int]:
     """Node -> the share of its CPUs that each device on it has."""
-    return {node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in nodes}
+    return {
+        node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in nodes
+    }

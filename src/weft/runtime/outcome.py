@@ -13,7 +13,9 @@ from weft.runtime.group import SampleMeta
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a firing did: descriptions of its outputs (None where it made no keys), metrics, and when it ran."""
+    """What a firing did: descriptions of its outputs (None where it made no keys), metrics, and
+    when it ran.
+    """
 
     firing: Firing
     outputs: SampleMeta | None
@@ -26,6 +28,9 @@ class Outcome:
 
 def told(node: Node, firing: Firing) -> str:
     """A firing in the words of an error."""
-    what = f"role {node.role!r}" if isinstance(node, MFCDef) else f"host function {node.function!r}"
+    if isinstance(node, MFCDef):
+        what = f"role {node.role!r}"
+    else:
+        what = f"host function {node.function!r}"
     shown = ", ".join(firing.ids[:4]) + (", ..." if len(firing.ids) > 4 else "")
     return f"node {firing.node!r} ({what}, {len(firing.ids)} ids: {shown})"

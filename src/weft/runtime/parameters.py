@@ -1,5 +1,6 @@
-"""Where parameters go between engines on different meshes, and when: to other roles as the graph says, to the copies of a role
-before the calls that use them."""
+"""Where parameters go between engines on different meshes, and when: to other roles as the graph
+says, to the copies of a role before the calls that use them.
+"""
 
 from __future__ import annotations
 
@@ -24,41 +25,58 @@ class Parameters:
     """`built` says what each rank holds, `hosts` on which machine it is. Used by one thread."""
 
     def __init__(
-        self, dispatch: Dispatch, experiment: Experiment, built: Mapping[int, Built], hosts: Sequence[str]
+        self,
+        dispatch: Dispatch,
+        experiment: Experiment,
+        built: Mapping[int, Built],
+        hosts: Sequence[str],
     ) -> None:
-        self._dispatch, self._experiment = dispatch, experiment
+        self._dispatch = dispatch
+        self._experiment = experiment
         self._ways = Ways(dispatch, experiment, built, hosts)
         self._meshes = experiment.meshes()
         # Which weights of its role a copy has, once all that is asked for is done.
         self._weights = dict.fromkeys(experiment.copies(), 0)
-        self._copies = [place for place in self._weights if any(self._ways.held(place).values())]  # with parameters
-        self._stale: dict[Place, bool] = {}  # copies that need others, and whether more than what train steps change
-        # Of which version they are, once all that is asked for is done, where a train step or a call has told: a role's own
-        # weights, a copy's, and what is kept until a call on a copy uses it.
+        # with parameters
+        self._copies = [place for place in self._weights if any(self._ways.held(place).values())]
+        # copies that need others, and whether more than what train steps change
+        self._stale: dict[Place, bool] = {}
+        # Of which version they are, once all that is asked for is done, where a train step or a
+        # call has told: a role's own weights, a copy's, and what is kept until a call on a copy
+        # uses it.
         self._versions: dict[str, int] = {}
         self._copied: dict[Place, int] = {}
-        self._numbers: dict[Place, dict[int, int]] = {}  # version -> which weights, for calls that take newer ones
+        # version -> which weights, for calls that take newer ones
+        self._numbers: dict[Place, dict[int, int]] = {}
         self._kept: dict[tuple[Place, int], Way] = {}
         self._ahead = set(own_lanes(experiment).values())
         self._changing: dict[str, Job] = {}  # the last that changed a role's own weights
 
     def begin(self) -> None:
-        """Let roles begin as copies of others on other devices. Raises `ConfigError` for what cannot be moved later."""
+        """Let roles begin as copies of others on other devices.
+
+        Raises `ConfigError` for what cannot be moved later.
+        """
         for sync in self._experiment.graph.syncs:
             if not self._alike(sync):
                 self._ways.prepare(*self._of(sync))
         for place in self._copies:
             self._ways.prepare(self._own(place[0]), place, self._ways.trained(place))
         for role, first in self._experiment.init_from.items():
-            copy, over = ParamSync(first, role), Future[int]()
+            copy = ParamSync(first, role)
+            over = Future[int]()
             if not self._alike(copy):
-                self._reallocate(copy, f"begin {role}", over.set_result, over.set_exception, partly=True)
+                self._reallocate(
+                    copy, f"begin {role}", over.set_result, over.set_exception, partly=True
+                )
                 over.result()
             self.changed(role, None, whole=True)
 
     # -- from role to role
 
-    def move(self, sync: ParamSync, done: Versions, failed: Failures, started: Callable[[], None]) -> None:
+    def move(
+        self, sync: ParamSync, done: Versions, failed: Failures, started: Callable[[], None]
+    ) -> None:
         """Begin a sync of the graph."""
         if not self._alike(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
@@ -82,10 +100,15 @@ class Parameters:
     ) -> Job:
         source, target, *_ = what = self._of(sync, partly=partly)
         way = self._ways.prepare(*what)
-        return self._submit(way, Move(way.key, source, target, sync.eta), name, done, failed, started)
+        return self._submit(
+            way, Move(way.key, source, target, sync.eta), name, done, failed, started
+        )
 
-    def _of(self, sync: ParamSync, *, partly: bool = False) -> tuple[Place, Place, list[str], float]:
-        source, target = self._own(sync.source), self._own(sync.target)
+    def _of(
+        self, sync: ParamSync, *, partly: bool = False
+    ) -> tuple[Place, Place, list[str], float]:
+        source = self._own(sync.source)
+        target = self._own(sync.target)
         return source, target, self._ways.common(source, target, partly=partly), sync.eta
 
     def _alike(self, sync: ParamSync) -> bool:
@@ -94,15 +117,23 @@ class Parameters:
     # -- from a role to its copies
 
     def keep(self, role: str, version: int, failed: Failures) -> None:
-        """Keep the role's own weights, which are of this version, for later calls on copies that lack them."""
+        """Keep the role's own weights, which are of this version, for later calls on copies that
+        lack them.
+        """
         for place in self._ahead:
             if place[0] == role and self._copied.get(place) != version:
                 source = self._own(role)
-                self._kept[place, version] = way = self._ways.prepare(source, place, self._behind(place))
+                self._kept[place, version] = way = self._ways.prepare(
+                    source, place, self._behind(place)
+                )
                 job = Job(
-                    f"keeping weights of {role!r}", source[1].ranks, _same(Keep(way.key, source, version)), _nothing, failed,
+                    f"keeping weights of {role!r}",
+                    source[1].ranks,
+                    _same(Keep(way.key, source, version)),
+                    _nothing,
+                    failed,
                     roles=frozenset({role}),
-                )  # fmt: skip
+                )
                 self._dispatch.submit(job)
 
     def trained(self, role: str, job: Job, version: int) -> None:
@@ -111,7 +142,9 @@ class Parameters:
         self._versions[role] = version
 
     def changed(self, role: str, job: Job | None, *, whole: bool = False) -> None:
-        """`job` is to change the role's own weights: those that train steps change, or with `whole` any."""
+        """`job` is to change the role's own weights: those that train steps change, or with `whole`
+        any.
+        """
         if job is not None:
             self._changing[role] = job
         for place in self._copies:
@@ -128,8 +161,9 @@ class Parameters:
             self.changed(role, None, whole=True)
 
     def refresh(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
-        """Have a copy get its role's newest weights, or those of a version, before what is submitted next, if it lacks them;
-        which ones it has then. None for a role's own engine."""
+        """Have a copy get its role's newest weights, or those of a version, before what is
+        submitted next, if it lacks them; which ones it has then. None for a role's own engine.
+        """
         if place not in self._weights:
             return None
         newest = self._versions.get(place[0], version)
@@ -146,16 +180,22 @@ class Parameters:
         """The way of the weights of a version. Raises `RunError` where none were kept."""
         way = self._kept.pop((place, version), None)
         if way is None:
-            there = ", ".join(str(of) for other, of in sorted(self._kept, key=str) if other == place) or "none"
+            there = (
+                ", ".join(str(of) for other, of in sorted(self._kept, key=str) if other == place)
+                or "none"
+            )
             raise RunError(
-                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, which is not kept; kept are: "
+                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, "
+                f"which is not kept; kept are: "
                 f"{there}"
             )
         return way
 
     def follow(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
-        """Have a copy get its role's newest weights as soon as there are any, also in the middle of the call that is submitted
-        next and may begin with weights of this version or newer; which ones it has at least. None for a role's own engine."""
+        """Have a copy get its role's newest weights as soon as there are any, also in the middle of
+        the call that is submitted next and may begin with weights of this version or newer; which
+        ones it has at least. None for a role's own engine.
+        """
         if place not in self._ahead:
             return self.refresh(place, failed)
         numbers = self._numbers.setdefault(place, {})
@@ -173,10 +213,23 @@ class Parameters:
         return numbers[known[-1]] if known else 0
 
     def _get_newest(self, place: Place, failed: Failures, *, holds_up: bool = True) -> None:
-        self._get(place, self._ways.prepare(self._own(place[0]), place, self._behind(place)), failed, holds_up=holds_up)
+        self._get(
+            place,
+            self._ways.prepare(self._own(place[0]), place, self._behind(place)),
+            failed,
+            holds_up=holds_up,
+        )
         del self._stale[place]
 
-    def _get(self, place: Place, way: Way, failed: Failures, *, kept: int | None = None, holds_up: bool = True) -> None:
+    def _get(
+        self,
+        place: Place,
+        way: Way,
+        failed: Failures,
+        *,
+        kept: int | None = None,
+        holds_up: bool = True,
+    ) -> None:
         self._weights[place] += 1
         what = Move(way.key, self._own(place[0]), place, weights=self._weights[place], kept=kept)
         name = f"moving the weights of {place[0]!r} to {place[1]}"
@@ -185,7 +238,9 @@ class Parameters:
     def _behind(self, place: Place) -> list[str]:
         """The parameters in which a copy may differ from its role."""
         whole = self._stale.get(place, False)
-        return self._ways.common(self._own(place[0]), place, partly=False) if whole else self._ways.trained(place)
+        if whole:
+            return self._ways.common(self._own(place[0]), place, partly=False)
+        return self._ways.trained(place)
 
     # -- ways
 
@@ -194,15 +249,26 @@ class Parameters:
         found = []
         for sync in self._experiment.graph.syncs:
             if sync.source == role and not self._alike(sync):
-                found.append((f"to {sync.target} after {sync.after}", self._ways.prepare(*self._of(sync))))
+                found.append(
+                    (f"to {sync.target} after {sync.after}", self._ways.prepare(*self._of(sync)))
+                )
         own = self._own(role)
         written = any(sync.target == role for sync in self._experiment.graph.syncs)
         for place in self._copies:
             if place[0] == role and (written or self._experiment.roles[role].trained):
-                calls = [c.name for c in self._experiment.calls() if (c.role, self._experiment.mesh_of(c)) == place]
-                names = self._ways.common(own, place, partly=False) if written else self._ways.trained(place)
+                calls = [
+                    c.name
+                    for c in self._experiment.calls()
+                    if (c.role, self._experiment.mesh_of(c)) == place
+                ]
+                if written:
+                    names = self._ways.common(own, place, partly=False)
+                else:
+                    names = self._ways.trained(place)
                 way = self._ways.prepare(own, place, names)
-                found.append((f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}", way))
+                found.append(
+                    (f"to its copy on {place[1]} for {', '.join(dict.fromkeys(calls))}", way)
+                )
         return found
 
     def _submit(
@@ -216,11 +282,17 @@ class Parameters:
         *,
         holds_up: bool = True,
     ) -> Job:
-        """The target's ranks do not wait for the source's, which may be at work: the job begins when those are done. Unless it
-        `holds_up`, what the roles are asked for next does not wait for that."""
-        target, source = what.target[1].ranks, what.source[1].ranks
+        """The target's ranks do not wait for the source's, which may be at work: the job begins
+        when those are done. Unless it `holds_up`, what the roles are asked for next does not wait
+        for that.
+        """
+        target = what.target[1].ranks
+        source = what.source[1].ranks
         last = self._changing.get(what.source[0])
-        after = [last] if last is not None and not set(target) <= set(source) else []
+        if last is not None and not set(target) <= set(source):
+            after = [last]
+        else:
+            after = []
         roles = frozenset({what.source[0], what.target[0]} if holds_up else ())
         told = lambda ends: done(ends[target[0]].value)  # noqa: E731
 

@@ -10,7 +10,9 @@ BROKEN = "\ufffd"  # what a tokenizer gives for the bytes of a part of a charact
 
 
 class Pieces:
-    """Remembers the text of every token behind a usual one, so that a step's samples cost a look-up a token."""
+    """Remembers the text of every token behind a usual one, so that a step's samples cost a look-up
+    a token.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -18,8 +20,11 @@ class Pieces:
         self._before: tuple[int, str] | None = None  # a token to stand before others, and its text
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token, special tokens included. The first tokens of a character that is spread over several have none:
-        the last one has it whole."""
+        """One text a token, special tokens included.
+
+        The first tokens of a character that is spread over several have none: the last one has it
+        whole.
+        """
         made: list[str] = []
         waiting: list[int] = []
         for id in ids:
@@ -47,7 +52,9 @@ class Pieces:
             self._before = self._choose(ids[0])
         anchor, text = self._before
         whole = self._tokenizer.decode([anchor, *ids])
-        return whole[len(text) :] if whole.startswith(text) else self._tokenizer.decode(ids)
+        if whole.startswith(text):
+            return whole[len(text) :]
+        return self._tokenizer.decode(ids)
 
     def _choose(self, fallback: int) -> tuple[int, str]:
         """A token whose text stays what it is whatever follows: a letter of the tokenizer's own."""

@@ -1,4 +1,7 @@
-"""The loader's next batch, made while the one before it is at work. Its state is the position of what was given out."""
+"""The loader's next batch, made while the one before it is at work.
+
+Its state is the position of what was given out.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,30 @@ from weft.runtime import background
 
 
 class Prefetched:
-    """`loader`, one batch ahead, up to the end of the last of `epochs` (infinite: there is none). An error of the loader is
-    raised by the call that asks for the batch. While a batch is being made nobody else may use the loader."""
+    """`loader`, one batch ahead, up to the end of the last of `epochs` (infinite: there is none).
+
+    An error of the loader is raised by the call that asks for the batch. While a batch is being
+    made nobody else may use the loader.
+    """
 
     def __init__(self, loader: Loader, epochs: float) -> None:
-        self._loader, self._epochs = loader, epochs
+        self._loader = loader
+        self._epochs = epochs
         self._ahead: Future[SequenceSample] | None = None
         self._look()
 
     def _look(self) -> None:
         """Where the loader stands, with all that was made given out."""
-        self.epoch_done, self.num_ids = self._loader.epoch_done, self._loader.num_ids
+        self.epoch_done = self._loader.epoch_done
+        self.num_ids = self._loader.num_ids
         self._state: Mapping[str, Any] = self._loader.state_dict()
 
     def next_batch(self) -> SequenceSample:
         """The next batch; the one after it is begun."""
-        batch = self._loader.next_batch() if self._ahead is None else self._ahead.result()
+        if self._ahead is None:
+            batch = self._loader.next_batch()
+        else:
+            batch = self._ahead.result()
         self._ahead = None
         self._look()
         if self._loader.epoch < self._epochs:

@@ -1,4 +1,6 @@
-"""The processes that this one started, by what the system says of them in /proc; of another system nothing is known."""
+"""The processes that this one started, by what the system says of them in /proc; of another system
+nothing is known.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def descendants() -> set[Process]:
         if found is not None:
             parent, process = found
             children.setdefault(parent, []).append(process)
-    below, todo = set(), [os.getpid()]
+    below = set()
+    todo = [os.getpid()]
     while todo:
         new = children.get(todo.pop(), [])
         below |= set(new)

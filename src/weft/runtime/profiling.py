@@ -15,15 +15,21 @@ def check_steps(steps: str | None, total: int) -> None:
     """Raises `ConfigError` where a run of `total` steps has none of those to be traced."""
     if steps is not None and step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
-        raise ConfigError(f"profile_steps={steps}: the run has {count}; name one of them, or leave it out")
+        raise ConfigError(
+            f"profile_steps={steps}: the run has {count}; name one of them, or leave it out"
+        )
 
 
 class Profiling:
     """`steps` as the option has them; None traces nothing."""
 
-    def __init__(self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]
+    ) -> None:
         self._steps = range(0) if steps is None else step_range(steps)
-        self._group, self._folder, self._tell = group, folder, tell
+        self._group = group
+        self._folder = folder
+        self._tell = tell
         self._first: int | None = None  # of the steps that are being traced
 
     def before(self, step: int) -> None:
@@ -38,14 +44,21 @@ class Profiling:
             return
         name = f"steps-{self._first}-{step}-worker-{{rank}}.json.gz"
         self._group.profile(str(self._folder.absolute() / name))
-        which = f"step {step}" if step == self._first else f"steps {self._first} to {step}"
+        if step == self._first:
+            which = f"step {step}"
+        else:
+            which = f"steps {self._first} to {step}"
         self._first = None
-        self._tell(f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at ui.perfetto.dev)")
+        self._tell(
+            f"trace of {which}: {self._folder / name.replace('{rank}', '*')} (open it at "
+            f"ui.perfetto.dev)"
+        )
 
     @contextmanager
     def kept(self, done: Callable[[], int], under_way: Callable[[], int]) -> Iterator[None]:
-        """Within, a trace is written down also where the run ends, or fails, among the steps that are traced. `done` gives the
-        last step that was made, `under_way` the one that failed."""
+        """Within, a trace is written down also where the run ends, or fails, among the steps that
+        are traced. `done` gives the last step that was made, `under_way` the one that failed.
+        """
         try:
             yield
         except Exception as error:

@@ -1,4 +1,6 @@
-"""The one file that knows Ray: devices are its actors, messages its calls. It starts a Ray of its own or joins one.
+"""The one file that knows Ray: devices are its actors, messages its calls.
+
+It starts a Ray of its own or joins one.
 
 It imports no torch, so that a device's process gets its environment before anything reads it.
 """
@@ -34,15 +36,19 @@ if TYPE_CHECKING:
 START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
 PLACE_SECONDS = 600.0  # for a cluster to have the devices free
 POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-# One that does not even say that counts as dead, after the shortest deadline of a call where that is less.
+# One that does not even say that counts as dead, after the shortest deadline of a call where that
+# is less.
 SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
 ACTIVITY_SECONDS = 5.0  # for a device to say what it is doing; one that stands still does not
 HERE = "Ray's raylet on this machine"
-# Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this process.
-OWN_GONE_SECONDS, GONE_SECONDS = 2.0, 20.0
-# A device's threads: commands come in one by one; others fetch tensors, and the driver hears reports, whatever it computes.
+# Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this
+# process.
+OWN_GONE_SECONDS = 2.0
+GONE_SECONDS = 20.0
+# A device's threads: commands come in one by one; others fetch tensors, and the driver hears
+# reports, whatever it computes.
 THREADS = {"control": 1, "io": 4, "poll": 1}
 
 
@@ -68,7 +74,9 @@ def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
     except RayTaskError as error:
         raise RunError(f"tensors that another device should hold: {error.cause}") from error
     except RayError as error:
-        raise DevicesLost(f"tensors that another device holds are lost ({_reason(error)})") from error
+        raise DevicesLost(
+            f"tensors that another device holds are lost ({_reason(error)})"
+        ) from error
 
 
 def _late(seconds: float) -> DevicesLost:
@@ -76,18 +84,24 @@ def _late(seconds: float) -> DevicesLost:
 
 
 class _Device:
-    """The actor of a device. `weft.runtime.device_process` is imported by `prepare`, once the environment is there."""
+    """The actor of a device.
+
+    `weft.runtime.device_process` is imported by `prepare`, once the environment is there.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     @ray.method(concurrency_group="control")
     def prepare(self, environment: Mapping[str, str], folder: str, paths: Sequence[str]) -> Where:
-        """Become a process of the run: its environment, working directory and import paths; returns where it is."""
+        """Become a process of the run: its environment, working directory and import paths; returns
+        where it is.
+        """
         os.environ.update(environment)
         if not os.path.isdir(folder):
             raise ConfigError(
-                f"there is no directory {folder} on {ray.util.get_node_ip_address()}; all machines of a run see one file system"
+                f"there is no directory {folder} on {ray.util.get_node_ip_address()}; all "
+                f"machines of a run see one file system"
             )
         os.chdir(folder)
         sys.path[:0] = [path for path in paths if path not in sys.path]
@@ -136,7 +150,10 @@ class _Device:
 
 
 class RayDevices:
-    """Implements `weft.runtime.dispatch.Devices`. `close` ends the actors, and the Ray that was started for them."""
+    """Implements `weft.runtime.dispatch.Devices`.
+
+    `close` ends the actors, and the Ray that was started for them.
+    """
 
     def __init__(
         self,
@@ -147,20 +164,36 @@ class RayDevices:
         group: Any,
     ) -> None:
         """`nodes` are the ids of the machines that the actors are on, by rank."""
-        self._actors, self.where, self._nodes = list(actors), list(where), list(nodes)
-        self._cluster, self._group = cluster, group
+        self._actors = list(actors)
+        self.where = list(where)
+        self._nodes = list(nodes)
+        self._cluster = cluster
+        self._group = group
         self._wire = Wire.of(os.environ)
         self._wire.anew()
-        self._polls: dict[Any, tuple[int, float]] = {}  # what is asked for -> its rank, and since when
+        # what is asked for -> its rank, and since when
+        self._polls: dict[Any, tuple[int, float]] = {}
         for rank in range(len(actors)):
             self._poll(rank)
 
-    def send(self, rank: int, place: int, number: int, command: Command, ranks: Sequence[int], given: Given) -> None:
+    def send(
+        self,
+        rank: int,
+        place: int,
+        number: int,
+        command: Command,
+        ranks: Sequence[int],
+        given: Given,
+    ) -> None:
         from weft.runtime.commands import Call
 
         if isinstance(command, Call):
-            self._wire.began(number, command.mfc, command.step, ranks, [str(self.where[each]) for each in ranks])
-        self._actors[rank].receive.remote(place, number, command, tuple(ranks), list(given.wants), list(given.shared))
+            self._wire.began(
+                number, command.mfc, command.step, ranks, [str(self.where[each]) for each in ranks]
+            )
+        self._actors[rank].receive.remote(
+            place, number, command, tuple(ranks), list(given.wants), list(given.shared)
+        )
 
     def receive(self) -> list[tuple[int, Sequence[Report] | Lost]]:
         from weft.runtime.dispatch import Lost
@@ -180,9 +213,13 @@ class RayDevices:
                 self._wire.heard(rank, reports)
             except RayError as error:
                 self._cluster.answers()
-                self._cluster.check_there()  # what became of it says more than what became of a device
+                # what became of it says more than what became of a device
+                self._cluster.check_there()
                 node = self._cluster.find_lost_node(self._nodes[rank])
-                reason = f"its node {node.address} is lost" if node is not None else _reason(error)
+                if node is not None:
+                    reason = f"its node {node.address} is lost"
+                else:
+                    reason = _reason(error)
                 found.append((rank, Lost(reason)))
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
@@ -229,11 +266,16 @@ class RayDevices:
 
 
 class Cluster:
-    """A Ray that this process is joined to. `scratch` is the folder of one that it started itself. A device that says nothing
-    for `silent_s` counts as dead."""
+    """A Ray that this process is joined to.
+
+    `scratch` is the folder of one that it started itself. A device that says nothing for `silent_s`
+    counts as dead.
+    """
 
     def __init__(self, scratch: Scratch | None = None, processes: Iterable[Process] = ()) -> None:
-        self._scratch, self._processes, self.silent_s = scratch, set(processes), SILENT_SECONDS
+        self._scratch = scratch
+        self._processes = set(processes)
+        self.silent_s = SILENT_SECONDS
         context = ray.get_runtime_context()
         here = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
         host, _, port = context.gcs_address.rpartition(":")
@@ -249,40 +291,58 @@ class Cluster:
         return self._watch.gone
 
     def answers(self) -> bool:
-        """Whether Ray is there, at this moment: who asks one that is not waits for a minute, and is ended by it then."""
+        """Whether Ray is there, at this moment: who asks one that is not waits for a minute, and is
+        ended by it then.
+        """
         self._watch.check()
         return self.gone is None
 
     def check_here(self) -> None:
-        """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that uses its store then."""
+        """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that
+        uses its store then.
+        """
         self._watch.check(HERE)
         self.check_there()
 
     def check_there(self) -> None:
-        """Raises `DevicesLost` where it is known that something of Ray is gone; Ray may end this process in a moment."""
+        """Raises `DevicesLost` where it is known that something of Ray is gone; Ray may end this
+        process in a moment.
+        """
         if self.gone is not None:
             Wire.of(os.environ).gone(self.gone)
             raise DevicesLost(self.gone)
 
     @classmethod
     def start(cls, cpus: int, gpus: int) -> Cluster:
-        """A Ray of this process alone, on this machine, which ends with it. Called from the main thread: the end of a thread
-        would be the end of what it started. Raises `RunError` where it does not start."""
+        """A Ray of this process alone, on this machine, which ends with it.
+
+        Called from the main thread: the end of a thread would be the end of what it started. Raises
+        `RunError` where it does not start.
+        """
         remove_leftovers()
-        scratch, before = Scratch(), frozenset(descendants())
+        scratch = Scratch()
+        before = frozenset(descendants())
         # Its token is in this environment alone, which the processes that it starts inherit.
         wanted = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",  # what is left of a Ray whose head is gone ends after this
+            # what is left of a Ray whose head is gone ends after this
+            "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
         try:
             with quiet("ray"):
                 ray.init(
-                    address="local", num_cpus=cpus, num_gpus=gpus, include_dashboard=False, _node_ip_address="127.0.0.1",
-                    _temp_dir=str(scratch.path), log_to_driver=False, logging_level=logging.ERROR, configure_logging=False,
-                )  # fmt: skip
+                    address="local",
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(scratch.path),
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
         except Exception as error:  # Ray has no class of its own for it
             kill(descendants() - before)
             scratch.remove()
@@ -297,25 +357,35 @@ class Cluster:
             with quiet("ray"):
                 if ray.is_initialized():
                     ray.shutdown()  # the attempt before this one could not
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+                ray.init(
+                    address=address,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
             return cls()
-        except (
-            Exception
-        ) as error:  # a head that has just come back fails in many ways, some of them assertions of Ray's
+        except Exception as error:  # a head that has just come back fails in many ways, some of them assertions of Ray's
             with quiet("ray"), suppress(Exception):
-                ray.shutdown()  # what is half connected, to a head without a node yet, would refuse the next attempt
+                # what is half connected, to a head without a node yet, would refuse the next
+                # attempt
+                ray.shutdown()
             raise ConfigError(
-                f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start one with "
+                f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start "
+                f"one with "
                 "`ray start --head` and give its address, or write mode=local"
             ) from error
 
     def nodes(self) -> list[Node]:
-        """The machines that are up: this one first, then by address, so that device 0 is where the run was started."""
+        """The machines that are up: this one first, then by address, so that device 0 is where the
+        run was started.
+        """
         up = [Node.of(node) for node in ray.nodes() if node["Alive"]]
         return in_order(up, ray.get_runtime_context().get_node_id())
 
     def find_lost_node(self, id: str) -> Node | None:
-        """Return the machine with this id if Ray has given it up, or if its raylet does not listen any more."""
+        """Return the machine with this id if Ray has given it up, or if its raylet does not listen
+        any more.
+        """
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
@@ -323,7 +393,9 @@ class Cluster:
         return None
 
     def launch(self, count: int, device: str, environment: Mapping[str, str]) -> Launch:
-        """Begin to start a process for each of `count` devices, neighbours on one node where that can be; see `Launch`."""
+        """Begin to start a process for each of `count` devices, neighbours on one node where that
+        can be; see `Launch`.
+        """
         return Launch(self, count, device, environment)
 
     def remember(self, pids: Collection[int]) -> None:
@@ -332,7 +404,8 @@ class Cluster:
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
         """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
-        late, end = list(promises), time.monotonic() + seconds
+        late = list(promises)
+        end = time.monotonic() + seconds
         while late and time.monotonic() < end:
             self.check_there()
             _, late = ray.wait(late, num_returns=len(late), timeout=POLL_SECONDS)
@@ -349,14 +422,19 @@ class Cluster:
 
 
 class Launch:
-    """Processes for `count` devices that start while the caller does something else; `devices` waits for them.
+    """Processes for `count` devices that start while the caller does something else; `devices`
+    waits for them.
 
-    Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Who does not want them any more closes
-    the `cluster`.
+    Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Who does not
+    want them any more closes the `cluster`.
     """
 
-    def __init__(self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str]) -> None:
-        self.cluster, self._device, self._environment = cluster, device, environment
+    def __init__(
+        self, cluster: Cluster, count: int, device: str, environment: Mapping[str, str]
+    ) -> None:
+        self.cluster = cluster
+        self._device = device
+        self._environment = environment
         self._actors: list[Any] = []
         self._nodes: list[str] = []  # ids of the machines that the actors are on, by rank
         self._asked: list[Any] = []  # where each of them is
@@ -366,24 +444,39 @@ class Launch:
             self._begin()
 
     def devices(self) -> RayDevices:
-        """Wait until all are there and have met. Raises `RunError` where they do not start in time."""
+        """Wait until all are there and have met.
+
+        Raises `RunError` where they do not start in time.
+        """
         if not self._actors:
             if not self._has_place(PLACE_SECONDS):
                 remove_placement_group(self._group)
                 count = self._group.bundle_count
-                raise RunError(f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others use it")
+                raise RunError(
+                    f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others "
+                    f"use it"
+                )
             self._begin()
-        cluster, actors = self.cluster, self._actors
+        cluster = self.cluster
+        actors = self._actors
         where = _ask(cluster, self._asked, "its process", START_SECONDS)
         address = where[0].address
-        (port,) = _ask(cluster, [actors[0].open_store.remote(address, len(actors))], "its process", START_SECONDS)
+        (port,) = _ask(
+            cluster,
+            [actors[0].open_store.remote(address, len(actors))],
+            "its process",
+            START_SECONDS,
+        )
         asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
         _ask(cluster, asked, "the other ranks", START_SECONDS)
         cluster.remember([each.pid for each in where])
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _has_place(self, seconds: float) -> bool:
-        """Wait until the devices are free for this run. (`PlacementGroup.ready` would start a process to find out.)"""
+        """Wait until the devices are free for this run.
+
+        (`PlacementGroup.ready` would start a process to find out.)
+        """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.cluster.check_there()
@@ -397,33 +490,45 @@ class Launch:
         return False
 
     def _find_place(self) -> bool:
-        """Take in which machine has which device. Return false while one of the machines is not up: a machine that was lost may
-        have come back under another id, and Ray moves the devices there."""
+        """Take in which machine has which device.
+
+        Return false while one of the machines is not up: a machine that was lost may have come back
+        under another id, and Ray moves the devices there.
+        """
         nodes = self.cluster.nodes()
         self._on: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self._up = [node for node in nodes if node.id in self._on.values()]
         return {node.id for node in self._up} == set(self._on.values())
 
     def _begin(self) -> None:
-        """Start the actors, and ask each where it is: it imports what a device needs before it answers."""
+        """Start the actors, and ask each where it is: it imports what a device needs before it
+        answers.
+        """
         threads = threads_of(self._on, self._up)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
         for rank, index in enumerate(by_rank(self._on, self._up)):
             actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(self._device == "cuda"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=index
+                ),
             ).remote(rank)
             node = self._on[index]
             own_threads = os.environ.get("OMP_NUM_THREADS") or str(threads[node])
             told = {**self._environment, "OMP_NUM_THREADS": own_threads}
             self._actors.append(actor)
             self._nodes.append(node)
-            self._asked.append(actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path]))
+            self._asked.append(
+                actor.prepare.remote(told, os.getcwd(), [path for path in sys.path if path])
+            )
 
 
 def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
-    """One answer a rank. Raises `DevicesLost` naming the ranks that gave none, or what the device raised."""
+    """One answer a rank.
+
+    Raises `DevicesLost` naming the ranks that gave none, or what the device raised.
+    """
     late = cluster.wait(promises, seconds)
     if late:
         ranks = ", ".join(str(rank) for rank, each in enumerate(promises) if each in late)
@@ -435,7 +540,9 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise ConfigError(f"device {rank}: {error.cause}") from error
-            raise RunError(f"device {rank} failed: {type(error.cause).__name__}: {error.cause}") from error
+            raise RunError(
+                f"device {rank} failed: {type(error.cause).__name__}: {error.cause}"
+            ) from error
         except RayActorError as error:
             raise DevicesLost(f"device {rank} died: {_reason(error)}") from error
     return found

@@ -23,8 +23,13 @@ LIBRARIES = ("torch", "transformers")
 GIT_SECONDS = 5.0
 
 
-def record_start(run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()) -> None:
-    """Add this process to the run's `run.json`. Secrets in its command are masked. `chosen`: options that weft has chosen."""
+def record_start(
+    run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
+) -> None:
+    """Add this process to the run's `run.json`.
+
+    Secrets in its command are masked. `chosen`: options that weft has chosen.
+    """
     before = RunRecord.read(run)
     command = command_of(sys.argv, sys.orig_argv)
     start = Start(
@@ -88,15 +93,24 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the git checkout at `folder`, with `+` where tracked files differ from it; empty where there is none."""
+    """The commit of the git checkout at `folder`, with `+` where tracked files differ from it;
+    empty where there is none.
+    """
     if not (folder / ".git").exists():
         return ""
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+                ["git", "-C", str(folder), *words],
+                capture_output=True,
+                text=True,
+                timeout=GIT_SECONDS,
+                check=True,
             ).stdout.strip()
-            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+            for words in (
+                ["rev-parse", "--short=12", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
         )
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -1,7 +1,10 @@
-"""Recovery points: what a restart needs, written between steps with nothing in flight. The last two are kept.
+"""Recovery points: what a restart needs, written between steps with nothing in flight.
 
-`recover/step{N}.tmp` is filled, flushed and renamed to `recover/step{N}`; then `recover/step{N}.json`, the manifest with the
-checksum of every file, makes it count. A point without a manifest never was one; a damaged one gives way to the one before.
+The last two are kept.
+
+`recover/step{N}.tmp` is filled, flushed and renamed to `recover/step{N}`; then
+`recover/step{N}.json`, the manifest with the checksum of every file, makes it count. A point
+without a manifest never was one; a damaged one gives way to the one before.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ class RecoveryPoints:
         self._folder = folder
 
     def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
-        """Make the point after `step` steps; `fill` writes into an empty directory. Older ones than the last two go.
+        """Make the point after `step` steps; `fill` writes into an empty directory.
+
+        Older ones than the last two go.
 
         Raises `RunError` where the disk does not take it; the points before it stay.
         """
@@ -46,7 +51,10 @@ class RecoveryPoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         point.manifest.unlink(missing_ok=True)
         disk.write_directory(point.directory, fill)
-        disk.write_text(point.manifest, json.dumps({"step": step, "files": disk.checksums(point.directory)}, indent=1))
+        disk.write_text(
+            point.manifest,
+            json.dumps({"step": step, "files": disk.checksums(point.directory)}, indent=1),
+        )
         for old in self.found()[KEPT:]:
             old.manifest.unlink()
             disk.remove(old.directory)
@@ -54,17 +62,26 @@ class RecoveryPoints:
 
     def found(self) -> list[RecoveryPoint]:
         """Every point that has its manifest, newest first; unchecked."""
-        steps = [match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))]
+        steps = [
+            match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))
+        ]
         points = [RecoveryPoint(int(match[1]), self._folder / match[0]) for match in steps]
-        return sorted((point for point in points if point.manifest.is_file()), key=lambda point: -point.step)
+        return sorted(
+            (point for point in points if point.manifest.is_file()), key=lambda point: -point.step
+        )
 
     def newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """The newest point whose files are what its manifest says; `note` hears of each that is passed over."""
+        """The newest point whose files are what its manifest says; `note` hears of each that is
+        passed over.
+        """
         for point in self.found():
             wrong = damage(point)
             if wrong is None:
                 return point
-            note(f"the recovery point at step {point.step} is damaged ({wrong}); going back to the one before")
+            note(
+                f"the recovery point at step {point.step} is damaged ({wrong}); going back to the "
+                f"one before"
+            )
         return None
 
     def drop_after(self, step: int) -> None:
@@ -97,7 +114,8 @@ def damage(point: RecoveryPoint) -> str | None:
 
 
 def named_point(path: Path) -> RecoveryPoint:
-    """The recovery point that `resume_from` names: a point, a checkpoint of the same step, or a run (its newest whole one).
+    """The recovery point that `resume_from` names: a point, a checkpoint of the same step, or a run
+    (its newest whole one).
 
     Raises `CheckpointError` where there is none, saying which there are.
     """
@@ -110,7 +128,8 @@ def named_point(path: Path) -> RecoveryPoint:
     there = ", ".join(f"step{point.step}" for point in found) or "none"
     if run is None or not found:
         raise CheckpointError(
-            f"resume_from={str(path)!r}: no run of weft with a recovery point to go on from; to start from its weights alone, "
+            f"resume_from={str(path)!r}: no run of weft with a recovery point to go on from; to "
+            f"start from its weights alone, "
             "give the directory as the model's path"
         )
     match = STEP.fullmatch(path.name)
@@ -119,6 +138,7 @@ def named_point(path: Path) -> RecoveryPoint:
         if damage(point) is None:
             return point
     raise CheckpointError(
-        f"resume_from={str(path)!r}: the run has no whole recovery point of that step (there are: {there}); name one of these, "
+        f"resume_from={str(path)!r}: the run has no whole recovery point of that step (there are: "
+        f"{there}); name one of these, "
         "or give the directory as the model's path to start from its weights alone"
     )

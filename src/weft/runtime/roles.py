@@ -1,7 +1,8 @@
-"""The engines of a worker, one a (role, mesh): built, copied into each other, moved away and back, saved and restored.
+"""The engines of a worker, one a (role, mesh): built, copied into each other, moved away and back,
+saved and restored.
 
-A worker has the roles whose meshes its rank is of, and the copies of roles that calls use on meshes of their own. What lies on
-different devices is not its business (`weft.runtime.parameters`).
+A worker has the roles whose meshes its rank is of, and the copies of roles that calls use on meshes
+of their own. What lies on different devices is not its business (`weft.runtime.parameters`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ class Trains(Protocol):
 
 
 class Roles:
-    """The roles of an experiment that this rank has, each on its mesh. `specs` have the schedules of the real run filled in;
-    `groups` are needed for layouts of several devices."""
+    """The roles of an experiment that this rank has, each on its mesh.
+
+    `specs` have the schedules of the real run filled in; `groups` are needed for layouts of several
+    devices.
+    """
 
     def __init__(
         self,
@@ -51,19 +55,24 @@ class Roles:
         rank: int = 0,
         groups: ProcessGroups | None = None,
     ) -> None:
-        self._meshes = {role: mesh for role, mesh in experiment.meshes().items() if rank in mesh.ranks}
-        self._rank, self._groups = rank, groups
+        self._meshes = {
+            role: mesh for role, mesh in experiment.meshes().items() if rank in mesh.ranks
+        }
+        self._rank = rank
+        self._groups = groups
         self._engines: dict[Place, Engine] = {}
         self._away: set[tuple[Place, What]] = set()  # what hooks have moved to host memory
         written = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
         here = {role: spec for role, spec in specs.items() if role in self._meshes}
-        for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):  # adapters before their base
+        # adapters before their base
+        for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):
             base = None if role in written else self._base(role, here)
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
-        # Which of its role's weights a copy has, as the driver counts them; None while they are on their way.
+        # Which of its role's weights a copy has, as the driver counts them; None while they are on
+        # their way.
         self._weights: dict[Place, int | None] = {}
         for role, mesh in experiment.copies():
             if rank in mesh.ranks:
@@ -74,7 +83,8 @@ class Roles:
                 self._copy(source, target, eta=1.0, partly=True)
         for sync in experiment.graph.syncs:
             if self._alike(sync.source, sync.target):
-                self._common(sync.source, sync.target, partly=False)  # refused now rather than after the first step
+                # refused now rather than after the first step
+                self._common(sync.source, sync.target, partly=False)
 
     @property
     def places(self) -> list[Place]:
@@ -87,7 +97,9 @@ class Roles:
         if mesh.layout.num_devices == 1:
             engine = backend(spec, mesh.layout)
         else:
-            assert self._groups is not None, "the ranks of a layout of several devices have process groups"
+            assert self._groups is not None, (
+                "the ranks of a layout of several devices have process groups"
+            )
             engine = backend(spec, mesh.layout, RankMesh(mesh, self._rank, self._groups))
         return engine
 
@@ -97,10 +109,12 @@ class Roles:
         return here is not None and here == self._meshes.get(target)
 
     def _base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """The engine of a trained role with its adapters off, where that is what `role` asks for, on the same devices, and the
-        engine offers it."""
+        """The engine of a trained role with its adapters off, where that is what `role` asks for,
+        on the same devices, and the engine offers it.
+        """
         for trained, spec in specs.items():
-            engine, near = self._engines.get((trained, self._meshes[trained])), self._meshes[trained]
+            engine = self._engines.get((trained, self._meshes[trained]))
+            near = self._meshes[trained]
             if (
                 shares_base(specs[role], spec)
                 and near.parts_as(self._meshes[role])
@@ -110,7 +124,12 @@ class Roles:
         return None
 
     def engine(
-        self, role: str, mesh: Mesh | None = None, weights: int | None = None, *, or_newer: bool = False
+        self,
+        role: str,
+        mesh: Mesh | None = None,
+        weights: int | None = None,
+        *,
+        or_newer: bool = False,
     ) -> Engine:
         """The role's engine, on its own mesh unless said, with its weights where they can be used.
 
@@ -121,13 +140,16 @@ class Roles:
         if place in self._weights and (
             weights is None or has is None or has < weights or (has > weights and not or_newer)
         ):
-            raise RunError(f"role {role!r} on {place[1]}: its weights are not the role's newest ones")
+            raise RunError(
+                f"role {role!r} on {place[1]}: its weights are not the role's newest ones"
+            )
         self.onload(role, "weights", mesh)
         return self._engines[place]
 
     def offload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state to host memory; nothing happens where they are there already. Engines bring back
-        what they need by themselves."""
+        """Move weights or optimizer state to host memory; nothing happens where they are there
+        already. Engines bring back what they need by themselves.
+        """
         place = self._place(role, mesh)
         self._engines[place].offload(what)
         self._away.add((place, what))
@@ -145,7 +167,9 @@ class Roles:
 
     @contextmanager
     def refreshing(self, place: Place, weights: int | None) -> Iterator[Engine | None]:
-        """The engine that gets other weights, as `at`; where it is a copy it cannot be used until they are all there."""
+        """The engine that gets other weights, as `at`; where it is a copy it cannot be used until
+        they are all there.
+        """
         copy = place in self._weights
         if copy:
             self._weights[place] = None
@@ -154,7 +178,9 @@ class Roles:
             self._weights[place] = weights
 
     def sync(self, sync: ParamSync) -> int:
-        """target = eta * source + (1 - eta) * target; the target's new version, which is the source's."""
+        """target = eta * source + (1 - eta) * target; the target's new version, which is the
+        source's.
+        """
         return self._copy(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
@@ -168,9 +194,13 @@ class Roles:
         """Raises `CheckpointError` where a role's state is not there."""
         for role in self._meshes:
             if not (folder / role).is_dir():
-                there = ", ".join(sorted(p.name for p in folder.iterdir())) if folder.is_dir() else "none"
+                if folder.is_dir():
+                    there = ", ".join(sorted(p.name for p in folder.iterdir()))
+                else:
+                    there = "none"
                 raise CheckpointError(
-                    f"{folder}: holds no state of role {role!r} (roles: {there}); it is of another graph"
+                    f"{folder}: holds no state of role {role!r} (roles: {there}); it is of "
+                    f"another graph"
                 )
             self.engine(role).load_state(folder / role)
 
@@ -178,7 +208,11 @@ class Roles:
         return {role: self._engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[Place, Mapping[str, Any]]:
-        return {place: engine.description for place, engine in self._engines.items() if place in self._weights}
+        return {
+            place: engine.description
+            for place, engine in self._engines.items()
+            if place in self._weights
+        }
 
     def trained_names(self, role: str) -> frozenset[str] | None:
         """Parameters of the role's own engine that train steps change; None where it does not tell."""
@@ -194,26 +228,32 @@ class Roles:
     def _copy(self, source: str, target: str, eta: float, *, partly: bool) -> int:
         """Move parameters by name."""
         names = self._common(source, target, partly=partly)
-        giver, taker = self.engine(source), self.engine(target)
+        giver = self.engine(source)
+        taker = self.engine(target)
         taker.write(giver.read(names), version=giver.version, eta=eta)
         return taker.version
 
     def _common(self, source: str, target: str, *, partly: bool) -> list[str]:
-        have, want = self._engine(source).slices(), self._engine(target).slices()
+        have = self._engine(source).slices()
+        want = self._engine(target).slices()
         return common(source, have, target, want, partly=partly)
 
 
-def common(source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool) -> list[str]:
-    """Parameters that two roles both have; all of them unless `partly` (a new head keeps what it was initialised to).
+def common(
+    source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool
+) -> list[str]:
+    """Parameters that two roles both have; all of them unless `partly` (a new head keeps what it
+    was initialised to).
 
-    `have` and `want` are whole shapes by name, or rectangles where both lie alike. Raises `ConfigError` naming the parameters
-    that differ.
+    `have` and `want` are whole shapes by name, or rectangles where both lie alike. Raises
+    `ConfigError` naming the parameters that differ.
     """
     names = [name for name in want if name in have and have[name] == want[name]]
     if not names or (not partly and len(names) < max(len(want), len(have))):
         apart = sorted((set(want) | set(have)) - set(names))
         raise ConfigError(
-            f"{source} -> {target}: parameters differ between the two roles ({', '.join(apart[:5])}); "
+            f"{source} -> {target}: parameters differ between the two roles "
+            f"({', '.join(apart[:5])}); "
             "only networks of one shape can be copied, and none with adapters"
         )
     return names

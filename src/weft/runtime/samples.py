@@ -1,4 +1,6 @@
-"""Samples as text: a few a step for samples.jsonl, all completions where the run's product is what it generates."""
+"""Samples as text: a few a step for samples.jsonl, all completions where the run's product is what
+it generates.
+"""
 
 from __future__ import annotations
 
@@ -15,44 +17,74 @@ from weft.runtime.group import WorkerGroup
 from weft.runtime.pieces import Pieces
 
 SHOWN = 4  # completions of a step between two that are shown in detail
-GROUPS, COMPLETIONS = 3, 8  # ids of a detailed step, and completions of each
-TOKENS, TEXT = 256, 8000  # of a completion: tokens that are told one by one; characters of a text that is kept
-NAMES = {"rewards": "reward", "scores": "score"}  # a key with one value a completion -> its name in a row
-REFERENCES = ("answer", "ground_truth", "solution", "target")  # columns of the data that say what is right
+GROUPS = 3
+COMPLETIONS = 8  # ids of a detailed step, and completions of each
+# of a completion: tokens that are told one by one; characters of a text that is kept
+TOKENS = 256
+TEXT = 8000
+# a key with one value a completion -> its name in a row
+NAMES = {"rewards": "reward", "scores": "score"}
+# columns of the data that say what is right
+REFERENCES = ("answer", "ground_truth", "solution", "target")
 BY_TOKEN = ("logprobs", "ref_logprobs", "loss_mask", "versions")
 PAIRS = ("rank", "comparison")
 
 
 def detailed(step: int) -> bool:
-    """Whether whole groups of this step are kept, token by token: every step at first, then about 45 in each power of ten."""
+    """Whether whole groups of this step are kept, token by token: every step at first, then about
+    45 in each power of ten.
+    """
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
 
 class Samples:
-    """Reads a few samples of a step, while their tensors are still there: completions of a graph that generates, else rows
-    that were trained on."""
+    """Reads a few samples of a step, while their tensors are still there: completions of a graph
+    that generates, else rows that were trained on.
+    """
 
-    def __init__(self, graph: DataflowGraph, group: WorkerGroup, tokenizer: Tokenizer, last: int | None = None) -> None:
-        """`last` is the run's last step, which is always shown in detail; None where nobody knows it before it is over."""
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        group: WorkerGroup,
+        tokenizer: Tokenizer,
+        last: int | None = None,
+    ) -> None:
+        """`last` is the run's last step, which is always shown in detail; None where nobody knows
+        it before it is over.
+        """
         self._last = last
-        self._group, self._tokenizer, self._pieces = group, tokenizer, Pieces(tokenizer)
-        calls = [node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"]
+        self._group = group
+        self._tokenizer = tokenizer
+        self._pieces = Pieces(tokenizer)
+        calls = [
+            node for node in graph.nodes if isinstance(node, MFCDef) and node.method == "generate"
+        ]
         self._generates = any("completion" in node.output_keys for node in calls)
         self._names = {made: key for node in calls for key, made in node.output_key_remap.items()}
         self._keys = list(dict.fromkeys(key for node in graph.nodes for key in node.outputs))
 
-    def rows(self, ids: Sequence[str], step: int, seen: SequenceSample | None = None) -> list[dict[str, Any]]:
-        """Samples of the step numbered `step`, which was made on `ids`. In a detailed step these are whole groups: a row a
-        completion, with values by token. In between they are the first completions of up to `SHOWN` ids that were generated.
-        `seen` is what training saw of a few ids: their log-probs or scores."""
+    def rows(
+        self, ids: Sequence[str], step: int, seen: SequenceSample | None = None
+    ) -> list[dict[str, Any]]:
+        """Samples of the step numbered `step`, which was made on `ids`.
+
+        In a detailed step these are whole groups: a row a completion, with values by token. In
+        between they are the first completions of up to `SHOWN` ids that were generated. `seen` is
+        what training saw of a few ids: their log-probs or scores.
+        """
         if self._generates and not self._in_detail(step):
             batch = self._fetch(ids[:SHOWN], self._keys)
             return [row for _, row in self._read(batch) if row["k"] == 0]
-        chosen = self._generated(ids) if self._generates else self._trained(ids, step, seen)
+        if self._generates:
+            chosen: SequenceSample | None = self._generated(ids)
+        else:
+            chosen = self._trained(ids, step, seen)
         return [] if chosen is None else list(self._detailed(chosen))
 
     def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Every completion of these ids: id, prompt, completion, completion_ids, logprobs, finish_reason."""
+        """Every completion of these ids: id, prompt, completion, completion_ids, logprobs,
+        finish_reason.
+        """
         batch = self._fetch(ids, ["logprobs", "finished"])
         logprobs: Sequence[Any] = [None] * batch.num_sequences()
         if "logprobs" in batch.data:
@@ -62,34 +94,57 @@ class Samples:
             self._read(batch), batch.sequences("completion"), logprobs, strict=True
         ):
             finished = row.pop("finished", None)
-            row |= {"completion_ids": completion.tolist(), "logprobs": None if values is None else values.tolist()}
-            rows.append(row | {"finish_reason": None if finished is None else "stop" if finished else "length"})
+            row |= {
+                "completion_ids": completion.tolist(),
+                "logprobs": None if values is None else values.tolist(),
+            }
+            rows.append(
+                row
+                | {"finish_reason": None if finished is None else "stop" if finished else "length"}
+            )
         return rows
 
     def _in_detail(self, step: int) -> bool:
         return step == self._last or detailed(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """What was generated for `ids`, under the usual names: `completion` where the graph calls it `mixed_completion`."""
+        """What was generated for `ids`, under the usual names: `completion` where the graph calls
+        it `mixed_completion`.
+        """
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
-        replaced = set(self._names.values())  # the data's own key of that name is of no use beside it
-        batch = self._group.fetch(ids, ["prompt", *own], [key for key in optional if key not in replaced])
-        return batch.remap_keys({name: key for name, key in self._names.items() if name in batch.keys})
+        # the data's own key of that name is of no use beside it
+        replaced = set(self._names.values())
+        batch = self._group.fetch(
+            ids, ["prompt", *own], [key for key in optional if key not in replaced]
+        )
+        return batch.remap_keys(
+            {name: key for name, key in self._names.items() if name in batch.keys}
+        )
 
     def _generated(self, ids: Sequence[str]) -> SequenceSample:
         return self._fetch(ids[:GROUPS], [*self._keys, "loss_mask"])
 
-    def _trained(self, ids: Sequence[str], step: int, seen: SequenceSample | None) -> SequenceSample | None:
-        """Return the rows whose outputs training kept, the same in every layout, or the first rows if it kept none. Return None
-        if this step is not shown, or if nothing has a completion."""
+    def _trained(
+        self, ids: Sequence[str], step: int, seen: SequenceSample | None
+    ) -> SequenceSample | None:
+        """Return the rows whose outputs training kept, the same in every layout, or the first rows
+        if it kept none. Return None if this step is not shown, or if nothing has a completion.
+        """
         if not self._in_detail(step):
             return None
         known = set(ids)
-        told = choose_ids(id for id in seen.ids if id in known)[:GROUPS] if seen is not None else []
-        batch = self._group.fetch(told or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys])
+        if seen is not None:
+            told = choose_ids(id for id in seen.ids if id in known)[:GROUPS]
+        else:
+            told = []
+        batch = self._group.fetch(
+            told or ids[:GROUPS], [], ["completion", "prompt", "loss_mask", *PAIRS, *self._keys]
+        )
         if "completion" not in batch.keys:
             return None
-        return batch if seen is None or not told else batch.update(seen.select(ids=told).to("cpu"))
+        if seen is None or not told:
+            return batch
+        return batch.update(seen.select(ids=told).to("cpu"))
 
     def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
         """A row for each completion, with what is known of its tokens."""
@@ -100,7 +155,8 @@ class Samples:
             if key in batch.data and batch.lengths[key].tolist() == counts
         }
         references = [batch.metadata[name] for name in REFERENCES if name in batch.metadata]
-        owners, completions = batch.group_of("completion").tolist(), batch.sequences("completion")
+        owners = batch.group_of("completion").tolist()
+        completions = batch.sequences("completion")
         for index, row in self._read(batch):
             if row["k"] >= COMPLETIONS:
                 continue
@@ -113,9 +169,13 @@ class Samples:
                 row |= _loss(values)
             yield row
 
-    def _by_token(self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-        """`tokens` as texts, and by token `logprobs`, `trained` (1 or 0) and `advantages`, where they differ from token to
-        token; `advantage`, their mean, and `log_ratio`, the sum of log-probs over the reference's."""
+    def _by_token(
+        self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
+    ) -> dict[str, Any]:
+        """`tokens` as texts, and by token `logprobs`, `trained` (1 or 0) and `advantages`, where
+        they differ from token to token; `advantage`, their mean, and `log_ratio`, the sum of
+        log-probs over the reference's.
+        """
         made: dict[str, Any] = {"tokens": self._pieces(tokens[:TOKENS])}
         if "logprobs" in values:
             made["logprobs"] = [round(value, 4) for value in values["logprobs"][:TOKENS]]
@@ -134,25 +194,39 @@ class Samples:
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
         """(number of the completion in the batch, its row)."""
-        prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")] if "prompt" in batch.data else []
+        if "prompt" in batch.data:
+            prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
+        else:
+            prompt_ids = []
         prompt_ids = prompt_ids or [[] for _ in batch.ids]
         bos = self._tokenizer.bos_id  # what the tokenizer begins with is no part of a row's prompt
-        prompts = [self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens) for tokens in prompt_ids]
+        prompts = [
+            self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens)
+            for tokens in prompt_ids
+        ]
         lengths = batch.lengths["completion"]
-        single = [k for k in batch.data if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()]
+        single = [
+            k
+            for k in batch.data
+            if len(batch.lengths[k]) == len(lengths) and (batch.lengths[k] == 1).all()
+        ]
         columns = {
             NAMES.get(key, key): batch.data[key].tolist()
             for key in single
             if key not in ("prompt", "completion", *BY_TOKEN)
         }
         owners = batch.group_of("completion").tolist()
-        for index, (owner, tokens) in enumerate(zip(owners, batch.sequences("completion"), strict=True)):
+        for index, (owner, tokens) in enumerate(
+            zip(owners, batch.sequences("completion"), strict=True)
+        ):
             row = {
                 "id": batch.ids[owner],
                 "k": index - int(batch.offsets["completion"][owner]),
                 "prompt": _short(prompts[owner]),
                 "completion": _short(
-                    self._tokenizer.decode_after(prompt_ids[owner], tokens.tolist(), skip_special=True)
+                    self._tokenizer.decode_after(
+                        prompt_ids[owner], tokens.tolist(), skip_special=True
+                    )
                 ),
             }
             yield index, row | {name: values[index] for name, values in columns.items()}
@@ -160,7 +234,9 @@ class Samples:
 
 def _short(text: str) -> str:
     """A text without its middle where it is very long."""
-    return text if len(text) <= TEXT else f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
+    if len(text) <= TEXT:
+        return text
+    return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
 
 
 def _reference(values: Sequence[Any]) -> dict[str, Any]:

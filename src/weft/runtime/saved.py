@@ -1,4 +1,6 @@
-"""Where in a recovery point its workers' state lies: one device's beside its engines, of many devices in a folder each."""
+"""Where in a recovery point its workers' state lies: one device's beside its engines, of many
+devices in a folder each.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ from weft.data.sample import SequenceSample
 from weft.runtime.state import read_state
 from weft.runtime.store import TensorStore
 
-ENGINES, INTERFACES, STORE, NUMERICS = "engines", "interfaces.bin", "store", "numerics.bin"
+ENGINES = "engines"
+INTERFACES = "interfaces.bin"
+STORE = "store"
+NUMERICS = "numerics.bin"
 DRIVER = "driver"  # rows and what host functions made, of many devices
 
 

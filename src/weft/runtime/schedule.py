@@ -1,4 +1,6 @@
-"""How long a run is and when something is due: steps and optimizer steps of the real run, frequencies by step, epoch, time."""
+"""How long a run is and when something is due: steps and optimizer steps of the real run,
+frequencies by step, epoch, time.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class Horizon:
-    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch. `steps` is the run's length: `max_steps` of one that
-    trains, however many epochs that takes, else `total_train_epochs`. Filters that drop ids can only make it shorter."""
+    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch.
+
+    `steps` is the run's length: `max_steps` of one that trains, however many epochs that takes,
+    else `total_train_epochs`. Filters that drop ids can only make it shorter.
+    """
 
     num_ids: int
     firings: Mapping[str, int]
@@ -27,18 +32,26 @@ class Horizon:
     @classmethod
     def of(cls, experiment: Experiment, loader: Loader) -> Horizon:
         """Raises `ConfigError` where the run would have no step."""
-        num_ids, batches, control = loader.num_ids, loader.batches_per_epoch, experiment.control
+        num_ids = loader.num_ids
+        batches = loader.batches_per_epoch
+        control = experiment.control
         firings = {
-            n.name: math.ceil(num_ids / n.batch_size) if n.batch_size else batches for n in experiment.graph.nodes
+            n.name: math.ceil(num_ids / n.batch_size) if n.batch_size else batches
+            for n in experiment.graph.nodes
         }
-        per_epoch, epochs = firings[experiment.steps_follow], control.total_train_epochs
+        per_epoch = firings[experiment.steps_follow]
+        epochs = control.total_train_epochs
         by_batch = experiment.node(experiment.steps_follow).batch_size == 0
         steps = loader.num_batches(epochs) if by_batch else per_epoch * epochs
         if control.max_steps is not None:
-            steps = control.max_steps if steps and math.isinf(experiment.most_epochs) else min(steps, control.max_steps)
+            if steps and math.isinf(experiment.most_epochs):
+                steps = control.max_steps
+            else:
+                steps = min(steps, control.max_steps)
         if steps < 1:
             raise ConfigError(
-                f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, max_steps={control.max_steps}; "
+                f"the run has no steps: {num_ids} prompts per epoch, {epochs} epochs, "
+                f"max_steps={control.max_steps}; "
                 "give more rows or a smaller batch"
             )
         return cls(num_ids, firings, per_epoch, steps)
@@ -53,11 +66,15 @@ class Horizon:
     def trained_updates(self, experiment: Experiment, node: str) -> int:
         """Those of a training node's optimizer steps that its role is not frozen in."""
         per_epoch, total = self.updates(experiment, node)
-        optimizer = experiment.roles[next(n.role for n in experiment.trained_nodes() if n.name == node)].optimizer
+        optimizer = experiment.roles[
+            next(n.role for n in experiment.trained_nodes() if n.name == node)
+        ].optimizer
         return optimizer.schedule(total, per_epoch).total_steps
 
     def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """The roles' specs with what a backend needs of the run; trained ones with the schedule of the real run."""
+        """The roles' specs with what a backend needs of the run; trained ones with the schedule of
+        the real run.
+        """
         control = experiment.control
         specs = {
             role: replace(
@@ -78,7 +95,9 @@ class Horizon:
 
 @dataclass
 class Every:
-    """Whether something that is wanted every so many steps, epochs or seconds is due; any of the three suffices."""
+    """Whether something that is wanted every so many steps, epochs or seconds is due; any of the
+    three suffices.
+    """
 
     steps: int | None = None
     epochs: int | None = None
@@ -93,7 +112,9 @@ class Every:
     def due(self, step: int, epochs_done: int) -> bool:
         """Ask once after each step."""
         by_step = self.steps is not None and step % self.steps == 0
-        by_epoch = self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs
+        by_epoch = (
+            self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs
+        )
         by_time = self.secs is not None and time.monotonic() - self.since >= self.secs
         self.last_epochs = epochs_done
         if by_step or by_epoch or by_time:
@@ -105,4 +126,5 @@ class Every:
         return {"last_epochs": self.last_epochs, "elapsed": time.monotonic() - self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.last_epochs, self.since = state["last_epochs"], time.monotonic() - state["elapsed"]
+        self.last_epochs = state["last_epochs"]
+        self.since = time.monotonic() - state["elapsed"]

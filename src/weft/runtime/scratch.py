@@ -1,4 +1,6 @@
-"""Folders for what a process needs while it lives, under the system's own for such things; what dead ones left is removed."""
+"""Folders for what a process needs while it lives, under the system's own for such things; what
+dead ones left is removed.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-PREFIX, LOCK = "weft-", "owner.lock"
+PREFIX = "weft-"
+LOCK = "owner.lock"
 
 
 class Scratch:
-    """A folder `weft-PID-...` of this process. The system lets go of its lock when the process ends, however it ends."""
+    """A folder `weft-PID-...` of this process.
+
+    The system lets go of its lock when the process ends, however it ends.
+    """
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
@@ -40,7 +46,9 @@ def remove_leftovers() -> list[Path]:
 
 
 def _abandoned(folder: Path) -> IO[str] | None:
-    """The lock of a folder that nobody else holds, taken; None for another user's, and for one in use or being made."""
+    """The lock of a folder that nobody else holds, taken; None for another user's, and for one in
+    use or being made.
+    """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return None

@@ -1,4 +1,6 @@
-"""A run from its first step to its last: steps, evaluation, checkpoints, recovery points, and the way it ends."""
+"""A run from its first step to its last: steps, evaluation, checkpoints, recovery points, and the
+way it ends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from weft.runtime.schedule import Every, Horizon
 from weft.runtime.signals import Signals
 
 RECOVERY_SECONDS = (
-    600.0  # a step that ends this long after the last recovery point makes one, wherever checkpoints are rarer
+    # a step that ends this long after the last recovery point makes one, wherever checkpoints are
+    # rarer
+    600.0
 )
 CLOSE_SECONDS = 10.0
 LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
@@ -43,9 +47,12 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of. `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
-    line for its end, and says whether people need to see it; `ending` are the last lines of a run that is finished.
-    `plan_shown`: people have seen the plan already, before the devices started. `data`: has rows that are tokenized meanwhile.
+    """What a session is made of.
+
+    `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
+    line for its end, and says whether people need to see it; `ending` are the last lines of a run
+    that is finished. `plan_shown`: people have seen the plan already, before the devices started.
+    `data`: has rows that are tokenized meanwhile.
     """
 
     experiment: Experiment
@@ -65,13 +72,20 @@ class Parts:
 
 
 class Session:
-    """Drives the master and keeps the schedule. Everything between two steps happens in `_between`."""
+    """Drives the master and keeps the schedule.
+
+    Everything between two steps happens in `_between`.
+    """
 
     def __init__(self, parts: Parts, show: Show | None = None) -> None:
-        self._parts, self._control = parts, parts.experiment.control
-        self._master, self._group, self._directory = parts.master, parts.group, parts.directory
+        self._parts = parts
+        self._control = parts.experiment.control
+        self._master = parts.master
+        self._group = parts.group
+        self._directory = parts.directory
         self._points = RecoveryPoints(parts.directory.recover)
-        roles, limit = parts.experiment.saved_roles, self._control.save_total_limit
+        roles = parts.experiment.saved_roles
+        limit = self._control.save_total_limit
         self._checkpoints = Checkpoints(parts.directory, roles, parts.group, limit)
         evaluates = parts.evaluator is not None or parts.fixed_prompts is not None
         self._due = frequencies(self._control, evaluates=evaluates)
@@ -100,10 +114,13 @@ class Session:
     # -- begin and end
 
     def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
-        """Begin to write: nothing in the directory is touched before. `goes_on`: the directory holds this run already.
-        `instead_of`: this process's session of the run that has lost its devices.
+        """Begin to write: nothing in the directory is touched before.
 
-        Raises `UserError` where the recovery point that is asked for is not there, or a logger cannot start.
+        `goes_on`: the directory holds this run already. `instead_of`: this process's session of the
+        run that has lost its devices.
+
+        Raises `UserError` where the recovery point that is asked for is not there, or a logger
+        cannot start.
         """
         point = self._find_point(own=instead_of is not None) if goes_on else None
         if point is None and self._control.resume_from is not None:
@@ -112,25 +129,31 @@ class Session:
             self._take_up(point)
         elif goes_on and self._control.recover_mode == "resume":
             raise ConfigError(
-                f"recover_mode=resume: {self._directory.path} holds no whole recovery point; auto begins anew"
+                f"recover_mode=resume: {self._directory.path} holds no whole recovery point; auto "
+                f"begins anew"
             )
         elif goes_on:
-            why = (
-                "no recovery point is whole"
-                if self._points.found()
-                else "the run stopped before its first recovery point"
-            )
+            if self._points.found():
+                why = "no recovery point is whole"
+            else:
+                why = "the run stopped before its first recovery point"
             self._notes.append(f"{why}; starting again")
         self._points.drop_after(self.step)
         config = write_beginning(self._parts, self.step, anew=instead_of is None)
         if instead_of is not None:
             instead_of.retire()
         names = self._control.experiment_name, self._control.trial_name
-        self._observe(RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None)
-        self._tell(f"resuming after step {self.step}" if point else f"writing to {self._directory.path}")
+        self._observe(
+            RunInfo(self._directory.path, *names, config, self.step), plan=instead_of is None
+        )
+        self._tell(
+            f"resuming after step {self.step}" if point else f"writing to {self._directory.path}"
+        )
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
-        """Write down how the run ended; let go of the workers, without waiting for them where the run did not end well."""
+        """Write down how the run ended; let go of the workers, without waiting for them where the
+        run did not end well.
+        """
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         self._close_data()
         if self._observer is None:
@@ -144,7 +167,8 @@ class Session:
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
         self._observer.close(status, self._parts.ending if status == "finished" else ())
-        self._observer.last_report(status)  # before the status: a run killed in here goes on, and ends with one
+        # before the status: a run killed in here goes on, and ends with one
+        self._observer.last_report(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
 
@@ -153,7 +177,9 @@ class Session:
         return list(read_rows(self._directory.path / METRICS))
 
     def let_go(self, why: str) -> None:
-        """Of the devices, without waiting for them; the view stays until another session takes its place."""
+        """Of the devices, without waiting for them; the view stays until another session takes its
+        place.
+        """
         self._tell(why)
         self._group.close(0.0)
         self._close_data()
@@ -164,8 +190,10 @@ class Session:
         self._observer.close("interrupted")
 
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
-        """The recovery point of this directory to go on from; what a killed process left half-written is removed first. `own`:
-        one that this process wrote, whatever the run began from."""
+        """The recovery point of this directory to go on from; what a killed process left
+        half-written is removed first. `own`: one that this process wrote, whatever the run began
+        from.
+        """
         self._points.mend()
         self._checkpoints.mend()
         named = self._control.resume_from
@@ -178,22 +206,30 @@ class Session:
         return self._points.newest(self._notes.append)
 
     def _take_up(self, point: RecoveryPoint) -> None:
-        """Restore a recovery point. Says what would keep the bits from being those of a run that was never stopped."""
+        """Restore a recovery point.
+
+        Says what would keep the bits from being those of a run that was never stopped.
+        """
         state = self._master.load(point.directory)
         for name, every in self._due.items():
             every.load_state_dict(state["due"][name])
-        self._saved_step, self._evaluated_step = state["saved_step"], state["evaluated_step"]
+        self._saved_step = state["saved_step"]
+        self._evaluated_step = state["evaluated_step"]
         self._point_step = self.step
         apart = differences(state[NUMERICS], self._group.numerics())
         if apart:
             self._notes.append(f"warning: {apart}: the run goes on, but {LAST_BITS}")
 
     def _observe(self, info: RunInfo, *, plan: bool) -> None:
-        parts, control = self._parts, self._control
+        parts = self._parts
+        control = self._control
         observer = Observer.open(
-            info, control.loggers, progress=control.progress, log_freq_steps=control.log_freq_steps,
+            info,
+            control.loggers,
+            progress=control.progress,
+            log_freq_steps=control.log_freq_steps,
             view=self._show.view,
-        )  # fmt: skip
+        )
         observer.expect(parts.horizon.steps, self.step)
         self._observer = observer
         self._recorder = self._master.listener = FiringRecorder(
@@ -212,7 +248,11 @@ class Session:
     # -- the run
 
     def run(self) -> None:
-        """To the end. Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot go on."""
+        """To the end.
+
+        Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot
+        go on.
+        """
         assert self._observer is not None, "the session is open"
         with (
             self._profiling.kept(lambda: self.step, lambda: self._under_way),
@@ -231,15 +271,20 @@ class Session:
                 except DevicesLost as lost:
                     if self._signals.number is None:
                         raise
-                    raise self._signals.between(self.step, resumable(self._control, self._point_step), lost) from lost
+                    raise self._signals.between(
+                        self.step, resumable(self._control, self._point_step), lost
+                    ) from lost
             if self.step == 0:
                 raise RunError(
-                    "no step was made: filters dropped every id before the node that steps follow had a batch"
+                    "no step was made: filters dropped every id before the node that steps follow "
+                    "had a batch"
                 )
             self._end()
 
     def _end(self) -> None:
-        """What the last step lacks where nobody knew that it was the last: filters dropped all ids that came after it."""
+        """What the last step lacks where nobody knew that it was the last: filters dropped all ids
+        that came after it.
+        """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()
         if measured:
@@ -251,17 +296,28 @@ class Session:
             self._checkpoints.prune()
 
     def _over(self) -> bool:
-        position, control = self._master.position, self._control
+        position = self._master.position
+        control = self._control
         if control.max_steps is not None and position.step >= control.max_steps:
             return True
         return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _between(self, result: StepResult) -> None:
-        """After a step: measure, write the line, save, write a recovery point. A signal ends the run here."""
-        due = {name: every.due(result.step, result.epochs_done) for name, every in self._due.items()}
+        """After a step: measure, write the line, save, write a recovery point.
+
+        A signal ends the run here.
+        """
+        due = {
+            name: every.due(result.step, result.epochs_done) for name, every in self._due.items()
+        }
         over = self._over()
         self._profiling.after(result.step, over=over or self._signals.number is not None)
-        line = {"step": result.step, "epoch": result.epoch, "step_seconds": result.seconds, **result.measured}
+        line = {
+            "step": result.step,
+            "epoch": result.epoch,
+            "step_seconds": result.seconds,
+            **result.measured,
+        }
         line["peak_memory_gb"] = self._peak = self._group.peak_memory_gb()
         if due["evaluate"] or over:
             line |= self._evaluate()
@@ -270,13 +326,16 @@ class Session:
             self._tell(note)
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
-        saved, asked = self._saved_step == self.step, self._signals.number is not None
+        saved = self._saved_step == self.step
+        asked = self._signals.number is not None
         if self._control.recover_mode != "disabled" and (saved or asked or due["cut"]):
             self._write_point()
         if saved:
             self._checkpoints.prune()
         if self._signals.number is not None and not over:
-            raise self._signals.between(self.step, resumable(self._control, self._point_step, self.step))
+            raise self._signals.between(
+                self.step, resumable(self._control, self._point_step, self.step)
+            )
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
         assert self._observer is not None and self._recorder is not None, "the session is open"
@@ -332,13 +391,16 @@ class Session:
             self._parts.data.close()
 
     def interrupted_at_once(self) -> Interrupted | None:
-        """What to say of a run that a second signal has ended in the middle of a step; None where none was heard."""
+        """What to say of a run that a second signal has ended in the middle of a step; None where
+        none was heard.
+        """
         return self._signals.at_once(self._under_way, resumable(self._control, self._point_step))
 
 
 def resumable(control: Control, point: int, step: int | None = None) -> str:
-    """How to go on with a run whose last recovery point is that of the step `point` (0: there is none), where it stopped
-    after `step`."""
+    """How to go on with a run whose last recovery point is that of the step `point` (0: there is
+    none), where it stopped after `step`.
+    """
     if control.recover_mode == "disabled":
         return "with recover_mode=disabled it cannot be resumed"
     if not point:
@@ -347,21 +409,28 @@ def resumable(control: Control, point: int, step: int | None = None) -> str:
 
 
 def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
-    """Write what a run's directory holds from the beginning, and return the configuration, without its secrets. `anew`: a
-    process begins to work on the run."""
-    directory, config = parts.directory, masked(parts.experiment.resolved())
+    """Write what a run's directory holds from the beginning, and return the configuration, without
+    its secrets. `anew`: a process begins to work on the run.
+    """
+    directory = parts.directory
+    config = masked(parts.experiment.resolved())
     directory.write_config(config)
     directory.set_status("running", step)
     disk.write_text(directory.path / "graph.svg", to_svg(parts.experiment.graph))
     disk.write_text(directory.path / HARDWARE, parts.hardware + "\n")
     if anew:
-        steps, chosen = parts.horizon.steps, parts.experiment.chosen
-        record_start(directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen)
+        steps = parts.horizon.steps
+        chosen = parts.experiment.chosen
+        record_start(
+            directory.path, step=step, total_steps=steps, hardware=parts.hardware, chosen=chosen
+        )
     return config
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
-    """What happens between steps, and when: `evaluate` (every epoch unless asked otherwise), `save`, `milestone`, `cut`."""
+    """What happens between steps, and when: `evaluate` (every epoch unless asked otherwise),
+    `save`, `milestone`, `cut`.
+    """
     evaluate = Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs)
     if evaluates and not evaluate.wanted:
         evaluate.epochs = 1
@@ -378,5 +447,7 @@ def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What the run was computed with and is no more."""
     return "; ".join(
-        f"{name} {then.get(name)} then, {value} now" for name, value in now.items() if then.get(name) != value
+        f"{name} {then.get(name)} then, {value} now"
+        for name, value in now.items()
+        if then.get(name) != value
     )

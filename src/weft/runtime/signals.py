@@ -25,8 +25,9 @@ class Signals:
 
     @contextmanager
     def heard(self, step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
-        """Within, signals are heard, where this is the main thread; `step` is the number of the one under way, `tell` shows a
-        line to people from inside a handler."""
+        """Within, signals are heard, where this is the main thread; `step` is the number of the one
+        under way, `tell` shows a line to people from inside a handler.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -35,7 +36,10 @@ class Signals:
             if self.number is not None:
                 raise KeyboardInterrupt
             self.number = number
-            tell(f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops now")
+            tell(
+                f"finishing step {step()}, then stopping; {AGAIN.get(number, 'once more')} stops "
+                f"now"
+            )
 
         before = {number: signal.signal(number, hear) for number in SIGNALS}
         try:
@@ -45,23 +49,35 @@ class Signals:
                 signal.signal(number, handler)
 
     def between(self, step: int, again: str, lost: DevicesLost | None = None) -> Interrupted:
-        """A run that was asked to stop and did so after `step`, or in the next one, where it lost its devices. `again`: how it
-        can be resumed."""
+        """A run that was asked to stop and did so after `step`, or in the next one, where it lost
+        its devices. `again`: how it can be resumed.
+        """
         assert self.number is not None, "a signal was heard"
         how = f"stopped by {NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
-        return Interrupted(f"{how}{'' if lost is None else f'; in the next one {lost}'}; {again}", self.number)
+        return Interrupted(
+            f"{how}{'' if lost is None else f'; in the next one {lost}'}; {again}", self.number
+        )
 
     def at_once(self, step: int, again: str) -> Interrupted | None:
-        """A run that a second signal has ended in the middle of `step`; None where no signal was heard."""
-        return None if self.number is None else Interrupted(f"stopped at once in step {step}; {again}", self.number)
+        """A run that a second signal has ended in the middle of `step`; None where no signal was
+        heard.
+        """
+        if self.number is None:
+            return None
+        return Interrupted(f"stopped at once in step {step}; {again}", self.number)
 
 
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """What a library prints and the signal handlers that it sets as it comes and goes are not the user's."""
+    """What a library prints and the signal handlers that it sets as it comes and goes are not the
+    user's.
+    """
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in SIGNALS} if main else {}
+    if main:
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+    else:
+        before = {}
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             yield

@@ -1,5 +1,5 @@
-"""Where a batch is split, before a group gets it and nowhere else: into minibatches, and each of them over the data-parallel
-ranks, balanced by tokens. And how the parts' results become one again.
+"""Where a batch is split, before a group gets it and nowhere else: into minibatches, and each of
+them over the data-parallel ranks, balanced by tokens. And how the parts' results become one again.
 
 Pure. The Master splits descriptions; who holds the tensors takes the parts' data by `take`.
 """
@@ -23,22 +23,28 @@ def split(
 ) -> list[list[SequenceSample]]:
     """Parts by [minibatch][rank], the minibatches of every epoch one after the other.
 
-    All epochs but the first have an order of their own, the same after a restart and on every layout.
+    All epochs but the first have an order of their own, the same after a restart and on every
+    layout.
     """
     parts: list[SequenceSample] = []
     for epoch in range(wanted.epochs):
         order = np.arange(batch.num_ids)
         if epoch:
             order = randomness.permutation(batch.num_ids, seed, f"minibatches/{role}/{epoch}", step)
-        whole = batch.select(ids=[batch.ids[index] for index in order]) if epoch else batch
+        if epoch:
+            whole = batch.select(ids=[batch.ids[index] for index in order])
+        else:
+            whole = batch
         parts += minibatches(whole, wanted.of(batch), wanted.unit)
     return [over_ranks(part, ranks, wanted.unit) for part in parts]
 
 
 def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
-    """`count` parts of consecutive ids, as equal in number as can be; before any cut by tokens, ranks or micro-batches.
+    """`count` parts of consecutive ids, as equal in number as can be; before any cut by tokens,
+    ranks or micro-batches.
 
-    Groups stay whole where that gives parts of one size, or where the loss needs it; else completions are dealt out singly.
+    Groups stay whole where that gives parts of one size, or where the loss needs it; else
+    completions are dealt out singly.
     """
     if count == 1:
         return [batch]
@@ -49,8 +55,11 @@ def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceS
 
 
 def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
-    """A part of consecutive ids for every rank, the largest with as few tokens as can be. Groups stay whole, unless there are
-    fewer than ranks and the loss does not compare their completions; then some ranks may still get nothing."""
+    """A part of consecutive ids for every rank, the largest with as few tokens as can be.
+
+    Groups stay whole, unless there are fewer than ranks and the loss does not compare their
+    completions; then some ranks may still get nothing.
+    """
     if ranks == 1:
         return [batch]
     if unit == "sequence" and batch.num_ids < ranks:
@@ -60,17 +69,23 @@ def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSa
 
 
 def single_completions(batch: SequenceSample) -> SequenceSample:
-    """The same completions, one an id (`id[k]`), each with its prompt; what an id holds once is repeated for each."""
+    """The same completions, one an id (`id[k]`), each with its prompt; what an id holds once is
+    repeated for each.
+    """
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():
         return batch
     ids = [f"{id}[{k}]" for id, count in zip(batch.ids, counts, strict=True) for k in range(count)]
-    lengths, data = {}, {}
+    lengths = {}
+    data = {}
     for key in batch.keys:
-        sizes, held = batch.lengths[key].astype(np.int64), np.diff(batch.offsets[key])
+        sizes = batch.lengths[key].astype(np.int64)
+        held = np.diff(batch.offsets[key])
         chosen = np.arange(len(sizes))
         if not np.array_equal(held, counts):
-            assert (held == 1).all(), f"key {key!r} has neither one sequence a completion nor one an id"
+            assert (held == 1).all(), (
+                f"key {key!r} has neither one sequence a completion nor one an id"
+            )
             chosen = np.repeat(chosen, counts)
         lengths[key] = [[int(size)] for size in sizes[chosen]]
         if key in batch.data:
@@ -90,14 +105,21 @@ def owners(parts: Sequence[SequenceSample]) -> list[str]:
 
 def take(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
     """The described parts of a batch, with its data."""
-    single = single_completions(batch) if any(OWNER in part.metadata for part in parts) else batch
+    if any(OWNER in part.metadata for part in parts):
+        single = single_completions(batch)
+    else:
+        single = batch
     return [
-        batch if part.ids == batch.ids else (single if OWNER in part.metadata else batch).select(ids=part.ids)
+        batch
+        if part.ids == batch.ids
+        else (single if OWNER in part.metadata else batch).select(ids=part.ids)
         for part in parts
     ]
 
 
 def join(outputs: Sequence[SequenceSample | None], ids: Sequence[str]) -> SequenceSample | None:
-    """The outputs of all ranks as one sample, in the order of the batch that was split; None where a call makes none."""
+    """The outputs of all ranks as one sample, in the order of the batch that was split; None where
+    a call makes none.
+    """
     made = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(made).select(ids=ids) if made else None

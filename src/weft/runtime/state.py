@@ -1,4 +1,6 @@
-"""The state of loaders, interfaces and host functions on disk: nested plain values with arrays in them, without pickle."""
+"""The state of loaders, interfaces and host functions on disk: nested plain values with arrays in
+them, without pickle.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from array_api_compat import is_array_api_obj
 from weft.data import codec
 from weft.errors import RunError
 
-ARRAY = "$array"  # a mapping with this one key stands for an array: its name among the tensors, and its kind
+# a mapping with this one key stands for an array: its name among the tensors, and its kind
+ARRAY = "$array"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested mappings, lists, texts, numbers, numpy arrays and tensors; floats survive exactly.
+    """Write nested mappings, lists, texts, numbers, numpy arrays and tensors; floats survive
+    exactly.
 
     Raises `RunError` naming the place of a value that is none of these.
     """
@@ -47,7 +51,10 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {ARRAY: [place, "numpy" if isinstance(value, np.ndarray) else "torch"]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise RunError(f"{place} is a {type(value).__name__}; state_dict() holds plain values, numpy arrays and tensors")
+    raise RunError(
+        f"{place} is a {type(value).__name__}; state_dict() holds plain values, numpy arrays and "
+        f"tensors"
+    )
 
 
 def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -56,4 +63,6 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             name, kind = value[ARRAY]
             return tensors[name] if kind == "torch" else tensors[name].numpy()
         return {key: _unpack(each, tensors) for key, each in value.items()}
-    return [_unpack(each, tensors) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_unpack(each, tensors) for each in value]
+    return value

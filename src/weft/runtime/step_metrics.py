@@ -17,7 +17,10 @@ class Measured:
 
 @dataclass
 class StepMetrics:
-    """The firings of a step, in the order of the line. Most nodes fire once a step; behind a filter some fire more often."""
+    """The firings of a step, in the order of the line.
+
+    Most nodes fire once a step; behind a filter some fire more often.
+    """
 
     firings: dict[str, list[Measured]] = field(default_factory=dict)
 
@@ -26,7 +29,9 @@ class StepMetrics:
 
     def close(self) -> dict[str, float]:
         """`time/{node}` and `{node}/{metric}` of everything since the last call."""
-        line: dict[str, float] = {f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()}
+        line: dict[str, float] = {
+            f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()
+        }
         for node, fired in self.firings.items():
             line |= {f"{node}/{name}": value for name, value in join(fired).items()}
         self.firings = {}
@@ -34,8 +39,10 @@ class StepMetrics:
 
 
 def join(fired: Iterable[Measured]) -> dict[str, float]:
-    """Counts (`num_*`) add up, `*_max` and `*_min` are the largest and smallest, `learning_rate` and `version` are the
-    last, all else is a mean over ids. A metric that some firings lack is joined over those that have it."""
+    """Counts (`num_*`) add up, `*_max` and `*_min` are the largest and smallest, `learning_rate`
+    and `version` are the last, all else is a mean over ids. A metric that some firings lack is
+    joined over those that have it.
+    """
     parts = list(fired)
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
@@ -50,5 +57,7 @@ def join(fired: Iterable[Measured]) -> dict[str, float]:
             joined[name] = max(values) if last.endswith("_max") else min(values)
         else:
             weight = sum(count for _, count in having)
-            joined[name] = sum(value * count for value, count in having) / weight if weight else values[-1]
+            joined[name] = (
+                sum(value * count for value, count in having) / weight if weight else values[-1]
+            )
     return joined

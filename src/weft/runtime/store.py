@@ -1,4 +1,7 @@
-"""Batches by id and key: a worker's tensors, or the Master's descriptions of them. Reading joins what is asked for."""
+"""Batches by id and key: a worker's tensors, or the Master's descriptions of them.
+
+Reading joins what is asked for.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ class _Batch:
     def values(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
         """A column of the metadata, of these ids."""
         column = self.sample.metadata[name]
-        return column if self.sample.ids == ids else [column[self.place[id]] for id in ids]
+        if self.sample.ids == ids:
+            return column
+        return [column[self.place[id]] for id in ids]
 
 
 @dataclass(eq=False)
@@ -43,13 +48,17 @@ class _Held:
 
 
 class TensorStore:
-    """Holds every batch that some id still needs. Nothing is copied on the way in. Threads may share it."""
+    """Holds every batch that some id still needs.
+
+    Nothing is copied on the way in. Threads may share it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._ids = Blocks(_Held, self._copy)
         self._batches: dict[int, _Batch] = {}
-        self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())  # batch -> blocks that `read` it
+        # batch -> blocks that `read` it
+        self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
         self._next = 0
 
     def __contains__(self, id: str) -> bool:
@@ -64,7 +73,8 @@ class TensorStore:
     def put(self, sample: SequenceSample) -> SequenceSample:
         """Take in a batch; a key that an id has already is replaced. Returns the description."""
         with self._lock:
-            number, self._next = self._next, self._next + 1
+            number = self._next
+            self._next = self._next + 1
             self._batches[number] = _Batch(sample)
             for held in self._ids.apart(sample.ids):
                 before = held.read()
@@ -74,8 +84,11 @@ class TensorStore:
             self._free([number])
         return sample.meta()
 
-    def fetch(self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()) -> SequenceSample:
-        """These keys of these ids, in this order, with all their metadata; `optional` keys where every id has them.
+    def fetch(
+        self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
+    ) -> SequenceSample:
+        """These keys of these ids, in this order, with all their metadata; `optional` keys where
+        every id has them.
 
         Raises `DataError` for an id or a key that is not here.
         """
@@ -88,9 +101,13 @@ class TensorStore:
                 missing = next((held for held in parts if key not in held.keys), None)
                 if missing is not None:
                     close = nearest(key, missing.keys) or list(missing.keys)
-                    raise DataError(f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}")
+                    raise DataError(
+                        f"id {parts[missing][0]!r} has no key {key!r}; it has {', '.join(close)}"
+                    )
                 by_origin.setdefault(tuple(held.keys[key] for held in parts), []).append(key)
-            found = [self._collect(ids, parts, origin, names) for origin, names in by_origin.items()]
+            found = [
+                self._collect(ids, parts, origin, names) for origin, names in by_origin.items()
+            ]
             return SequenceSample(
                 ids,
                 {key: sample.lengths[key] for sample in found for key in sample.keys},
@@ -100,7 +117,9 @@ class TensorStore:
             )
 
     def batches(self) -> Iterator[SequenceSample]:
-        """Everything that is held: ids with the same keys and metadata in one batch each, in the order they came."""
+        """Everything that is held: ids with the same keys and metadata in one batch each, in the
+        order they came.
+        """
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
             alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
@@ -112,7 +131,9 @@ class TensorStore:
         with self._lock:
             for held, _, empty in self._ids.discard(ids):
                 if empty:
-                    before, held.keys, held.columns = held.read(), {}, {}
+                    before = held.read()
+                    held.keys = {}
+                    held.columns = {}
                     self._count(held, before)
 
     def _copy(self, held: _Held) -> _Held:
@@ -128,7 +149,9 @@ class TensorStore:
         self._free(set().union(*before))
 
     def _free(self, numbers: Iterable[int]) -> None:
-        """Let go of batches that no block reads, and of the tensors of those that are read for their metadata alone."""
+        """Let go of batches that no block reads, and of the tensors of those that are read for
+        their metadata alone.
+        """
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
@@ -138,7 +161,10 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _parts(self, ids: Sequence[str]) -> dict[_Held, list[str]]:
-        """What is held of these ids, with those that it is of. Raises `DataError` for an id that is not here."""
+        """What is held of these ids, with those that it is of.
+
+        Raises `DataError` for an id that is not here.
+        """
         parts = {}
         for block, chosen in self._ids.parts(ids).items():
             if block is None:
@@ -146,7 +172,9 @@ class TensorStore:
             parts[block.known] = chosen
         return parts
 
-    def _metadata(self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]]) -> dict[str, tuple[Any, ...]]:
+    def _metadata(
+        self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]]
+    ) -> dict[str, tuple[Any, ...]]:
         """Every column that some id has; None for ids without."""
         found: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
@@ -157,12 +185,22 @@ class TensorStore:
             value: dict[str, Any] = {}
             for held, chosen in parts.items():
                 if name in held.columns:
-                    value.update(zip(chosen, self._batches[held.columns[name]].values(name, chosen), strict=True))
+                    value.update(
+                        zip(
+                            chosen,
+                            self._batches[held.columns[name]].values(name, chosen),
+                            strict=True,
+                        )
+                    )
             found[name] = tuple([value.get(id) for id in ids])
         return found
 
     def _collect(
-        self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]], origin: Sequence[int], keys: list[str]
+        self,
+        ids: tuple[str, ...],
+        parts: Mapping[_Held, list[str]],
+        origin: Sequence[int],
+        keys: list[str],
     ) -> SequenceSample:
         """These keys, which the batches `origin` hold of each of the blocks."""
         by_batch: dict[int, list[str]] = {}
@@ -170,5 +208,8 @@ class TensorStore:
             by_batch.setdefault(number, []).extend(chosen)
         if len(by_batch) == 1:
             return self._batches[origin[0]].sample.select(ids=ids, keys=keys)
-        found = [self._batches[number].sample.select(ids=chosen, keys=keys) for number, chosen in by_batch.items()]
+        found = [
+            self._batches[number].sample.select(ids=chosen, keys=keys)
+            for number, chosen in by_batch.items()
+        ]
         return SequenceSample.gather(found, keys).select(ids=ids)

@@ -1,7 +1,8 @@
-"""What a run's process tells the one that supervises it (`weft.launch.supervise`): which calls are under way, and its end.
+"""What a run's process tells the one that supervises it (`weft.launch.supervise`): which calls are
+under way, and its end.
 
-A process that ends without having told so was ended by something else: by Ray, whose library ends whoever uses a raylet that is
-gone, or by the system.
+A process that ends without having told so was ended by something else: by Ray, whose library ends
+whoever uses a raylet that is gone, or by the system.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from weft.runtime.processes import die_with_parent
 if TYPE_CHECKING:
     from weft.runtime.device_process import Report
 
-# The descriptor to write to, how many processes of the run were lost before, and the supervisor: "5:0:4711". Processes further
-# down have it too, and are not meant.
+# The descriptor to write to, how many processes of the run were lost before, and the supervisor:
+# "5:0:4711". Processes further down have it too, and are not meant.
 SUPERVISED = "WEFT_SUPERVISED"
 
 
@@ -35,7 +36,9 @@ class Wire:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wire:
         told = environment.get(SUPERVISED, "").split(":")
-        return cls(int(told[0]), int(told[1])) if told[2:] == [str(os.getppid())] else cls()
+        if told[2:] == [str(os.getppid())]:
+            return cls(int(told[0]), int(told[1]))
+        return cls()
 
     @property
     def supervised(self) -> bool:
@@ -43,14 +46,18 @@ class Wire:
 
     @classmethod
     def begin(cls, environment: Mapping[str, str]) -> Wire:
-        """Called first by every command: one that a supervisor started ends with it, and does not hand the wire on."""
+        """Called first by every command: one that a supervisor started ends with it, and does not
+        hand the wire on.
+        """
         wire = cls.of(environment)
         if wire._descriptor is not None:
             os.set_inheritable(wire._descriptor, False)
             die_with_parent()
         return wire
 
-    def began(self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]) -> None:
+    def began(
+        self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
+    ) -> None:
         """The job `number` is a call on these ranks; told once however often it is said."""
         with self._lock:
             if self._descriptor is None or number in self._waits_for:

@@ -1,4 +1,6 @@
-"""A look every second at what a run depends on and cannot hear: whether somebody still listens at some addresses."""
+"""A look every second at what a run depends on and cannot hear: whether somebody still listens at
+some addresses.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,22 @@ from collections.abc import Mapping
 EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 BEGIN_SECONDS = 20.0
-# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a frame of settings, here an
-# empty one. Its fourth byte is its kind.
+# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a
+# frame of settings, here an empty one. Its fourth byte is its kind.
 FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
 class Watch:
-    """`places` are (host, port) by name. `gone` says who has not answered for `seconds`; None while all do."""
+    """`places` are (host, port) by name.
+
+    `gone` says who has not answered for `seconds`; None while all do.
+    """
 
     def __init__(self, places: Mapping[str, tuple[str, int]], seconds: float) -> None:
         self.gone: str | None = None
-        self._places, self._seconds = places, seconds
+        self._places = places
+        self._seconds = seconds
         self._over = threading.Event()
         threading.Thread(target=self._look, name="weft-watch", daemon=True).start()
 
@@ -50,8 +56,10 @@ class Watch:
 
 
 def check_listens(address: str) -> None:
-    """Raises `OSError` where the address is HOST:PORT and nobody listens there, or somebody who does not speak HTTP/2, as Ray's
-    head does: Ray itself would try for minutes, and print each time."""
+    """Raises `OSError` where the address is HOST:PORT and nobody listens there, or somebody who
+    does not speak HTTP/2, as Ray's head does: Ray itself would try for minutes, and print each
+    time.
+    """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:
         return

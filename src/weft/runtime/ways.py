@@ -1,4 +1,6 @@
-"""The ways that parameters take between engines on different meshes: planned once, and known to the ranks of both."""
+"""The ways that parameters take between engines on different meshes: planned once, and known to the
+ranks of both.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class Way:
-    """From one engine's ranks to another's, for these parameters. `moved` are the bytes that go from device to device each
-    time, `across` those of them that go from machine to machine."""
+    """From one engine's ranks to another's, for these parameters.
+
+    `moved` are the bytes that go from device to device each time, `across` those of them that go
+    from machine to machine.
+    """
 
     key: str
     ranks: tuple[int, ...]
@@ -27,7 +32,10 @@ class Way:
     across: int
 
     def __str__(self) -> str:
-        across = f", {self.across:,} of them between machines" if self.across else ""
+        if self.across:
+            across = f", {self.across:,} of them between machines"
+        else:
+            across = ""
         return f"{self.moved:,} bytes between devices each time{across}"
 
 
@@ -35,9 +43,16 @@ class Ways:
     """`built` says what each rank holds, `hosts` on which machine it is."""
 
     def __init__(
-        self, dispatch: Dispatch, experiment: Experiment, built: Mapping[int, Built], hosts: Sequence[str]
+        self,
+        dispatch: Dispatch,
+        experiment: Experiment,
+        built: Mapping[int, Built],
+        hosts: Sequence[str],
     ) -> None:
-        self._dispatch, self._experiment, self._built, self._hosts = dispatch, experiment, built, hosts
+        self._dispatch = dispatch
+        self._experiment = experiment
+        self._built = built
+        self._hosts = hosts
         self._meshes = experiment.meshes()
         self._ways: dict[tuple[Place, Place, tuple[str, ...]], Way] = {}
         self.unready: dict[str, BaseException] = {}  # why ranks do not know a way, by its key
@@ -47,7 +62,8 @@ class Ways:
         between = source, target, tuple(names)
         if between not in self._ways:
             chosen = frozenset(names)
-            have, want = self.held(source, chosen), self.held(target, chosen)
+            have = self.held(source, chosen)
+            want = self.held(target, chosen)
             transfers = plan(have, want, node_of=self._node_of)
             itemsize = dict.fromkeys(names, self._itemsize(source[0], target, eta))
             cost = traffic(transfers, have, want, itemsize=itemsize, node_of=self._node_of)
@@ -66,7 +82,8 @@ class Ways:
 
     def trained(self, place: Place) -> list[str]:
         """The parameters that train steps of the role change; all where its engine does not tell."""
-        role, mesh = place[0], self._meshes[place[0]]
+        role = place[0]
+        mesh = self._meshes[place[0]]
         names = self.common((role, mesh), place, partly=False)
         told = [self._built[rank].trained[role] for rank in mesh.ranks]
         trained = frozenset[str]().union(*(each for each in told if each is not None))
@@ -74,7 +91,9 @@ class Ways:
 
     def common(self, source: Place, target: Place, *, partly: bool) -> list[str]:
         """Parameters to move. Raises `ConfigError` where they differ."""
-        return common(source[0], self._shapes(source), target[0], self._shapes(target), partly=partly)
+        return common(
+            source[0], self._shapes(source), target[0], self._shapes(target), partly=partly
+        )
 
     def _shapes(self, place: Place) -> dict[str, tuple[int, ...]]:
         """Parameters' whole shapes: as far as any rank's part reaches."""
@@ -94,12 +113,19 @@ class Ways:
         }
 
     def _itemsize(self, source: str, target: Place, eta: float) -> int:
-        """Bytes of an element on its way: float32 masters of what is trained, rounded first where the target would do it."""
+        """Bytes of an element on its way: float32 masters of what is trained, rounded first where
+        the target would do it.
+        """
         trained = self._experiment.roles[source].trained
-        own, wanted = (BYTES[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0]))
+        own, wanted = (
+            BYTES[self._experiment.roles[role].dtype or "float32"] for role in (source, target[0])
+        )
         given = 4 if trained else own
         own_engine = target[1] == self._meshes[target[0]]
-        taken = 4 if self._experiment.roles[target[0]].trained and own_engine else wanted
+        if self._experiment.roles[target[0]].trained and own_engine:
+            taken = 4
+        else:
+            taken = wanted
         return min(given, taken) if eta == 1.0 else given
 
     def _node_of(self, rank: int) -> int:

@@ -1,4 +1,6 @@
-"""Makes one model function call at a time: tensors in, hooks before, the interface's method, hooks after, tensors out."""
+"""Makes one model function call at a time: tensors in, hooks before, the interface's method, hooks
+after, tensors out.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ from weft.topology import Mesh
 
 
 class Worker:
-    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder of cached outputs. Of many
-    devices it is one, `rank`, and has the roles that are on it."""
+    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder
+    of cached outputs. Of many devices it is one, `rank`, and has the roles that are on it.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,16 @@ class Worker:
         rank: int = 0,
         groups: ProcessGroups | None = None,
     ) -> None:
-        self._experiment, self._specs, self._tokenizers = experiment, specs, tokenizers
-        self._device, self._cache = device, cache
+        self._experiment = experiment
+        self._specs = specs
+        self._tokenizers = tokenizers
+        self._device = device
+        self._cache = cache
         self.store = TensorStore()
         self.calls = calls_of(experiment)
-        self._interfaces = {name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()}
+        self._interfaces = {
+            name: interfaces.get(node.interface)(**node.args) for name, node in self.calls.items()
+        }
         self._caches: dict[str, OutputCache] = {}
         self.roles = Roles(experiment, specs, rank, groups)
         self._meshes = {name: experiment.mesh_of(node) for name, node in self.calls.items()}
@@ -63,25 +71,30 @@ class Worker:
         weights: int | None = None,
         updates: Updates | None = None,
     ) -> MFCResult:
-        """Run the call `name` on these minibatches. The result's outputs are descriptions; `early` is told of those that are
-        made before the end. `weights` are those that a copy of the role has to have, `updates` what the call may take up in
-        its middle.
+        """Run the call `name` on these minibatches.
+
+        The result's outputs are descriptions; `early` is told of those that are made before the
+        end. `weights` are those that a copy of the role has to have, `updates` what the call may
+        take up in its middle.
 
         An error of the run is told with node, role and ids; any other gets them as a note.
         """
         node = self.calls[name]
         ids = owners(minibatches)
-        where = (
-            f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
-        )
-        started, clock = time.time(), time.perf_counter()
+        where = f"node {name!r} (role {node.role!r}, {len(ids)} ids: {', '.join(ids[:4])}{', ...' if len(ids) > 4 else ''})"
+        started = time.time()
+        clock = time.perf_counter()
         try:
-            model = self.model(node.role, step, self._meshes[name], weights, or_newer=node.interruptible)
+            model = self.model(
+                node.role, step, self._meshes[name], weights, or_newer=node.interruptible
+            )
             model = replace(model, announce=self._announce(node, name, early), updates=updates)
             with labelled(name):
                 result = self._call(node, name, model, minibatches)
         except RunError as error:
-            raise (NotFinite if isinstance(error, NotFinite) else RunError)(f"{where}: {error}") from error
+            raise (NotFinite if isinstance(error, NotFinite) else RunError)(
+                f"{where}: {error}"
+            ) from error
         except Exception as error:
             error.add_note(f"in {where}")
             raise
@@ -89,9 +102,14 @@ class Worker:
         made = self.store.put(result.outputs) if result.outputs else None
         return MFCResult(made, {**result.metrics, **times}, result.seen)
 
-    def _call(self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]) -> MFCResult:
+    def _call(
+        self, node: MFCDef, name: str, model: Model, minibatches: Sequence[SampleMeta]
+    ) -> MFCResult:
         ids = owners(minibatches)
-        batch = read_inputs(self.store, node, ids) if ids else no_values(minibatches[0])
+        if ids:
+            batch = read_inputs(self.store, node, ids)
+        else:
+            batch = no_values(minibatches[0])
         limit = node.max_tokens_per_microbatch or self._experiment.control.max_tokens_per_microbatch
         model = replace(model, max_tokens=limit)
         self._hooks(node.pre_hooks, model, self._meshes[name], before=True)
@@ -103,7 +121,9 @@ class Worker:
         self._hooks(node.post_hooks, model, self._meshes[name], before=False)
         return replace(result, outputs=on_edges(node, result.outputs, ids))
 
-    def _announce(self, node: MFCDef, name: str, early: Outbox | None) -> Callable[[SequenceSample], None] | None:
+    def _announce(
+        self, node: MFCDef, name: str, early: Outbox | None
+    ) -> Callable[[SequenceSample], None] | None:
         if early is None:
             return None
 
@@ -115,10 +135,17 @@ class Worker:
         return announce
 
     def model(
-        self, role: str, step: int, mesh: Mesh | None = None, weights: int | None = None, *, or_newer: bool = False
+        self,
+        role: str,
+        step: int,
+        mesh: Mesh | None = None,
+        weights: int | None = None,
+        *,
+        or_newer: bool = False,
     ) -> Model:
         """The handle that an interface gets, of the role's own engine unless said."""
-        control, tokenizers = self._experiment.control, self._tokenizers
+        control = self._experiment.control
+        tokenizers = self._tokenizers
         return Model(
             role=role,
             engine=self.roles.engine(role, mesh, weights, or_newer=or_newer),
@@ -136,7 +163,9 @@ class Worker:
         return self._meshes[name]
 
     def save(self, role: str, directory: Path) -> None:
-        """A Hugging Face directory: by the interface that trains the role where it implements `save`, else by the engine."""
+        """A Hugging Face directory: by the interface that trains the role where it implements
+        `save`, else by the engine.
+        """
         for name, node in self.calls.items():
             if node.role == role and node.trains and implements(node.interface, "save"):
                 self._interfaces[name].save(self.model(role, 0), directory)
@@ -144,8 +173,10 @@ class Worker:
         self.roles.engine(role).save_model(directory, self._tokenizers[role])
 
     def save_state(self, point: Path, own: Path | None = None) -> None:
-        """Engines, interfaces with a state, and every tensor that an id still needs. All but the engines goes into `own`, the
-        folder of this one of many devices."""
+        """Engines, interfaces with a state, and every tensor that an id still needs.
+
+        All but the engines goes into `own`, the folder of this one of many devices.
+        """
         own = own or point
         self.roles.save_state(point / ENGINES)
         stateful = {
@@ -157,7 +188,9 @@ class Worker:
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
-        """Take up a recovery point that any number of devices wrote, with the tensors that are in the folders `held`."""
+        """Take up a recovery point that any number of devices wrote, with the tensors that are in
+        the folders `held`.
+        """
         self.roles.load_state(point / ENGINES)
         for name, state in read_interfaces(point).items():
             if self._rank in self._meshes[name].ranks:
@@ -175,7 +208,9 @@ class Worker:
                 self.roles.offload(model.role, hook.what, mesh)
 
     def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
-        """Outputs from the cache on disk; the interface is called on ids that are not there, and its metrics are theirs."""
+        """Outputs from the cache on disk; the interface is called on ids that are not there, and
+        its metrics are theirs.
+        """
         if name not in self._caches:
             folder = f"{name.replace('/', '-')}-{fingerprint(node, model.engine)}"
             self._caches[name] = OutputCache(self._cache / folder)
@@ -184,7 +219,9 @@ class Worker:
         def compute(missing: SequenceSample) -> SequenceSample:
             result: MFCResult = getattr(self._interfaces[name], node.method)(model, missing)
             metrics.update(result.metrics)
-            assert result.outputs is not None, f"node {name!r} makes no keys; there is nothing to cache"
+            assert result.outputs is not None, (
+                f"node {name!r} makes no keys; there is nothing to cache"
+            )
             return result.outputs.select(ids=missing.ids, keys=node.output_keys)
 
         outputs, known = self._caches[name].call(batch, compute)

@@ -1,8 +1,11 @@
-"""A process that reads large JSON bodies for the server: `python -m weft.serve._read_json`. Loads no torch.
+"""A process that reads large JSON bodies for the server: `python -m weft.serve._read_json`.
 
-Python reads JSON in one go, during which no other thread of its process runs: a list of five million numbers would keep health
-checks waiting for a second. Bodies come from standard input, eight bytes of length before each; answers go to standard output
-in the same way, pickled: ("ok", value), or ("error", what is wrong).
+Loads no torch.
+
+Python reads JSON in one go, during which no other thread of its process runs: a list of five
+million numbers would keep health checks waiting for a second. Bodies come from standard input,
+eight bytes of length before each; answers go to standard output in the same way, pickled: ("ok",
+value), or ("error", what is wrong).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ SHORT = 64  # numbers of a list that stays one
 
 
 def main() -> None:
-    given, out = sys.stdin.buffer, sys.stdout.buffer
+    given = sys.stdin.buffer
+    out = sys.stdout.buffer
     while head := given.read(8):
         answer: tuple[str, Any]
         try:
@@ -33,7 +37,10 @@ def main() -> None:
 
 
 class Compact:
-    """Turns lists of numbers into arrays, and counts all else. Raises `ValueError` for too much of it."""
+    """Turns lists of numbers into arrays, and counts all else.
+
+    Raises `ValueError` for too much of it.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -41,7 +48,9 @@ class Compact:
     def value(self, found: Any, *, arrays: bool = False) -> Any:
         if isinstance(found, dict):
             self._add(len(found))
-            return {key: self.value(each, arrays=arrays or key in ARRAYS) for key, each in found.items()}
+            return {
+                key: self.value(each, arrays=arrays or key in ARRAYS) for key, each in found.items()
+            }
         if not isinstance(found, list):
             return found
         if arrays and len(found) >= SHORT and (array := as_array(found)) is not None:
@@ -56,7 +65,9 @@ class Compact:
 
 
 def as_array(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
-    """The numbers as int64 or, where some have a fraction, float64; None for a list that holds anything else."""
+    """The numbers as int64 or, where some have a fraction, float64; None for a list that holds
+    anything else.
+    """
     kinds = set(map(type, numbers))
     try:
         if kinds == {int}:

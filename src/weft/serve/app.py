@@ -28,7 +28,10 @@ OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token
 
 @dataclass(frozen=True)
 class App:
-    """An ASGI application. `token` is what a request must carry as `Authorization: Bearer`; None lets everybody in."""
+    """An ASGI application.
+
+    `token` is what a request must carry as `Authorization: Bearer`; None lets everybody in.
+    """
 
     models: Mapping[str, Served]
     limits: Limits
@@ -46,12 +49,17 @@ class App:
         return Inference(self.models, self.metrics, self.limits.most_load, self.background)
 
     async def __call__(
-        self, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:  # fmt: skip
+        self,
+        scope: Mapping[str, Any],
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
         if scope["type"] != "http":
             raise ValueError(f"this server speaks HTTP alone, not {scope['type']}")
         exchange = Exchange(scope, receive, send)
-        began, endpoint, status = time.perf_counter(), self._endpoint(exchange.path), ""
+        began = time.perf_counter()
+        endpoint = self._endpoint(exchange.path)
+        status = ""
         try:
             async with asyncio.timeout(self.limits.seconds):
                 await self._answer(exchange)
@@ -83,7 +91,9 @@ class App:
             return await self._complete(exchange, chat=COMPLETIONS[exchange.path])
         if exchange.path == "/v1/models" or exchange.path.startswith("/v1/models/"):
             self._check_method(exchange, "GET")
-            return await exchange.reply_json(self._listed(exchange.path.removeprefix("/v1/models").lstrip("/")))
+            return await exchange.reply_json(
+                self._listed(exchange.path.removeprefix("/v1/models").lstrip("/"))
+            )
         if exchange.path in ("/v2", "/v2/"):
             self._check_method(exchange, "GET")
             return await exchange.reply_json(self.inference.about())
@@ -93,26 +103,39 @@ class App:
 
     async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
         body = await self.background.read(await self._body(exchange))
-        name, policy = body.get("model"), self.policy
+        name = body.get("model")
+        policy = self.policy
         if not isinstance(name, str):
             raise Refused(400, "model is missing, or no text", param="model")
         if policy is None or name != policy.name:
-            here = f"here is {policy.name}" if policy else "this server has a reward model alone, which writes no text"
-            scores = (
-                f"it is a reward model; score with /v2/models/{name}/infer; {here}" if name in self.models else here
-            )
+            if policy:
+                here = f"here is {policy.name}"
+            else:
+                here = "this server has a reward model alone, which writes no text"
+            if name in self.models:
+                scores = f"it is a reward model; score with /v2/models/{name}/infer; {here}"
+            else:
+                scores = here
             what = "writes no text" if name in self.models else "unknown model"
-            raise Refused(404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found")
-        await Completions(policy, self.metrics, self.limits, self.background).answer(exchange, body, chat=chat)
+            raise Refused(
+                404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found"
+            )
+        await Completions(policy, self.metrics, self.limits, self.background).answer(
+            exchange, body, chat=chat
+        )
 
     async def _body(self, exchange: Exchange) -> bytes:
         """The request's body, decompressed."""
         limit = self.limits.body_bytes
         body = await exchange.body(limit, self.limits.body_seconds)
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
-        return await self.background.run(decompressed, body, encoding, limit) if encoding else body
+        if encoding:
+            return await self.background.run(decompressed, body, encoding, limit)
+        return body
 
-    async def _model(self, exchange: Exchange, name: str, version: str | None, rest: str | None) -> None:
+    async def _model(
+        self, exchange: Exchange, name: str, version: str | None, rest: str | None
+    ) -> None:
         served = self.inference.model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
@@ -122,34 +145,49 @@ class App:
         elif rest == "/infer":
             await self.inference.answer(exchange, await self._body(exchange), served)
         else:
-            raise Refused(404, "a model's configuration is Triton's own; this server has /v2/models/NAME")
+            raise Refused(
+                404, "a model's configuration is Triton's own; this server has /v2/models/NAME"
+            )
 
     def _listed(self, name: str) -> dict[str, Any]:
         """The models, or one of them, as OpenAI lists them."""
         cards = {
-            each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"} for each in self.models
+            each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"}
+            for each in self.models
         }
         if not name:
             return {"object": "list", "data": list(cards.values())}
         if name not in cards:
-            raise Refused(404, f"unknown model {name[:80]!r}; here are {', '.join(cards)}", code="model_not_found")
+            raise Refused(
+                404,
+                f"unknown model {name[:80]!r}; here are {', '.join(cards)}",
+                code="model_not_found",
+            )
         return cards[name]
 
     def _check_allowed(self, exchange: Exchange) -> None:
-        """Raises `Refused` for a request without the token; where there is none, for one that another page's script sends."""
+        """Raises `Refused` for a request without the token; where there is none, for one that
+        another page's script sends.
+        """
         if self.token is None:
             if "origin" in exchange.headers:
-                raise Refused(403, "requests of web pages are refused where the server has no token")
+                raise Refused(
+                    403, "requests of web pages are refused where the server has no token"
+                )
             return
         if not allowed(exchange.headers.get("authorization"), self.token):
-            raise Refused(401, "send the server's token: Authorization: Bearer TOKEN", code="invalid_api_key")
+            raise Refused(
+                401, "send the server's token: Authorization: Bearer TOKEN", code="invalid_api_key"
+            )
 
     def _check_method(self, exchange: Exchange, method: str) -> None:
         if exchange.method != method:
             raise Refused(405, f"{exchange.method} is not possible here; use {method}")
 
     async def _refuse(self, exchange: Exchange, refused: Refused) -> None:
-        """A refusal in the form of the endpoint's protocol; where the answer has begun, as the stream's last event."""
+        """A refusal in the form of the endpoint's protocol; where the answer has begun, as the
+        stream's last event.
+        """
         if exchange.path.startswith("/v2"):
             value: dict[str, Any] = {"error": refused.message}
         else:
@@ -158,7 +196,9 @@ class App:
             await exchange.part(json.dumps(value))
             await exchange.end()
             return
-        headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(refused.status, {})
+        headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}}.get(
+            refused.status, {}
+        )
         if refused.status in (408, 413):
             headers = {"connection": "close"}
         await exchange.reply_json(value, refused.status, headers)
@@ -167,7 +207,10 @@ class App:
 def allowed(header: str | None, token: str) -> bool:
     """Whether a header `Authorization` holds the token; it takes as long for every wrong one."""
     scheme, _, given = (header or "").partition(" ")
-    return secrets.compare_digest(given.strip().encode(), token.encode()) and scheme.lower() == "bearer"
+    return (
+        secrets.compare_digest(given.strip().encode(), token.encode())
+        and scheme.lower() == "bearer"
+    )
 
 
 def _as_refused(error: Exception, seconds: float) -> Refused:
@@ -175,18 +218,32 @@ def _as_refused(error: Exception, seconds: float) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):
-        return Refused(504, f"no answer within {seconds:g} seconds, the server's --timeout", code="timeout")
+        return Refused(
+            504, f"no answer within {seconds:g} seconds, the server's --timeout", code="timeout"
+        )
     if isinstance(error, DataError):
         return Refused(400, str(error))
     if isinstance(error, UserError):
         return Refused(400, str(error))
     log.error("a request failed", exc_info=error)
-    return Refused(500, f"the request failed: {type(error).__name__}; see the server's log", code="server_error")
+    return Refused(
+        500,
+        f"the request failed: {type(error).__name__}; see the server's log",
+        code="server_error",
+    )
 
 
 def _as_openai(refused: Refused) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+    }
     usual = "server_error" if refused.status >= 500 else "invalid_request_error"
     return {
-        "message": refused.message, "type": kinds.get(refused.status, usual), "param": refused.param, "code": refused.code,
-    }  # fmt: skip
+        "message": refused.message,
+        "type": kinds.get(refused.status, usual),
+        "param": refused.param,
+        "code": refused.code,
+    }

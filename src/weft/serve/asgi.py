@@ -1,4 +1,6 @@
-"""One HTTP exchange as ASGI gives it: a body within limits, a reply at once or in parts, and whether anybody waits for it."""
+"""One HTTP exchange as ASGI gives it: a body within limits, a reply at once or in parts, and
+whether anybody waits for it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,24 @@ T = TypeVar("T")
 
 WORTH_COMPRESSING = 4096  # bytes
 ENCODINGS = ("gzip", "deflate")
-DRAIN = 4  # times the limit that is read of a body too large, so that its sender can read the answer
+# times the limit that is read of a body too large, so that its sender can read the answer
+DRAIN = 4
 
 
 class Refused(Exception):
-    """A request that gets no answer but this. `param` names the field at fault, `code` the fault, in OpenAI's words."""
+    """A request that gets no answer but this.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    `param` names the field at fault, `code` the fault, in OpenAI's words.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
 
 class Gone(Exception):
@@ -40,7 +51,8 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.scope["headers"]
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in self.scope["headers"]
         }
 
     @property
@@ -52,8 +64,13 @@ class Exchange:
         return str(self.scope["path"])
 
     async def body(self, limit: int, seconds: float) -> bytes:
-        """The whole body. Raises `Refused` for one of more than `limit` bytes or that takes longer, `Gone` for half of one."""
-        parts, size = [], 0
+        """The whole body.
+
+        Raises `Refused` for one of more than `limit` bytes or that takes longer, `Gone` for half of
+        one.
+        """
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -72,8 +89,12 @@ class Exchange:
         return b"".join(parts)
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is ended where the client leaves before (`Gone`). The body has been read by then."""
-        task, left = asyncio.ensure_future(work), asyncio.ensure_future(self._left())
+        """The result of `work`, which is ended where the client leaves before (`Gone`).
+
+        The body has been read by then.
+        """
+        task = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(self._left())
         try:
             await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
@@ -89,7 +110,11 @@ class Exchange:
             pass
 
     async def reply(
-        self, status: int, body: bytes, kind: str = "application/json", headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        body: bytes,
+        kind: str = "application/json",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """The whole reply, compressed where the client takes that and it is worth the time."""
         more = dict(headers or {})
@@ -105,17 +130,29 @@ class Exchange:
         taken = {}
         for entry in self.headers.get("accept-encoding", "").lower().split(","):
             name, _, weight = entry.partition(";")
-            taken[name.strip()] = weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+            taken[name.strip()] = weight.replace(" ", "") not in (
+                "q=0",
+                "q=0.0",
+                "q=0.00",
+                "q=0.000",
+            )
         return next((name for name in ENCODINGS if taken.get(name, False)), None)
 
-    async def reply_json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    async def reply_json(
+        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         await self.reply(status, json.dumps(value).encode(), headers=headers)
 
     async def part(self, text: str) -> None:
         """One server-sent event; the first begins the reply."""
         if self.status is None:
-            await self._start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
-        await self.send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
+            await self._start(
+                200,
+                {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"},
+            )
+        await self.send(
+            {"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True}
+        )
 
     async def end(self) -> None:
         """The end of a reply in parts."""
@@ -128,4 +165,6 @@ class Exchange:
 
 
 def compressed(body: bytes, encoding: str) -> bytes:
-    return gzip.compress(body, 1, mtime=0) if encoding == "gzip" else zlib.compress(body, 1)
+    if encoding == "gzip":
+        return gzip.compress(body, 1, mtime=0)
+    return zlib.compress(body, 1)

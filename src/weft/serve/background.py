@@ -1,7 +1,9 @@
-"""What a request needs before the network, off the event loop: reading bodies, templates, tokenizing, writing answers.
+"""What a request needs before the network, off the event loop: reading bodies, templates,
+tokenizing, writing answers.
 
-Threads suffice where the work lets go of the interpreter now and then (the tokenizers' Rust code, templates, numpy on parts).
-Reading large JSON does not, and is done by another process (`_read_json.py`).
+Threads suffice where the work lets go of the interpreter now and then (the tokenizers' Rust code,
+templates, numpy on parts). Reading large JSON does not, and is done by another process
+(`_read_json.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from weft.serve.asgi import Refused
 T = TypeVar("T")
 
 THREADS = 4
-LARGE = 1 << 16  # bytes of JSON that another process reads, characters of a text that is tokenized alone
+# bytes of JSON that another process reads, characters of a text that is tokenized alone
+LARGE = 1 << 16
 GZIP_OR_ZLIB = 47  # what zlib takes for either kind of header
 
 
@@ -41,20 +44,26 @@ class BackgroundWork:
         self._reader: subprocess.Popen[bytes] | None = None
         self._own = threading.local()
         self._long_texts = threading.Lock()
-        self._copies: dict[int, queue.SimpleQueue[Tokenizer]] = {}  # by tokenizer, those that no thread has taken yet
+        # by tokenizer, those that no thread has taken yet
+        self._copies: dict[int, queue.SimpleQueue[Tokenizer]] = {}
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Return the result of `work`, which runs in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     async def read(self, text: bytes) -> dict[str, Any]:
-        """Return a JSON object; lists of numbers in a large one are arrays. Raises `DataError` for anything else."""
+        """Return a JSON object; lists of numbers in a large one are arrays.
+
+        Raises `DataError` for anything else.
+        """
         if len(text) <= LARGE:
             return read_object(text)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, text)
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Copy a tokenizer for each thread, before there are requests: a copy keeps the interpreter for tenths of a second."""
+        """Copy a tokenizer for each thread, before there are requests: a copy keeps the interpreter
+        for tenths of a second.
+        """
         copies = self._copies[id(tokenizer)] = queue.SimpleQueue()
         for _ in range(THREADS):
             copies.put(replace(tokenizer, hf=copy.deepcopy(tokenizer.hf)))
@@ -70,8 +79,8 @@ class BackgroundWork:
     def encode(self, tokenizer: Tokenizer, text: str, bos: bool | None = None) -> list[int]:
         """Return the tokens of a text, by this thread's copy of the tokenizer.
 
-        Of long texts one at a time: making hundreds of thousands of ids keeps the interpreter, from several threads in a row
-        for tenths of a second.
+        Of long texts one at a time: making hundreds of thousands of ids keeps the interpreter, from
+        several threads in a row for tenths of a second.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
             return self.tokenizer(tokenizer).encode(text, bos=bos)
@@ -87,7 +96,8 @@ class BackgroundWork:
         if self._reader is None or self._reader.poll() is not None:
             command = [sys.executable, "-m", "weft.serve._read_json"]
             self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        given, answers = self._reader.stdin, self._reader.stdout
+        given = self._reader.stdin
+        answers = self._reader.stdout
         assert given is not None and answers is not None, "both are pipes"
         try:
             given.write(len(text).to_bytes(8, "little"))
@@ -108,19 +118,30 @@ class BackgroundWork:
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body without its content encoding. Raises `Refused` for an unknown one, and for more than `limit` bytes, without making
-    them."""
+    """A body without its content encoding.
+
+    Raises `Refused` for an unknown one, and for more than `limit` bytes, without making them.
+    """
     if encoding in ("", "identity"):
         return body
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise Refused(415, f"content-encoding {encoding[:40]!r} is not supported; send gzip, deflate or no encoding")
+        raise Refused(
+            415,
+            f"content-encoding {encoding[:40]!r} is not supported; send gzip, deflate or no "
+            f"encoding",
+        )
     reader = zlib.decompressobj(GZIP_OR_ZLIB)
     try:
         made = reader.decompress(body, limit + 1)
     except zlib.error as error:
         raise Refused(400, f"the body is not {encoding}: {error}") from None
     if len(made) > limit:
-        raise Refused(413, f"the body has more than {limit} bytes once decompressed, the server's --max-body-mb")
+        raise Refused(
+            413,
+            f"the body has more than {limit} bytes once decompressed, the server's --max-body-mb",
+        )
     if not reader.eof or reader.unused_data:
-        raise Refused(400, f"the body is not {encoding}: it ends too early, or something follows it")
+        raise Refused(
+            400, f"the body is not {encoding}: it ends too early, or something follows it"
+        )
     return made

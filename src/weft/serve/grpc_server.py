@@ -25,9 +25,11 @@ log = logging.getLogger(__name__)
 THREADS = 64  # calls at a time
 SPARE = 8  # of them that inference does not take, so that health and metadata are answered
 CODES = {
-    400: grpc.StatusCode.INVALID_ARGUMENT, 401: grpc.StatusCode.UNAUTHENTICATED, 404: grpc.StatusCode.NOT_FOUND,
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-}  # fmt: skip
+}
 OPEN = ("ServerLive", "ServerReady")  # without a token
 
 
@@ -37,7 +39,9 @@ class Calls:
 
     app: App
     loop: asyncio.AbstractEventLoop
-    inferring: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(THREADS - SPARE))
+    inferring: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(THREADS - SPARE)
+    )
 
     def answer(self, name: str, request: Any, context: Any) -> Any:
         """One call. Ends it with a status where it cannot be answered."""
@@ -47,7 +51,9 @@ class Calls:
             self._check_allowed(name, context)
             return getattr(self, f"_{name}")(request, context)
         except (Refused, UserError) as error:
-            code = CODES.get(error.status if isinstance(error, Refused) else 400, grpc.StatusCode.INTERNAL)
+            code = CODES.get(
+                error.status if isinstance(error, Refused) else 400, grpc.StatusCode.INTERNAL
+            )
             status = code.name
             context.abort(code, str(error))
         except (Late, CancelledError):
@@ -56,7 +62,10 @@ class Calls:
         except Exception as error:
             log.error("a request failed", exc_info=error)
             status = grpc.StatusCode.INTERNAL.name
-            context.abort(grpc.StatusCode.INTERNAL, f"the request failed: {type(error).__name__}; see the server's log")
+            context.abort(
+                grpc.StatusCode.INTERNAL,
+                f"the request failed: {type(error).__name__}; see the server's log",
+            )
         finally:
             self.app.metrics.answered(f"grpc/{name}", status, time.perf_counter() - began)
 
@@ -69,7 +78,9 @@ class Calls:
         return messages.message("ServerLiveResponse")(live=True)
 
     def _ServerReady(self, request: Any, context: Any) -> Any:
-        return messages.message("ServerReadyResponse")(ready=all(m.worker.alive for m in self.app.models.values()))
+        return messages.message("ServerReadyResponse")(
+            ready=all(m.worker.alive for m in self.app.models.values())
+        )
 
     def _ModelReady(self, request: Any, context: Any) -> Any:
         served = self.app.inference.model(request.name, request.version)
@@ -96,10 +107,14 @@ class Calls:
         inputs = messages.read_tensors(request.inputs, request.raw_input_contents)
         for output in request.outputs:
             if output.name != served.output:
-                raise DataError(f"model {served.name!r} has no output {output.name!r}; it has {served.output}")
+                raise DataError(
+                    f"model {served.name!r} has no output {output.name!r}; it has {served.output}"
+                )
         parameters = messages.read_parameters(request.parameters)
         made = self._run(self.app.inference.infer(served, inputs, parameters), context)
-        reply = messages.message("ModelInferResponse")(model_name=served.name, model_version=VERSION, id=request.id)
+        reply = messages.message("ModelInferResponse")(
+            model_name=served.name, model_version=VERSION, id=request.id
+        )
         messages.write_tensors(made, reply.outputs, reply.raw_output_contents)
         return reply
 
@@ -109,14 +124,17 @@ class Calls:
         context.add_callback(future.cancel)
         left = context.time_remaining()
         try:
-            return future.result(min(self.app.limits.seconds, left if left is not None else self.app.limits.seconds))
+            return future.result(
+                min(self.app.limits.seconds, left if left is not None else self.app.limits.seconds)
+            )
         finally:
             future.cancel()
 
 
 def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
     """A server, not started, without a port."""
-    calls, limit = Calls(app, loop), app.limits.body_bytes
+    calls = Calls(app, loop)
+    limit = app.limits.body_bytes
 
     def handler(name: str) -> grpc.RpcMethodHandler:
         return grpc.unary_unary_rpc_method_handler(
@@ -134,5 +152,7 @@ def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
         ],
     )
     handlers = {name: handler(name) for name in messages.CALLS}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE, handlers),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(messages.SERVICE, handlers),)
+    )
     return server

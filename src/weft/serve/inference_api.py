@@ -15,7 +15,9 @@ from weft.serve.background import BackgroundWork
 from weft.serve.metrics import Metrics
 from weft.serve.served import IDS, PLATFORM, VERSION, Served
 
-MODEL = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?(?P<rest>/ready|/infer|/config)?")
+MODEL = re.compile(
+    r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?(?P<rest>/ready|/infer|/config)?"
+)
 EXTENSIONS = ["binary_tensor_data"]
 
 
@@ -57,12 +59,18 @@ class Inference:
         if length is None:
             await exchange.reply(200, raw)
         else:
-            await exchange.reply(200, raw, "application/octet-stream", {LENGTH_HEADER.lower(): str(length)})
+            await exchange.reply(
+                200, raw, "application/octet-stream", {LENGTH_HEADER.lower(): str(length)}
+            )
 
-    async def infer(self, served: Served, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    async def infer(
+        self, served: Served, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The model's outputs. Raises `DataError`, and `Refused` where there is too much to do."""
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
-            raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
+            raise Refused(
+                429, "the server has as much to do as it takes; ask again later", code="overloaded"
+            )
         made = await served.infer(inputs, parameters, self.background)
         self.metrics.tokens(scored=int(inputs[IDS].size))
         return made
@@ -87,6 +95,11 @@ def _outputs(header: Mapping[str, Any], served: Served) -> tuple[list[str], set[
         raise DataError("outputs must be a list of objects")
     for entry in asked:
         if entry.get("name") != served.output:
-            raise DataError(f"model {served.name!r} has no output {entry.get('name')!r}; it has {served.output}")
-    binary = {served.output} if any(flag(entry, "binary_data", usual) for entry in asked) else set()
+            raise DataError(
+                f"model {served.name!r} has no output {entry.get('name')!r}; it has {served.output}"
+            )
+    if any(flag(entry, "binary_data", usual) for entry in asked):
+        binary = {served.output}
+    else:
+        binary = set()
     return [served.output], binary

@@ -51,13 +51,18 @@ class Metrics:
         with self._lock:
             lines = _head("weft_requests_total", "counter")
             for (endpoint, status), count in sorted(self.requests.items()):
-                lines.append(f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}')
+                lines.append(
+                    f'weft_requests_total{{endpoint="{endpoint}",status="{status}"}} {count}'
+                )
             lines += _head("weft_request_seconds", "histogram")
             total = 0
             for bound, count in zip((*map(str, BUCKETS), "+Inf"), self.buckets, strict=True):
                 total += count
                 lines.append(f'weft_request_seconds_bucket{{le="{bound}"}} {total}')
-            lines += [f"weft_request_seconds_sum {self.seconds:.6f}", f"weft_request_seconds_count {total}"]
+            lines += [
+                f"weft_request_seconds_sum {self.seconds:.6f}",
+                f"weft_request_seconds_count {total}",
+            ]
             for name in HELP:
                 if name.endswith("_total") and name != "weft_requests_total":
                     lines += [*_head(name, "counter"), f"{name} {self.counts[name]}"]

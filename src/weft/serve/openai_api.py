@@ -1,4 +1,6 @@
-"""The OpenAI endpoints for a policy: `/v1/chat/completions`, `/v1/completions`, whole or as a stream."""
+"""The OpenAI endpoints for a policy: `/v1/chat/completions`, `/v1/completions`, whole or as a
+stream.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,8 @@ from weft.serve.text import GrowingText, Said
 from weft.serve.worker import Job
 
 MOST_PROMPTS = 128
-TEMPLATE_SECONDS = 2.0  # for a conversation; what a template has made in longer takes too long to clear away
+# for a conversation; what a template has made in longer takes too long to clear away
+TEMPLATE_SECONDS = 2.0
 PAUSE = 16  # tokens that one request reads in a row
 
 
@@ -49,7 +52,9 @@ class Completions:
             prompts = await self.background.run(self._prompts, body.get("prompt"))
         limits = [self.limit(prompt, asked) for prompt in prompts]
         if self.policy.worker.load + asked.count * len(prompts) > self.limits.most_load:
-            raise Refused(429, "the server has as much to do as it takes; ask again later", code="overloaded")
+            raise Refused(
+                429, "the server has as much to do as it takes; ask again later", code="overloaded"
+            )
         form = Form.of(self.policy.name, chat)
         run = Run(self, asked, prompts, limits, form)
         if asked.stream:
@@ -66,7 +71,9 @@ class Completions:
         if messages is None:
             raise Refused(400, "messages is missing", param="messages")
         if tokenizer.chat_template is None:
-            raise Refused(400, "this model has no chat template; use /v1/completions", code="no_chat_template")
+            raise Refused(
+                400, "this model has no chat template; use /v1/completions", code="no_chat_template"
+            )
         self._check_bytes(num_bytes(messages), "messages")
         began = time.monotonic()
         try:
@@ -77,9 +84,12 @@ class Completions:
             return self.background.encode(self.policy.tokenizer, text, tokenizer.chat_bos)
         except (UserError, TookTooLong) as error:
             late = time.monotonic() - began > TEMPLATE_SECONDS
-            said = (
-                f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages" if late else str(error)
-            )
+            if late:
+                said = (
+                    f"the chat template takes longer than {TEMPLATE_SECONDS:g} s on these messages"
+                )
+            else:
+                said = str(error)
             raise Refused(400, said, param="messages") from None
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
@@ -92,7 +102,9 @@ class Completions:
             if texts or all(is_ids(each) for each in prompt):
                 return [self._prompt(each) for each in prompt]
         raise Refused(
-            400, f"prompt must be a text, token ids, or a list of up to {MOST_PROMPTS} of either", param="prompt"
+            400,
+            f"prompt must be a text, token ids, or a list of up to {MOST_PROMPTS} of either",
+            param="prompt",
         )
 
     def _prompt(self, prompt: Any) -> list[int]:
@@ -114,16 +126,17 @@ class Completions:
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
         """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
-        self._check_length(len(prompt))  # first: the event loop waits while all of them are looked at
+        # first: the event loop waits while all of them are looked at
+        self._check_length(len(prompt))
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
-            said = f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
+            said = (
+                f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
+            )
             raise Refused(400, said, param="prompt")
         context = self.policy.context
         room = asked.max_new_tokens if context is None else context - len(prompt)
         if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):
-            said = (
-                f"{len(prompt)} tokens of the prompt and {asked.max_new_tokens} new ones exceed the context, {context}"
-            )
+            said = f"{len(prompt)} tokens of the prompt and {asked.max_new_tokens} new ones exceed the context, {context}"
             raise Refused(400, said, code="context_length_exceeded")
         return min(room, asked.max_new_tokens)
 
@@ -139,7 +152,12 @@ def num_bytes(value: Any) -> int:
     """Bytes of all texts in a JSON value."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list):
+        parts = value
+    else:
+        parts = ()
     return sum(map(num_bytes, parts))
 
 
@@ -154,13 +172,19 @@ class Form:
 
     @classmethod
     def of(cls, model: str, chat: bool) -> Form:
-        return cls(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()), model, chat)
+        return cls(
+            f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()), model, chat
+        )
 
     def head(self, *, chunk: bool) -> dict[str, Any]:
-        kind = ("chat.completion" if self.chat else "text_completion") + (".chunk" if chunk and self.chat else "")
+        kind = ("chat.completion" if self.chat else "text_completion") + (
+            ".chunk" if chunk and self.chat else ""
+        )
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def choice(self, index: int, text: str, finish: str | None, said: Sequence[Said] | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, finish: str | None, said: Sequence[Said] | None
+    ) -> dict[str, Any]:
         rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
         if self.chat:
             return {"index": index, "message": {"role": "assistant", "content": text}, **rest}
@@ -170,7 +194,10 @@ class Form:
         self, index: int, delta: Mapping[str, str], finish: str | None, said: Sequence[Said] | None
     ) -> dict[str, Any]:
         rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
-        own = {"delta": dict(delta)} if self.chat else {"text": delta.get("content", "")}
+        if self.chat:
+            own: dict[str, Any] = {"delta": dict(delta)}
+        else:
+            own = {"text": delta.get("content", "")}
         return {**self.head(chunk=True), "choices": [{"index": index, **own, **rest}]}
 
     def _logprobs(self, said: Sequence[Said] | None) -> dict[str, Any] | None:
@@ -178,7 +205,8 @@ class Form:
             return None
         if self.chat:
             content = [
-                {**_token(s.piece, s.logprob), "top_logprobs": [_token(*other) for other in s.top]} for s in said
+                {**_token(s.piece, s.logprob), "top_logprobs": [_token(*other) for other in s.top]}
+                for s in said
             ]
             return {"content": content, "refusal": None}
         return {
@@ -228,7 +256,9 @@ class Run:
         """The whole answer, choice by choice: other threads get their turn between them."""
         wanted = self.asked.logprobs is not None
         choices = (
-            json.dumps(self.form.choice(index, text.text, text.finish, text.take() if wanted else None))
+            json.dumps(
+                self.form.choice(index, text.text, text.finish, text.take() if wanted else None)
+            )
             for index, text in enumerate(texts)
         )
         rest = json.dumps({**self.form.head(chunk=False), "usage": self._usage(texts)})
@@ -247,11 +277,15 @@ class Run:
                 said = texts[index].take()
                 if new or said:
                     shown = said if self.asked.logprobs is not None else None
-                    await self._part(exchange, self.form.delta(index, {"content": new}, None, shown))
+                    await self._part(
+                        exchange, self.form.delta(index, {"content": new}, None, shown)
+                    )
                 if event.finish is not None:
                     await self._part(exchange, self.form.delta(index, {}, event.finish, None))
         if self.asked.usage_at_end:
-            await self._part(exchange, {**self.form.head(chunk=True), "choices": [], "usage": self._usage(texts)})
+            await self._part(
+                exchange, {**self.form.head(chunk=True), "choices": [], "usage": self._usage(texts)}
+            )
         await exchange.part("[DONE]")
         await exchange.end()
 
@@ -259,9 +293,14 @@ class Run:
         await exchange.part(json.dumps(value))
 
     async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Tokens as they come, with the number of the choice. Leaving early stops what still runs."""
+        """Tokens as they come, with the number of the choice.
+
+        Leaving early stops what still runs.
+        """
         queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
-        loop, worker, n = asyncio.get_running_loop(), self.of.policy.worker, self.asked.count
+        loop = asyncio.get_running_loop()
+        worker = self.of.policy.worker
+        n = self.asked.count
 
         def tell(event: TokenEvent | Exception) -> None:
             loop.call_soon_threadsafe(queue.put_nowait, event)
@@ -291,11 +330,13 @@ class Run:
     def _job(self, index: int, tell: Callable[[TokenEvent | Exception], None]) -> Job:
         asked = self.asked
         named = None if asked.seed is None else f"seed {asked.seed}"
-        id, prompt = f"{self.form.id}-{index}", self.prompts[index]
+        id = f"{self.form.id}-{index}"
+        prompt = self.prompts[index]
         return Job(id, prompt, asked.count, self.limits[index], asked.sampling, tell, named)
 
     def _texts(self) -> list[GrowingText]:
-        tokenizer, pieces = self.of.policy.tokenizer, self.of.policy.pieces
+        tokenizer = self.of.policy.tokenizer
+        pieces = self.of.policy.pieces
         return [
             GrowingText(tokenizer, [] if self.form.chat else prompt, self.asked.stops, pieces)
             for prompt in self.prompts
@@ -303,5 +344,6 @@ class Run:
         ]
 
     def _usage(self, texts: Sequence[GrowingText]) -> dict[str, int]:
-        prompt, made = sum(map(len, self.prompts)), sum(text.count for text in texts)
+        prompt = sum(map(len, self.prompts))
+        made = sum(text.count for text in texts)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}

@@ -1,4 +1,6 @@
-"""What a request to the OpenAI endpoints may say: each field's type and range, and those that are refused by name."""
+"""What a request to the OpenAI endpoints may say: each field's type and range, and those that are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from weft.serve.asgi import Refused
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
-MOST_TOP, MOST_TOP_OF_CHAT = 5, 20  # likeliest tokens told, as OpenAI has it
+MOST_TOP = 5
+MOST_TOP_OF_CHAT = 20  # likeliest tokens told, as OpenAI has it
 COMPLETION_TOKENS = 16  # of `/v1/completions` where the request does not say, as OpenAI has it
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
@@ -21,12 +24,30 @@ CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt")
 # Fields of OpenAI's that change nothing at these values, and are refused at others.
 IDLE: Mapping[str, Sequence[Any]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "best_of": (1,), "echo": (False,),
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
-    "store": (False,), "metadata": ({},), "service_tier": ("auto", "default"), "parallel_tool_calls": (True, False),
-    "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (), "functions": ([],),
-    "function_call": ("none", "auto"), "web_search_options": (), "prompt_cache_key": (), "safety_identifier": (),
-}  # fmt: skip
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True, False),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "web_search_options": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+}
 
 
 @dataclass(frozen=True)
@@ -35,22 +56,27 @@ class Asked:
 
     sampling: GenerationSpec
     max_new_tokens: int
-    may_be_fewer: bool  # where the model's context has no room for as many: the request names no number
+    # where the model's context has no room for as many: the request names no number
+    may_be_fewer: bool
     count: int
     seed: int | None
     stops: tuple[str, ...]
     stream: bool
     usage_at_end: bool  # of a stream
-    logprobs: int | None  # likeliest tokens that are told beside each one; None: nor its own log-prob
+    # likeliest tokens that are told beside each one; None: nor its own log-prob
+    logprobs: int | None
 
 
-def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool) -> Asked:
+def read_asked(
+    body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
+) -> Asked:
     """The request's fields, checked. Raises `Refused` naming the field, its value and the rule."""
     _check_names(body, CHAT if chat else COMPLETION)
     temperature = number(body, "temperature", 1.0, 0.0, 2.0)
     stops = _stops(body.get("stop"))
     stream = flag(body, "stream")
-    greedy, logprobs = temperature == 0.0, _logprobs(body, chat=chat)
+    greedy = temperature == 0.0
+    logprobs = _logprobs(body, chat=chat)
     sampling = GenerationSpec(
         max_new_tokens=most_new_tokens,
         temperature=1.0 if greedy else temperature,
@@ -76,7 +102,13 @@ def read_asked(body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence
 
 
 def number(
-    body: Mapping[str, Any], name: str, default: float, least: float, most: float, *, above: bool = False
+    body: Mapping[str, Any],
+    name: str,
+    default: float,
+    least: float,
+    most: float,
+    *,
+    above: bool = False,
 ) -> float:
     """A number from `least` (with `above`: above it) to `most`."""
     value = body.get(name)
@@ -87,7 +119,8 @@ def number(
         raise wrong(
             name,
             value,
-            f"must be a number {'above' if above else 'from'} {least:g} {'up ' if above else ''}to {most:g}",
+            f"must be a number {'above' if above else 'from'} {least:g} "
+            f"{'up ' if above else ''}to {most:g}",
         )
     return float(value)
 
@@ -112,7 +145,9 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 def wrong(name: str, value: Any, rule: str) -> Refused:
     """The refusal of a field's value."""
     shown = repr(value)
-    return Refused(400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name)
+    return Refused(
+        400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name
+    )
 
 
 def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
@@ -120,9 +155,17 @@ def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
         if name in taken or value is None or (name in IDLE and value in IDLE[name]):
             continue
         if name in IDLE or name in CHAT or name in COMPLETION:
-            raise Refused(400, f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter")
+            raise Refused(
+                400,
+                f"{name} is not supported here; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
         close = nearest(name, taken)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(taken))}"
+        if close:
+            hint = f"did you mean {' or '.join(close)}?"
+        else:
+            hint = f"known: {', '.join(sorted(taken))}"
         raise Refused(400, f"unknown field {name!r}; {hint}", param=name, code="unknown_parameter")
 
 
@@ -130,15 +173,27 @@ def _stops(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(t, str) and t for t in texts):
-        raise wrong("stop", value, f"must be a text or a list of up to {MOST_STOPS} texts, none of them empty")
+    if (
+        not isinstance(texts, list)
+        or len(texts) > MOST_STOPS
+        or not all(isinstance(t, str) and t for t in texts)
+    ):
+        raise wrong(
+            "stop",
+            value,
+            f"must be a text or a list of up to {MOST_STOPS} texts, none of them empty",
+        )
     return tuple(dict.fromkeys(texts))
 
 
 def _max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
     names = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if len(names) > 1:
-        raise Refused(400, "max_tokens and max_completion_tokens exclude each other; set one of them", param=names[0])
+        raise Refused(
+            400,
+            "max_tokens and max_completion_tokens exclude each other; set one of them",
+            param=names[0],
+        )
     if not names:
         return most if chat else min(COMPLETION_TOKENS, most)
     return whole(body, names[0], most, 1, most)
@@ -149,14 +204,20 @@ def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
     if options is None:
         return False
     if not stream or not isinstance(options, Mapping) or set(options) - {"include_usage"}:
-        raise wrong("stream_options", options, "must be {include_usage: true}, and needs stream=true")
+        raise wrong(
+            "stream_options", options, "must be {include_usage: true}, and needs stream=true"
+        )
     return flag(options, "include_usage")
 
 
 def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """How many of the likeliest tokens are wanted beside each one, with log-probs; None where no log-probs are."""
+    """How many of the likeliest tokens are wanted beside each one, with log-probs; None where no
+    log-probs are.
+    """
     if not chat:
-        return whole(body, "logprobs", 0, 0, MOST_TOP) if body.get("logprobs") is not None else None
+        if body.get("logprobs") is not None:
+            return whole(body, "logprobs", 0, 0, MOST_TOP)
+        return None
     top = whole(body, "top_logprobs", 0, 0, MOST_TOP_OF_CHAT)
     if flag(body, "logprobs"):
         return top

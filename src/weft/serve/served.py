@@ -1,4 +1,6 @@
-"""What is served: a policy, which samples text and gives log-probs, and a reward model, which gives scores."""
+"""What is served: a policy, which samples text and gives log-probs, and a reward model, which gives
+scores.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,20 @@ from weft.serve.worker import Rows, Worker
 
 PLATFORM = "weft"
 VERSION = "1"
-IDS, MASK, STARTS = "input_ids", "attention_mask", "prompt_length"
-LOGPROBS, REWARDS = "logprobs", "rewards"
+IDS = "input_ids"
+MASK = "attention_mask"
+STARTS = "prompt_length"
+LOGPROBS = "logprobs"
+REWARDS = "rewards"
 
 
 @dataclass(frozen=True)
 class Served:
-    """One model by name. `output` is what the inference protocol gives of it; `known` are its token ids, 0 to `known` - 1."""
+    """One model by name.
+
+    `output` is what the inference protocol gives of it; `known` are its token ids, 0 to `known` -
+    1.
+    """
 
     name: str
     worker: Worker
@@ -36,7 +45,8 @@ class Served:
     known: int
     output: str
     context: int | None = None  # most tokens of a sequence, where the model says
-    spec: GenerationSpec | None = None  # how a policy samples where a request does not say; None: it does not sample
+    # how a policy samples where a request does not say; None: it does not sample
+    spec: GenerationSpec | None = None
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -49,14 +59,25 @@ class Served:
         if self.output == LOGPROBS:
             inputs.append(_tensor(STARTS, "INT32", -1, 1))
         made = _tensor(self.output, "FP32", -1, -1 if self.output == LOGPROBS else 1)
-        return {"name": self.name, "versions": [VERSION], "platform": PLATFORM, "inputs": inputs, "outputs": [made]}
+        return {
+            "name": self.name,
+            "versions": [VERSION],
+            "platform": PLATFORM,
+            "inputs": inputs,
+            "outputs": [made],
+        }
 
     def rows(self, inputs: Mapping[str, Tensor]) -> tuple[Rows, npt.NDArray[np.int64]]:
-        """(the sequences that the inputs hold, where each begins in its row). Raises `DataError` naming the tensor at fault."""
+        """(the sequences that the inputs hold, where each begins in its row).
+
+        Raises `DataError` naming the tensor at fault.
+        """
         takes = [entry["name"] for entry in self.metadata()["inputs"]]
         for name, tensor in inputs.items():
             if name not in takes:
-                raise DataError(f"model {self.name!r} has no input {name!r}; its inputs are {', '.join(takes)}")
+                raise DataError(
+                    f"model {self.name!r} has no input {name!r}; its inputs are {', '.join(takes)}"
+                )
             if tensor.dtype.kind not in "iu":
                 raise DataError(f"input {name!r} must be INT32 or INT64")
         if IDS not in inputs:
@@ -64,7 +85,8 @@ class Served:
         ids = inputs[IDS].astype(np.int64)
         if ids.ndim != 2 or not ids.size:
             raise DataError(
-                f"input {IDS!r} has the shape {list(ids.shape)} and must have [rows, tokens], neither of them 0"
+                f"input {IDS!r} has the shape {list(ids.shape)} and must have [rows, tokens], "
+                f"neither of them 0"
             )
         begins, ends = _spans(inputs.get(MASK), ids.shape)
         tokens = [row[begin:end] for row, begin, end in zip(ids, begins, ends, strict=True)]
@@ -72,12 +94,17 @@ class Served:
         return Rows(tokens, self._starts(inputs.get(STARTS), tokens)), begins
 
     async def infer(
-        self, inputs: Mapping[str, Tensor], parameters: Mapping[str, Any], background: BackgroundWork
+        self,
+        inputs: Mapping[str, Tensor],
+        parameters: Mapping[str, Any],
+        background: BackgroundWork,
     ) -> dict[str, Tensor]:
-        """The model's output for token ids `input_ids` [B, T], of which those count where `attention_mask` is 1.
+        """The model's output for token ids `input_ids` [B, T], of which those count where
+        `attention_mask` is 1.
 
-        `rewards` [B, 1], or `logprobs` [B, T] of each token after those before it, at the parameter `temperature`: 0 on the
-        first `prompt_length` [B, 1] tokens of a row (1 where it is absent) and on padding. Raises `DataError`.
+        `rewards` [B, 1], or `logprobs` [B, T] of each token after those before it, at the parameter
+        `temperature`: 0 on the first `prompt_length` [B, 1] tokens of a row (1 where it is absent)
+        and on padding. Raises `DataError`.
         """
         rows, begins = await background.run(self.rows, inputs)
         temperature = _temperature(parameters, self.output)
@@ -85,15 +112,23 @@ class Served:
             scores = await self._score(rows, "scores", 1.0)
             return {REWARDS: np.array([float(score[0]) for score in scores], np.float32)[:, None]}
         made = np.zeros(inputs[IDS].shape, np.float32)
-        wanted = [index for index, start in enumerate(rows.starts) if start < len(rows.tokens[index])]
+        wanted = [
+            index for index, start in enumerate(rows.starts) if start < len(rows.tokens[index])
+        ]
         if wanted:
-            asked = Rows([rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted])
-            for index, values in zip(wanted, await self._score(asked, "logprobs", temperature), strict=True):
+            asked = Rows(
+                [rows.tokens[index] for index in wanted], [rows.starts[index] for index in wanted]
+            )
+            for index, values in zip(
+                wanted, await self._score(asked, "logprobs", temperature), strict=True
+            ):
                 at = int(begins[index]) + rows.starts[index]
                 made[index, at : at + len(values)] = values
         return {LOGPROBS: made}
 
-    async def _score(self, rows: Rows, want: Any, temperature: float) -> list[npt.NDArray[np.float32]]:
+    async def _score(
+        self, rows: Rows, want: Any, temperature: float
+    ) -> list[npt.NDArray[np.float32]]:
         return await asyncio.wrap_future(self.worker.score(rows, want, temperature))
 
     def _check(self, tokens: Sequence[npt.NDArray[np.int64]]) -> None:
@@ -102,7 +137,9 @@ class Served:
             if not 0 < len(row) <= most:
                 raise DataError(f"row {index} has {len(row)} tokens and may have 1 to {most}")
             if row.min() < 0 or row.max() >= self.known:
-                raise DataError(f"row {index} has a token id that is none of the model's, 0 to {self.known - 1}")
+                raise DataError(
+                    f"row {index} has a token id that is none of the model's, 0 to {self.known - 1}"
+                )
 
     def _starts(self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]) -> list[int]:
         if self.output == REWARDS:
@@ -113,7 +150,9 @@ class Served:
         if len(starts) != len(tokens) or any(
             not 1 <= start <= len(row) for start, row in zip(starts, tokens, strict=False)
         ):
-            raise DataError(f"input {STARTS!r} must have one number a row, from 1 to the row's tokens")
+            raise DataError(
+                f"input {STARTS!r} must have one number a row, from 1 to the row's tokens"
+            )
         return starts
 
 
@@ -121,20 +160,28 @@ def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": list(shape)}
 
 
-def _spans(mask: Tensor | None, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(first, last + 1) of the tokens of each row that count. Raises `DataError` for a mask with holes."""
+def _spans(
+    mask: Tensor | None, shape: tuple[int, ...]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(first, last + 1) of the tokens of each row that count.
+
+    Raises `DataError` for a mask with holes.
+    """
     if mask is None:
         return np.zeros(shape[0], np.int64), np.full(shape[0], shape[1], np.int64)
     if mask.shape != shape:
         raise DataError(
-            f"input {MASK!r} has the shape {list(mask.shape)} and {IDS!r} {list(shape)}; they must be equal"
+            f"input {MASK!r} has the shape {list(mask.shape)} and {IDS!r} {list(shape)}; they "
+            f"must be equal"
         )
     on = mask != 0
     begins = on.argmax(axis=1)
     ends = begins + on.sum(axis=1)
     inside = (np.arange(shape[1]) >= begins[:, None]) & (np.arange(shape[1]) < ends[:, None])
     if not np.array_equal(inside, on):
-        raise DataError(f"input {MASK!r} must be 1 on one run of tokens in each row, and 0 elsewhere")
+        raise DataError(
+            f"input {MASK!r} must be 1 on one run of tokens in each row, and 0 elsewhere"
+        )
     return begins, ends
 
 

@@ -76,7 +76,10 @@ class Server:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -97,11 +100,18 @@ class Server:
         import uvicorn
 
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", ws="none", interface="asgi3",
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            interface="asgi3",
             timeout_graceful_shutdown=int(GRACE_S),
-            limit_concurrency=CONNECTIONS, server_header=False,
-        )  # fmt: skip
-        server, begun = uvicorn.Server(config), threading.Event()
+            limit_concurrency=CONNECTIONS,
+            server_header=False,
+        )
+        server = uvicorn.Server(config)
+        begun = threading.Event()
 
         async def serve() -> None:
             if name == "http":
@@ -109,7 +119,9 @@ class Server:
             begun.set()
             await server.serve([listening])
 
-        thread = threading.Thread(target=lambda: asyncio.run(serve()), name=f"weft-{name}", daemon=True)
+        thread = threading.Thread(
+            target=lambda: asyncio.run(serve()), name=f"weft-{name}", daemon=True
+        )
         thread.start()
         begun.wait()
         while not server.started and thread.is_alive():
@@ -129,13 +141,18 @@ class Server:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise ConfigError(f"--grpc-port={port}: cannot listen there; name another port, or 0 for a free one")
+            raise ConfigError(
+                f"--grpc-port={port}: cannot listen there; name another port, or 0 for a free one"
+            )
         server.start()
         self._grpc = server
         self.urls["grpc"] = f"grpc://{host}:{bound}"
 
     async def _page(
-        self, scope: Any, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+        self,
+        scope: Any,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
     ) -> None:
         """The page of metrics; it holds counts alone and asks for no token."""
         exchange = Exchange(scope, receive, send)

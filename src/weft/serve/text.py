@@ -14,8 +14,9 @@ CONTEXT = 4  # tokens of the prompt that the first ones' text may depend on
 
 @dataclass(frozen=True)
 class Said:
-    """A token whose text has been shown: its bytes, its log-prob, and where in the completion it begins. `top` are the
-    likeliest tokens in its place, with their log-probs."""
+    """A token whose text has been shown: its bytes, its log-prob, and where in the completion it
+    begins. `top` are the likeliest tokens in its place, with their log-probs.
+    """
 
     piece: bytes
     logprob: float
@@ -24,18 +25,26 @@ class Said:
 
 
 class GrowingText:
-    """`feed` returns new text that will stay, `said` holds the tokens it came of, until `take` gives them out.
+    """`feed` returns new text that will stay, `said` holds the tokens it came of, until `take`
+    gives them out.
 
-    Text that may be the beginning of a stop text is held back. End tokens, and those of the stop text, are not said.
+    Text that may be the beginning of a stop text is held back. End tokens, and those of the stop
+    text, are not said.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), pieces: Pieces | None = None
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        pieces: Pieces | None = None,
     ) -> None:
-        self._pieces, self._stops = pieces or Pieces(tokenizer), [stop for stop in stops if stop]
+        self._pieces = pieces or Pieces(tokenizer)
+        self._stops = [stop for stop in stops if stop]
         self._decoder = StreamDecoder(tokenizer)
         self._decoder.feed(list(prompt)[-CONTEXT:])
-        self._text, self._shown = "", 0
+        self._text = ""
+        self._shown = 0
         self._held: list[Said] = []
         self._ready: list[Said] = []
         self.count = 0  # tokens
@@ -55,19 +64,25 @@ class GrowingText:
         if self.finish is not None:
             self._text += self._decoder.flush()
         until = self._until()
-        new, self._shown = self._text[self._shown : until], until
+        new = self._text[self._shown : until]
+        self._shown = until
         self._ready += [said for said in self._held if said.offset < until]
         self._held = [said for said in self._held if said.offset >= until]
         return new
 
     def take(self) -> list[Said]:
         """The tokens whose text has been shown since the last call."""
-        taken, self._ready = self._ready, []
+        taken = self._ready
+        self._ready = []
         return taken
 
     def _until(self) -> int:
         """How many characters can be shown."""
-        found = [at for stop in self._stops if (at := self._text.find(stop, max(0, self._shown - len(stop) + 1))) >= 0]
+        found = [
+            at
+            for stop in self._stops
+            if (at := self._text.find(stop, max(0, self._shown - len(stop) + 1))) >= 0
+        ]
         if found:
             return max(self._shown, min(found))
         if self.finish is not None:
@@ -77,4 +92,11 @@ class GrowingText:
 
     def _begins(self, stop: str) -> int:
         """Characters at the end of the text that `stop` begins with."""
-        return next((n for n in range(min(len(stop) - 1, len(self._text)), 0, -1) if self._text.endswith(stop[:n])), 0)
+        return next(
+            (
+                n
+                for n in range(min(len(stop) - 1, len(self._text)), 0, -1)
+                if self._text.endswith(stop[:n])
+            ),
+            0,
+        )

@@ -1,4 +1,5 @@
-"""The one thread that uses a network: all requests' tokens come of one running batch, and scoring happens between its steps.
+"""The one thread that uses a network: all requests' tokens come of one running batch, and scoring
+happens between its steps.
 
 worker = Worker(engine, spec)
 worker.start()
@@ -31,8 +32,11 @@ MOST_SETTINGS = 256  # that one generator keeps; it is opened anew, when nothing
 
 @dataclass(frozen=True)
 class Job:
-    """`count` completions of one prompt. `tell` is called in the worker's thread with each token, or with what went wrong;
-    then nothing more comes. Equal `draws_as` draw alike."""
+    """`count` completions of one prompt.
+
+    `tell` is called in the worker's thread with each token, or with what went wrong; then nothing
+    more comes. Equal `draws_as` draw alike.
+    """
 
     id: str
     prompt: Ids
@@ -45,7 +49,12 @@ class Job:
     def requests(self, sampling: GenerationSpec) -> list[Request]:
         return [
             Request(
-                self.id, k, self.prompt, max_new_tokens=self.max_new_tokens, sampling=sampling, draws_as=self.draws_as
+                self.id,
+                k,
+                self.prompt,
+                max_new_tokens=self.max_new_tokens,
+                sampling=sampling,
+                draws_as=self.draws_as,
             )
             for k in range(self.count)
         ]
@@ -53,7 +62,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Rows:
-    """Token sequences to score; `starts[i]` is the first token of row i that is: the tokens before it are its prompt."""
+    """Token sequences to score; `starts[i]` is the first token of row i that is: the tokens before
+    it are its prompt.
+    """
 
     tokens: Sequence[Ids | npt.NDArray[np.int64]]
     starts: Sequence[int]
@@ -75,7 +86,8 @@ class Scoring:
 
 @dataclass
 class Worker:
-    """`spec` says how completions are sampled where a request says nothing; without one the network only scores.
+    """`spec` says how completions are sampled where a request says nothing; without one the network
+    only scores.
 
     `load` is how many completions and rows are waiting or under way.
     """
@@ -83,12 +95,16 @@ class Worker:
     engine: Engine
     spec: GenerationSpec | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
-    _commands: queue.SimpleQueue[Job | Scoring | str | None] = field(default_factory=queue.SimpleQueue)
+    _commands: queue.SimpleQueue[Job | Scoring | str | None] = field(
+        default_factory=queue.SimpleQueue
+    )
     _jobs: dict[str, Job] = field(default_factory=dict)  # that run
     _left: dict[str, int] = field(default_factory=dict)  # unfinished completions of each
-    _next: list[Job] = field(default_factory=list)  # that wait for a generator with room for their settings
+    # that wait for a generator with room for their settings
+    _next: list[Job] = field(default_factory=list)
     _scorings: list[Scoring] = field(default_factory=list)
-    _settings: dict[str, GenerationSpec] = field(default_factory=dict)  # of the open generator, by what they say
+    # of the open generator, by what they say
+    _settings: dict[str, GenerationSpec] = field(default_factory=dict)
     _stopping: bool = False
     _load: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -181,7 +197,9 @@ class Worker:
                 self._count(-sum(job.count for job in dropped))
 
     def _admit(self, generator: Generator) -> None:
-        """Let waiting jobs join the running batch, as long as the generator has room for their settings."""
+        """Let waiting jobs join the running batch, as long as the generator has room for their
+        settings.
+        """
         while self._next and not self._stopping:
             job = self._next[0]
             said = repr(job.sampling)
@@ -213,13 +231,20 @@ class Worker:
 
     def _score(self) -> None:
         """Score what waits, rows of one kind together; where that fails, each by itself."""
-        waiting, self._scorings = self._scorings, []
+        waiting = self._scorings
+        self._scorings = []
         for kind in dict.fromkeys(scoring.kind for scoring in waiting):
-            group = [scoring for scoring in waiting if scoring.kind == kind and not scoring.future.cancelled()]
+            group = [
+                scoring
+                for scoring in waiting
+                if scoring.kind == kind and not scoring.future.cancelled()
+            ]
             try:
                 made = self._forward(group) if group else []
             except Exception as error:
-                made = [self._forward_alone(scoring) if len(group) > 1 else error for scoring in group]
+                made = [
+                    self._forward_alone(scoring) if len(group) > 1 else error for scoring in group
+                ]
             for scoring, found in zip(group, made, strict=True):
                 if not scoring.future.set_running_or_notify_cancel():
                     continue
@@ -243,7 +268,9 @@ class Worker:
         ]
         want, temperature = group[0].kind
         batch = as_sample([ids for ids, _ in rows], [start for _, start in rows])
-        made = self.engine.forward(batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens)
+        made = self.engine.forward(
+            batch, frozenset({want}), temperature=temperature, max_tokens=self.max_tokens
+        )
         found = [host_array(values) for values in made.select(ids=batch.ids).sequences(want)]
         split: list[list[Vector] | Exception] = []
         for scoring in group:
@@ -255,7 +282,8 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """Tell everybody whose work is lost."""
         jobs = [*self._jobs.values(), *self._next]
-        scorings, self._scorings = self._scorings, []
+        scorings = self._scorings
+        self._scorings = []
         self._count(-sum(self._left.values()) - sum(job.count for job in self._next))
         self._jobs.clear()
         self._left.clear()
@@ -272,16 +300,21 @@ class Worker:
             self._load += more
 
 
-def as_sample(tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]) -> SequenceSample:
+def as_sample(
+    tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
+) -> SequenceSample:
     """One id a row, prompt and completion."""
     ids = [str(index) for index in range(len(tokens))]
     lengths = {
         "prompt": [[start] for start in starts],
         "completion": [[len(row) - start] for row, start in zip(tokens, starts, strict=True)],
     }
-    rows = [np.asarray(row, np.int64) for row in tokens]  # row by row: other threads get their turn between them
+    # row by row: other threads get their turn between them
+    rows = [np.asarray(row, np.int64) for row in tokens]
     parts = {
         "prompt": np.concatenate([row[:start] for row, start in zip(rows, starts, strict=True)]),
-        "completion": np.concatenate([row[start:] for row, start in zip(rows, starts, strict=True)]),
+        "completion": np.concatenate(
+            [row[start:] for row, start in zip(rows, starts, strict=True)]
+        ),
     }
     return SequenceSample.from_groups(ids, lengths, parts)

@@ -1,6 +1,8 @@
-"""weft's own tests of the things users write, for them to run: `from weft.testing import check_dataset`.
+"""weft's own tests of the things users write, for them to run: `from weft.testing import
+check_dataset`.
 
-Nothing is imported before it is asked for: the checks of a family load torch and transformers, those of others need not.
+Nothing is imported before it is asked for: the checks of a family load torch and transformers,
+those of others need not.
 """
 
 from __future__ import annotations

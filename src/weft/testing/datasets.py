@@ -1,4 +1,6 @@
-"""The built-in tests of a dataset class, for yours too: `check_dataset(MyDataset, path=...)` raises `AssertionError`."""
+"""The built-in tests of a dataset class, for yours too: `check_dataset(MyDataset, path=...)` raises
+`AssertionError`.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ BATCHES = 12  # positions that are resumed from
 
 
 def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
-    """Every property a dataset class, or what is registered by this name, has to have. It is built as
-    `cls(util=DatasetUtility(...), **args)`.
+    """Every property a dataset class, or what is registered by this name, has to have.
 
-    Map-style classes: samples of one id each, unique ids, the same sample for the same index, in every object built alike.
-    Iterable ones: every pass gives the same batches. Both: keys that agree, lengths that fit together, token ids within the
-    vocabulary, values that survive the way between processes, and an exact position at every batch.
-    `tokenizer` defaults to `small_tokenizer()`. Prints one line that says what was checked.
+    It is built as `cls(util=DatasetUtility(...), **args)`.
+
+    Map-style classes: samples of one id each, unique ids, the same sample for the same index, in
+    every object built alike. Iterable ones: every pass gives the same batches. Both: keys that
+    agree, lengths that fit together, token ids within the vocabulary, values that survive the way
+    between processes, and an exact position at every batch. `tokenizer` defaults to
+    `small_tokenizer()`. Prints one line that says what was checked.
     """
     words = tokenizer or small_tokenizer()
     make = datasets.get(cls) if isinstance(cls, str) else cls
@@ -48,7 +52,8 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
             said = _check_map(dataset, build, words)
         else:
             assert isinstance(dataset, StreamDataset), (
-                f"{make.__name__} has neither __len__ and __getitem__ (samples by index) nor __iter__ (whole batches)"
+                f"{make.__name__} has neither __len__ and __getitem__ (samples by index) nor "
+                f"__iter__ (whole batches)"
             )
             said = _check_stream(dataset, build, words)
     print(f"check_dataset({make.__name__}): {said}")
@@ -68,12 +73,16 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
     samples = [dataset[index] for index in indices]
     for index, sample in zip(indices, samples, strict=True):
-        assert isinstance(sample, SequenceSample), f"[{index}] is a {type(sample).__name__}, not a SequenceSample"
+        assert isinstance(sample, SequenceSample), (
+            f"[{index}] is a {type(sample).__name__}, not a SequenceSample"
+        )
         assert sample.num_ids == 1, f"[{index}] holds {sample.num_ids} ids; a sample is one id"
         check_sample(sample, words, f"[{index}]")
     _check_keys(samples)
     ids = [sample.ids[0] for sample in samples]
-    assert len(set(ids)) == len(ids), f"ids are not unique: {sorted({i for i in ids if ids.count(i) > 1})[:5]}"
+    assert len(set(ids)) == len(ids), (
+        f"ids are not unique: {sorted({i for i in ids if ids.count(i) > 1})[:5]}"
+    )
     SequenceSample.gather(samples)
     for other, what in ((dataset, "a second look"), (build(), "a second build")):
         assert len(other) == count, f"{what} has {len(other)} samples, the first {count}"
@@ -87,7 +96,8 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     resumed = _check_resume(loader)
     keys = ", ".join(samples[0].keys)
     return (
-        f"{len(samples)} of {count} samples by index, with the keys {keys}: one id each and no id twice, tokens within the "
+        f"{len(samples)} of {count} samples by index, with the keys {keys}: one id each and no id "
+        f"twice, tokens within the "
         f"vocabulary, the same in a second look and a second build; {resumed}"
     )
 
@@ -97,7 +107,9 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() gives no batch"
     for number, batch in enumerate(first):
-        assert isinstance(batch, SequenceSample), f"batch {number} is a {type(batch).__name__}, not a SequenceSample"
+        assert isinstance(batch, SequenceSample), (
+            f"batch {number} is a {type(batch).__name__}, not a SequenceSample"
+        )
         assert batch.num_ids > 0, f"batch {number} holds no ids"
         check_sample(batch, words, f"batch {number}")
     _check_keys(first)
@@ -108,7 +120,8 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
             _same(one, two, f"batch {number} in {what}")
     resumed = _check_resume(lambda: StreamLoader(build(), "data"))
     return (
-        f"{len(first)} batches of an iterable dataset, with the keys {', '.join(first[0].keys)}: tokens within the vocabulary, "
+        f"{len(first)} batches of an iterable dataset, with the keys {', '.join(first[0].keys)}: "
+        f"tokens within the vocabulary, "
         f"the same in a second pass and a second build; {resumed}"
     )
 
@@ -119,22 +132,35 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
         assert key in sample.data, f"{where}: key {key!r} has lengths but no tensor"
         if key in ("prompt", "completion"):
             tokens = sample.data[key]
-            assert tokens.dtype == torch.int64, f"{where}: {key!r} is {tokens.dtype}; token ids are int64"
+            assert tokens.dtype == torch.int64, (
+                f"{where}: {key!r} is {tokens.dtype}; token ids are int64"
+            )
             outside = ((tokens < 0) | (tokens >= tokenizer.vocab_size)).any()
-            assert not outside, f"{where}: {key!r} has ids outside the vocabulary of {tokenizer.vocab_size}"
+            assert not outside, (
+                f"{where}: {key!r} has ids outside the vocabulary of {tokenizer.vocab_size}"
+            )
     if "prompt" in sample.keys:
-        assert (np.diff(sample.offsets["prompt"]) == 1).all(), f"{where}: 'prompt' is one sequence an id"
+        assert (np.diff(sample.offsets["prompt"]) == 1).all(), (
+            f"{where}: 'prompt' is one sequence an id"
+        )
     if "completion" in sample.keys:
         groups = np.diff(sample.offsets["completion"])
         assert (groups >= 1).all(), f"{where}: an id without a completion"
         for key in sample.keys:
             counts = np.diff(sample.offsets[key])
             fits = (counts == groups) | (counts == 1)
-            assert fits.all(), f"{where}: {key!r} has {counts.tolist()} sequences for {groups.tolist()} completions"
+            assert fits.all(), (
+                f"{where}: {key!r} has {counts.tolist()} sequences for {groups.tolist()} "
+                f"completions"
+            )
     if "loss_mask" in sample.keys:
         same = np.array_equal(sample.lengths["loss_mask"], sample.lengths["completion"])
         assert same, f"{where}: 'loss_mask' and 'completion' differ in length"
-    _same(sample, SequenceSample.from_bytes(sample.to_bytes()), f"{where} after to_bytes and from_bytes")
+    _same(
+        sample,
+        SequenceSample.from_bytes(sample.to_bytes()),
+        f"{where} after to_bytes and from_bytes",
+    )
 
 
 def _check_keys(samples: Sequence[SequenceSample]) -> None:
@@ -147,19 +173,29 @@ def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
     assert set(one.keys) == set(other.keys), f"{where}: other keys"
     assert dict(one.metadata) == dict(other.metadata), f"{where}: other metadata"
     for key in one.keys:
-        assert np.array_equal(one.lengths[key], other.lengths[key]), f"{where}: other lengths of {key!r}"
+        assert np.array_equal(one.lengths[key], other.lengths[key]), (
+            f"{where}: other lengths of {key!r}"
+        )
         assert torch.equal(one.data[key], other.data[key]), f"{where}: other values of {key!r}"
 
 
 def _check_resume(make: Callable[[], Loader]) -> str:
-    """Check that a new loader goes on with the same batches from each of the first positions. Returns what was checked."""
+    """Check that a new loader goes on with the same batches from each of the first positions.
+
+    Returns what was checked.
+    """
     loader = make()
-    states, batches = [loader.state_dict()], []
+    states = [loader.state_dict()]
+    batches = []
     for _ in range(BATCHES):
         batches.append(loader.next_batch())
         states.append(loader.state_dict())
     for position, state in enumerate(states[:-1]):
         again = make()
         again.load_state_dict(state)
-        _same(batches[position], again.next_batch(), f"the batch at position {position} after a restart")
+        _same(
+            batches[position],
+            again.next_batch(),
+            f"the batch at position {position} after a restart",
+        )
     return f"the same batches after a restart at each of {BATCHES} positions"

@@ -1,7 +1,9 @@
-"""The built-in tests of a model family, for yours too: `check_family(MY_FAMILY)` raises `AssertionError` where one fails.
+"""The built-in tests of a model family, for yours too: `check_family(MY_FAMILY)` raises
+`AssertionError` where one fails.
 
-A tiny random `transformers` model of the family (float32, CPU) is the reference for everything: logits, log-probs, gradients
-of every parameter, scores, and what it reads back from a directory that weft has written.
+A tiny random `transformers` model of the family (float32, CPU) is the reference for everything:
+logits, log-probs, gradients of every parameter, scores, and what it reads back from a directory
+that weft has written.
 """
 
 from __future__ import annotations
@@ -27,16 +29,19 @@ from weft.models.network.transformer import Transformer
 from weft.registry import families
 
 LENGTHS = (5, 17, 1, 12, 30, 17)
-LOGPROBS, SCORES = frozenset({"logprobs"}), frozenset({"scores"})
+LOGPROBS = frozenset({"logprobs"})
+SCORES = frozenset({"scores"})
 
 
 def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
     """Every property a family has to have. `overrides` replace values of its `tiny` config.json.
 
-    The family must be registered, and `transformers` must know its `model_type`. Needs no network. Prints one line that says
-    what was checked.
+    The family must be registered, and `transformers` must know its `model_type`. Needs no network.
+    Prints one line that says what was checked.
     """
-    assert families.get(family.name) is family, f"{family.name} is not registered; call register_hf_family"
+    assert families.get(family.name) is family, (
+        f"{family.name} is not registered; call register_hf_family"
+    )
     with _no_bars(), tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         reference = reference_model(family, "lm", seed, overrides)
@@ -47,12 +52,15 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
         if family.classifier is not None:
             check_classifier(family, directory, seed, overrides)
         count = sum(parameter.numel() for parameter in reference.parameters())
-    scored = (
-        "scores of a classifier that either saved" if family.classifier is not None else "no classifier, which it lacks"
-    )
+    if family.classifier is not None:
+        scored = "scores of a classifier that either saved"
+    else:
+        scored = "no classifier, which it lacks"
     print(
-        f"check_family({family.name}), a random model of {count:,} parameters beside that of transformers "
-        f"{transformers.__version__}: config.json both ways; logits, log-probs and the gradient of every parameter; packed, "
+        f"check_family({family.name}), a random model of {count:,} parameters beside that of "
+        f"transformers "
+        f"{transformers.__version__}: config.json both ways; logits, log-probs and the gradient "
+        f"of every parameter; packed, "
         f"one by one and cached passes; a saved model read back; partial reads; {scored}"
     )
 
@@ -87,28 +95,42 @@ def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str
 
 
 def check_config(family: Family, reference: Any) -> None:
-    """config.json survives both ways: read, write, read again, and `transformers` reads what was written alike."""
+    """config.json survives both ways: read, write, read again, and `transformers` reads what was
+    written alike.
+    """
     config = family.config(reference.config.to_dict())
     written = family.to_hf(config)
-    assert family.config(written) == config, "a configuration that is written and read again differs"
+    assert family.config(written) == config, (
+        "a configuration that is written and read again differs"
+    )
     theirs = transformers.AutoConfig.for_model(**written).to_dict()
-    assert family.config(theirs) == config, "transformers reads the written configuration differently"
+    assert family.config(theirs) == config, (
+        "transformers reads the written configuration differently"
+    )
 
 
 def check_language_model(family: Family, reference: Any, directory: Path, seed: int) -> None:
-    """Logits, log-probs and gradients; packed equals one by one equals cached; save, load in `transformers`, equal again."""
+    """Logits, log-probs and gradients; packed equals one by one equals cached; save, load in
+    `transformers`, equal again.
+    """
     network = hf_io.load(directory / "theirs")
     sequences = _sequences(network.config.vocab_size, seed)
     _check_values(network, reference, sequences)
     check_gradients(family, network, reference, sequences)
     check_cache(network, sequences)
     hf_io.save(directory / "ours", values(network), network.config)
-    again = transformers.AutoModelForCausalLM.from_pretrained(directory / "ours", attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "ours", attn_implementation="eager"
+    )
     _check_values(network, again.eval(), sequences)
     if network.config.tied:
-        assert again.get_input_embeddings().weight is again.get_output_embeddings().weight, "tied embeddings came apart"
+        assert again.get_input_embeddings().weight is again.get_output_embeddings().weight, (
+            "tied embeddings came apart"
+        )
     for name, value in reference.state_dict().items():
-        assert_close(again.state_dict()[name], value, rtol=0, atol=0, msg=f"{name} differs after saving")
+        assert_close(
+            again.state_dict()[name], value, rtol=0, atol=0, msg=f"{name} differs after saving"
+        )
 
 
 @torch.no_grad()
@@ -123,8 +145,12 @@ def _check_values(network: Transformer, reference: Any, sequences: list[Tensor])
     assert_close(logprobs, alone, msg=lambda m: f"packed and one by one: {m}")
 
 
-def check_gradients(family: Family, network: Transformer, reference: Any, sequences: list[Tensor]) -> None:
-    """The gradient of a weighted mean of log-probs, parameter by parameter, under the checkpoint's names."""
+def check_gradients(
+    family: Family, network: Transformer, reference: Any, sequences: list[Tensor]
+) -> None:
+    """The gradient of a weighted mean of log-probs, parameter by parameter, under the checkpoint's
+    names.
+    """
     reference = copy.deepcopy(reference)
     weights = torch.cos(torch.arange(sum(len(s) - 1 for s in sequences)))
     network.zero_grad()
@@ -135,7 +161,9 @@ def check_gradients(family: Family, network: Transformer, reference: Any, sequen
     with tempfile.TemporaryDirectory() as folder:
         with torch.no_grad():
             for parameter in reference.parameters():
-                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+                parameter.copy_(
+                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                )
         reference.save_pretrained(folder)
         reader = hf_io.Reader(folder)
         for name, stored in canonical(network).items():
@@ -155,7 +183,9 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
     network.hidden(cache.extend(slots, [s[4 + i : 9] for i, s in enumerate(long)]))
     for place in range(9, 12):
         states = network.hidden(cache.extend(slots, torch.stack([s[place] for s in long])))
-        assert_close(states, torch.stack([w[place] for w in whole]), msg=lambda m: f"with a cache: {m}")
+        assert_close(
+            states, torch.stack([w[place] for w in whole]), msg=lambda m: f"with a cache: {m}"
+        )
 
 
 def check_parts(directory: Path) -> None:
@@ -166,7 +196,9 @@ def check_parts(directory: Path) -> None:
     for name in names:
         before = reader.bytes_read
         value = reader.read(name)
-        assert reader.bytes_read - before == value.numel() * value.element_size(), f"{name} reads more than its bytes"
+        assert reader.bytes_read - before == value.numel() * value.element_size(), (
+            f"{name} reads more than its bytes"
+        )
         half = tuple(slice(n // 2, n) for n in value.shape)
         before = reader.bytes_read
         part = reader.read(name, half)
@@ -179,7 +211,9 @@ def check_parts(directory: Path) -> None:
 
 
 @torch.no_grad()
-def check_classifier(family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]) -> None:
+def check_classifier(
+    family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]
+) -> None:
     """Scores of a reward model that `transformers` saved, and of one that weft saved."""
     reference = reference_model(family, "score", seed, overrides)
     reference.save_pretrained(directory / "reward")
@@ -188,13 +222,21 @@ def check_classifier(family: Family, directory: Path, seed: int, overrides: Mapp
         s.clamp_min(1) for s in _sequences(network.config.vocab_size, seed)
     ]  # transformers looks for padding, id 0
     scores = network(pack(sequences), SCORES)["scores"]
-    assert_close(scores, torch.cat([reference(s[None]).logits[0] for s in sequences]), msg=lambda m: f"scores: {m}")
+    assert_close(
+        scores,
+        torch.cat([reference(s[None]).logits[0] for s in sequences]),
+        msg=lambda m: f"scores: {m}",
+    )
     hf_io.save(directory / "ours-reward", values(network), network.config, "score")
     again = transformers.AutoModelForSequenceClassification.from_pretrained(
         directory / "ours-reward", attn_implementation="eager"
     )
     assert again.config.num_labels == 1
-    assert_close(scores, torch.cat([again.eval()(s[None]).logits[0] for s in sequences]), msg=lambda m: f"saved: {m}")
+    assert_close(
+        scores,
+        torch.cat([again.eval()(s[None]).logits[0] for s in sequences]),
+        msg=lambda m: f"saved: {m}",
+    )
 
 
 def _sequences(vocab_size: int, seed: int) -> list[Tensor]:

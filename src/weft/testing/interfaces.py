@@ -1,4 +1,6 @@
-"""The built-in tests of an interface class, for yours too: `check_interface(Mine, scale=2.0)` raises `AssertionError`."""
+"""The built-in tests of an interface class, for yours too: `check_interface(Mine, scale=2.0)`
+raises `AssertionError`.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,41 @@ from weft.topology import Layout
 
 CALLS = ("generate", "inference", "evaluate", "train_step")
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "intermediate_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-}  # fmt: skip
-TEXTS = {"What is 1+1?": ["2", "It is 3."], "Say hello.": ["Hello!", "No."], "Once": [" upon", " a time"]}
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+TEXTS = {
+    "What is 1+1?": ["2", "It is 3."],
+    "Say hello.": ["Hello!", "No."],
+    "Once": [" upon", " a time"],
+}
 
 
-def check_interface(cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any) -> None:
-    """Every property that an interface has to have. It is built as `cls(**args)` and called on a small random Llama.
+def check_interface(
+    cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any
+) -> None:
+    """Every property that an interface has to have.
 
-    For each method that it implements: an `MFCResult` with finite metrics; outputs with tensors for exactly the ids of the
-    batch, of a fitting number of sequences; the batch left as it was; the same result when called again on the same weights;
-    an id's outputs the same alone as among others (`generate`, `inference`). A train step counts one version. `state_dict`
-    comes back from the disk and is taken up by `load_state_dict`. `save` fills a directory.
+    It is built as `cls(**args)` and called on a small random Llama.
 
-    `batch` defaults to `small_batch()`, which has every key that shipped datasets and nodes make; `head` says what the network
-    ends in: lm, value or score.
+    For each method that it implements: an `MFCResult` with finite metrics; outputs with tensors for
+    exactly the ids of the batch, of a fitting number of sequences; the batch left as it was; the
+    same result when called again on the same weights; an id's outputs the same alone as among
+    others (`generate`, `inference`). A train step counts one version. `state_dict` comes back from
+    the disk and is taken up by `load_state_dict`. `save` fills a directory.
+
+    `batch` defaults to `small_batch()`, which has every key that shipped datasets and nodes make;
+    `head` says what the network ends in: lm, value or score.
     """
     assert isinstance(cls, type), f"{cls!r} is no class; an interface is built as cls(**args)"
     found = [name for name in CALLS if _implements(cls, name)]
@@ -69,17 +89,35 @@ class Bench:
 
     def model(self) -> Model:
         """A random Llama with an optimizer and a byte tokenizer."""
-        tokenizer, directory = small_tokenizer(), self.folder / "model"
+        tokenizer = small_tokenizer()
+        directory = self.folder / "model"
         if not directory.exists():
             directory.mkdir()
-            (directory / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": tokenizer.vocab_size}))
+            (directory / "config.json").write_text(
+                json.dumps({**CONFIG, "vocab_size": tokenizer.vocab_size})
+            )
             tokenizer.save(directory)
         schedule = Schedule(total_steps=100, warmup_steps=0)
         spec = ModelSpec(
-            path=str(directory), init_from_scratch=True, head=self.head, trained=True, schedule=schedule, device="cpu"
+            path=str(directory),
+            init_from_scratch=True,
+            head=self.head,
+            trained=True,
+            schedule=schedule,
+            device="cpu",
         )
         engine = backends.get("torch")(spec, Layout())
-        return Model("actor", engine, tokenizer, tokenizer, "cpu", "float32", step=1, seed=1, schedule=schedule)
+        return Model(
+            "actor",
+            engine,
+            tokenizer,
+            tokenizer,
+            "cpu",
+            "float32",
+            step=1,
+            seed=1,
+            schedule=schedule,
+        )
 
     def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
         """One call of a newly built interface on fresh weights."""
@@ -87,14 +125,19 @@ class Bench:
 
 
 def small_batch() -> SequenceSample:
-    """Three ids of two completions each, with every key that shipped datasets and nodes make but `support`."""
+    """Three ids of two completions each, with every key that shipped datasets and nodes make but
+    `support`.
+    """
     tokenizer = small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
     groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
     lengths = [[len(c) for c in group] for group in groups]
-    rows, count = sum(map(sum, lengths)), sum(map(len, lengths))
-    single, pairs = [[1] * len(group) for group in groups], len(groups)
-    per_token, per_sequence = torch.linspace(-1.0, -0.1, rows), torch.linspace(-1.0, 1.0, count)
+    rows = sum(map(sum, lengths))
+    count = sum(map(len, lengths))
+    single = [[1] * len(group) for group in groups]
+    pairs = len(groups)
+    per_token = torch.linspace(-1.0, -0.1, rows)
+    per_sequence = torch.linspace(-1.0, 1.0, count)
     keys: dict[str, tuple[Any, torch.Tensor]] = {
         "prompt": ([[len(p)] for p in prompts], _flat(prompts)),
         "completion": (lengths, _flat([c for group in groups for c in group])),
@@ -109,10 +152,15 @@ def small_batch() -> SequenceSample:
         "rewards": (single, per_sequence),
         "scores": (single, per_sequence),
     }
-    keys |= dict.fromkeys(("logprobs", "ref_logprobs", "advantages", "returns"), (lengths, per_token))
+    keys |= dict.fromkeys(
+        ("logprobs", "ref_logprobs", "advantages", "returns"), (lengths, per_token)
+    )
     metadata = {"answer": ["2", "Hello!", "a time"], "source": ["small"] * pairs}
     return SequenceSample.from_groups(
-        ["a", "b", "c"], {k: n for k, (n, _) in keys.items()}, {k: v for k, (_, v) in keys.items()}, metadata
+        ["a", "b", "c"],
+        {k: n for k, (n, _) in keys.items()},
+        {k: v for k, (_, v) in keys.items()},
+        metadata,
     )
 
 
@@ -124,9 +172,18 @@ def _call(interface: Any, name: str, model: Model, batch: SequenceSample) -> MFC
     method: Callable[..., MFCResult] = getattr(interface, name)
     if name != "train_step":
         return method(model, batch)
-    wanted = interface.minibatches() if _implements(type(interface), "minibatches") else Minibatches()
+    if _implements(type(interface), "minibatches"):
+        wanted = interface.minibatches()
+    else:
+        wanted = Minibatches()
     return method(
-        model, [part for (part,) in split(batch, wanted, 1, seed=model.seed, role=model.role, step=model.step)]
+        model,
+        [
+            part
+            for (part,) in split(
+                batch, wanted, 1, seed=model.seed, role=model.role, step=model.step
+            )
+        ],
     )
 
 
@@ -135,13 +192,21 @@ def _check_call(bench: Bench, name: str) -> None:
     before = bench.batch.to_bytes()
     model = bench.model()
     result = _call(bench.build(), name, model, bench.batch)
-    assert isinstance(result, MFCResult), f"{where} returns a {type(result).__name__}, not an MFCResult"
-    assert bench.batch.to_bytes() == before, f"{where} changes the batch that it is given; samples are immutable"
+    assert isinstance(result, MFCResult), (
+        f"{where} returns a {type(result).__name__}, not an MFCResult"
+    )
+    assert bench.batch.to_bytes() == before, (
+        f"{where} changes the batch that it is given; samples are immutable"
+    )
     for metric, value in result.metrics.items():
-        assert isinstance(value, int | float), f"{where}: metric {metric!r} is a {type(value).__name__}, not a number"
+        assert isinstance(value, int | float), (
+            f"{where}: metric {metric!r} is a {type(value).__name__}, not a number"
+        )
         assert math.isfinite(value), f"{where}: metric {metric!r} is {value}"
     trained = 1 if name == "train_step" else 0
-    assert model.engine.version == trained, f"{where}: the engine's version is {model.engine.version}, not {trained}"
+    assert model.engine.version == trained, (
+        f"{where}: the engine's version is {model.engine.version}, not {trained}"
+    )
     if result.outputs is not None:
         _check_outputs(result.outputs, bench.batch, where)
     again = bench.call(name)
@@ -153,7 +218,9 @@ def _check_call(bench: Bench, name: str) -> None:
 
 
 def _check_outputs(outputs: SequenceSample, batch: SequenceSample, where: str) -> None:
-    assert set(outputs.ids) == set(batch.ids), f"{where}: outputs are of {sorted(outputs.ids)}, not {sorted(batch.ids)}"
+    assert set(outputs.ids) == set(batch.ids), (
+        f"{where}: outputs are of {sorted(outputs.ids)}, not {sorted(batch.ids)}"
+    )
     assert outputs.keys, f"{where}: outputs hold no key; return None where a call makes none"
     for key in outputs.keys:
         assert key in outputs.data, f"{where}: key {key!r} has lengths but no tensor"
@@ -161,7 +228,10 @@ def _check_outputs(outputs: SequenceSample, batch: SequenceSample, where: str) -
         return
     for key in outputs.keys:
         counts = [len(n) for n in outputs.select(ids=batch.ids).seqlens[key]]
-        groups = [len(n) for n in batch.seqlens["completion"]] if "completion" in batch.keys else counts
+        if "completion" in batch.keys:
+            groups = [len(n) for n in batch.seqlens["completion"]]
+        else:
+            groups = counts
         fits = all(count in (1, group) for count, group in zip(counts, groups, strict=True))
         assert fits, f"{where}: key {key!r} has {counts} sequences for {groups} completions"
 
@@ -170,7 +240,9 @@ def _check_same(one: SequenceSample | None, other: SequenceSample | None, where:
     assert (one is None) == (other is None), f"{where}: outputs there once and once not"
     if one is None or other is None:
         return
-    assert set(one.keys) == set(other.keys), f"{where}: keys {sorted(one.keys)} and {sorted(other.keys)}"
+    assert set(one.keys) == set(other.keys), (
+        f"{where}: keys {sorted(one.keys)} and {sorted(other.keys)}"
+    )
     other = other.select(ids=one.ids)
     for key in one.keys:
         same = one.lengths[key].tolist() == other.lengths[key].tolist()
@@ -183,8 +255,11 @@ def _check_same(one: SequenceSample | None, other: SequenceSample | None, where:
 
 def _check_state(bench: Bench, found: Sequence[str]) -> None:
     for name in ("state_dict", "load_state_dict"):
-        assert _implements(bench.cls, name), f"{bench.cls.__name__} has only one of state_dict and load_state_dict"
-    used, fresh = bench.build(), bench.build()
+        assert _implements(bench.cls, name), (
+            f"{bench.cls.__name__} has only one of state_dict and load_state_dict"
+        )
+    used = bench.build()
+    fresh = bench.build()
     _call(used, found[-1], bench.model(), bench.batch)
     for name, interface in (("one", used), ("two", fresh)):
         write_state(bench.folder / name, interface.state_dict())

@@ -28,44 +28,105 @@ def made(script: str, arguments: str, **environment: str) -> str:
 @pytest.mark.parametrize(
     ("script", "arguments", "words"),
     [
-        ("trainer_sft", "--configs galactica-125m", "quickstart sft --configs defaults galactica-125m"),
-        ("trainer_sft", "--configs defaults galactica-125m --deepspeed",
-         "quickstart sft --configs defaults galactica-125m --deepspeed"),
-        ("trainer_sft", "--configs oasst_export_eu,galactica-125m --learning_rate 2e-6 --log_wandb false",
-         "quickstart sft --configs defaults oasst_export_eu galactica-125m learning_rate=2e-6 log_wandb=false"),
-        ("trainer_sft", "--configs pythia-1b --resume_from_checkpoint --rng_seed 3 --local_rank 0 --show_dataset_stats",
-         "quickstart sft --configs defaults pythia-1b rng_seed=3 --verbose --resume_from_checkpoint"),
-        ("trainer_sft", "--configs pythia-1b --no-eval_size --no-deepspeed --wandb-entity me",
-         "quickstart sft --configs defaults pythia-1b eval_size=null logger.wandb.entity=me"),
-        ("trainer_sft", "--configs a --dry-run max_steps=3", "quickstart sft --configs defaults a --dry-run max_steps=3"),
-        ("trainer_rm", "--configs defaults_rm oasst-rm-1-pythia-1b",
-         "quickstart rw --configs defaults_rm oasst-rm-1-pythia-1b"),
-        ("trainer_rl", f"--configs {' '.join(RLHF)} --batch_size 2",
-         f"quickstart ppo --configs {' '.join(RLHF)} batch_size=2"),
-        ("model_cli", "--model_path m", "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8"),
-        ("model_cli", "--model_path m --top_k 5 --do-sample false --format v2.5",
-         "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0 --top-k 5 --format v2.5"),
-        ("model_chat", "--model_path m --bot_name Joi --format v2.5",
-         "chat m --max-new-tokens 200 --top-k 40 --temperature 1.0 --format v2.5"),
-        ("model_cli", "--model_path m --no-history",
-         "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8 --no-history"),
-        ("check_dataset_counts", "--datasets all --mode sft",
-         "data counts --datasets all --mode sft dataset.valid_split=0.2 --output dataset_counts.csv"),
-        ("check_dataset_counts", "--datasets webgpt squad_v2 --mode rm --output_path c.csv --detect_language",
-         "data counts --datasets webgpt squad_v2 --mode rm dataset.valid_split=0.2 --output c.csv --detect-language"),
-        ("to_triton", "--configs pythia_rlhf --triton_mode rm",
-         "convert triton andreaskoepf/oasst-rm-2-pythia-1.4b-10000 --triton_mode rm"),
-        ("to_triton", "--configs pythia_rlhf --triton_mode sft",
-         "convert triton andreaskoepf/oasst-sft-4-pythia-12b-epoch-3.5 --triton_mode sft"),
+        (
+            "trainer_sft",
+            "--configs galactica-125m",
+            "quickstart sft --configs defaults galactica-125m",
+        ),
+        (
+            "trainer_sft",
+            "--configs defaults galactica-125m --deepspeed",
+            "quickstart sft --configs defaults galactica-125m --deepspeed",
+        ),
+        (
+            "trainer_sft",
+            "--configs oasst_export_eu,galactica-125m --learning_rate 2e-6 --log_wandb false",
+            "quickstart sft --configs defaults oasst_export_eu galactica-125m learning_rate=2e-6 "
+            "log_wandb=false",
+        ),
+        (
+            "trainer_sft",
+            "--configs pythia-1b --resume_from_checkpoint --rng_seed 3 --local_rank 0 "
+            "--show_dataset_stats",
+            "quickstart sft --configs defaults pythia-1b rng_seed=3 --verbose "
+            "--resume_from_checkpoint",
+        ),
+        (
+            "trainer_sft",
+            "--configs pythia-1b --no-eval_size --no-deepspeed --wandb-entity me",
+            "quickstart sft --configs defaults pythia-1b eval_size=null logger.wandb.entity=me",
+        ),
+        (
+            "trainer_sft",
+            "--configs a --dry-run max_steps=3",
+            "quickstart sft --configs defaults a --dry-run max_steps=3",
+        ),
+        (
+            "trainer_rm",
+            "--configs defaults_rm oasst-rm-1-pythia-1b",
+            "quickstart rw --configs defaults_rm oasst-rm-1-pythia-1b",
+        ),
+        (
+            "trainer_rl",
+            f"--configs {' '.join(RLHF)} --batch_size 2",
+            f"quickstart ppo --configs {' '.join(RLHF)} batch_size=2",
+        ),
+        (
+            "model_cli",
+            "--model_path m",
+            "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8",
+        ),
+        (
+            "model_cli",
+            "--model_path m --top_k 5 --do-sample false --format v2.5",
+            "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0 --top-k 5 --format v2.5",
+        ),
+        (
+            "model_chat",
+            "--model_path m --bot_name Joi --format v2.5",
+            "chat m --max-new-tokens 200 --top-k 40 --temperature 1.0 --format v2.5",
+        ),
+        (
+            "model_cli",
+            "--model_path m --no-history",
+            "chat m --max-new-tokens 200 --top-p 0.9 --temperature 0.8 --no-history",
+        ),
+        (
+            "check_dataset_counts",
+            "--datasets all --mode sft",
+            "data counts --datasets all --mode sft dataset.valid_split=0.2 --output "
+            "dataset_counts.csv",
+        ),
+        (
+            "check_dataset_counts",
+            "--datasets webgpt squad_v2 --mode rm --output_path c.csv --detect_language",
+            "data counts --datasets webgpt squad_v2 --mode rm dataset.valid_split=0.2 --output "
+            "c.csv --detect-language",
+        ),
+        (
+            "to_triton",
+            "--configs pythia_rlhf --triton_mode rm",
+            "convert triton andreaskoepf/oasst-rm-2-pythia-1.4b-10000 --triton_mode rm",
+        ),
+        (
+            "to_triton",
+            "--configs pythia_rlhf --triton_mode sft",
+            "convert triton andreaskoepf/oasst-sft-4-pythia-12b-epoch-3.5 --triton_mode sft",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_weft_command(script: str, arguments: str, words: str) -> None:
     assert made(script, arguments) == words
 
 
 def test_the_servers_of_the_environment_go_over_those_of_the_sections() -> None:
-    words = made("trainer_rl", "--configs pythia_rlhf", TRITON_HOST_RM="h:1/rm", TRITON_HOST_REF="h:2/sft")
-    assert words == "quickstart ppo --configs pythia_rlhf triton_host_rm=h:1/rm triton_host_sft=h:2/sft"
+    words = made(
+        "trainer_rl", "--configs pythia_rlhf", TRITON_HOST_RM="h:1/rm", TRITON_HOST_REF="h:2/sft"
+    )
+    assert (
+        words
+        == "quickstart ppo --configs pythia_rlhf triton_host_rm=h:1/rm triton_host_sft=h:2/sft"
+    )
 
 
 def test_a_value_with_blanks_is_quoted() -> None:
@@ -80,7 +141,11 @@ def test_a_value_with_blanks_is_quoted() -> None:
 def test_flags_that_change_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     made("model_chat", "--model_path m --bot_name Joi --cache_dir c --per-digit-tokens")
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(" is left out: ")[0] for line in said] == ["--cache_dir", "--bot_name", "--per-digit-tokens"]
+    assert [line.split(" is left out: ")[0] for line in said] == [
+        "--cache_dir",
+        "--bot_name",
+        "--per-digit-tokens",
+    ]
 
 
 def test_the_newest_run_of_an_output_dir_is_talked_to(here: Path) -> None:
@@ -102,9 +167,21 @@ def test_the_newest_run_of_an_output_dir_is_talked_to(here: Path) -> None:
         ("model_cli", "--max_new_tokens 3", "--model_path is missing"),
         ("model_cli", "--model_path m --load_checkpoint x.pt", "reads a pickled file"),
         ("model_chat", "--model_path m --format legacy", "--format legacy: must be v2 or v2.5"),
-        ("model_chat", "--model_path m --temprature 3", "unknown argument '--temprature'; did you mean --temperature?"),
-        ("to_triton", "--configs pythia_rlhf --triton_mode rf", "--triton_mode rf: must be rm or sft"),
-        ("to_triton", "--configs defaults_rlhf --triton_mode rm", "no section names a model in rank_config.model_name"),
+        (
+            "model_chat",
+            "--model_path m --temprature 3",
+            "unknown argument '--temprature'; did you mean --temperature?",
+        ),
+        (
+            "to_triton",
+            "--configs pythia_rlhf --triton_mode rf",
+            "--triton_mode rf: must be rm or sft",
+        ),
+        (
+            "to_triton",
+            "--configs defaults_rlhf --triton_mode rm",
+            "no section names a model in rank_config.model_name",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(script: str, arguments: str, wrong: str) -> None:
@@ -116,10 +193,14 @@ def test_a_model_of_the_command_line() -> None:
     assert triton_model(["pythia_rlhf"], "rm", ["rank_config.model_name=mine"]) == "mine"
 
 
-def test_a_script_prints_its_command_and_runs_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_prints_its_command_and_runs_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("trainer_sft", ["--configs", "unheard-of", "--rng_seed", "3"]) == 2
     captured = capsys.readouterr()
-    assert captured.out.startswith("$ weft quickstart sft --configs defaults unheard-of rng_seed=3\n")
+    assert captured.out.startswith(
+        "$ weft quickstart sft --configs defaults unheard-of rng_seed=3\n"
+    )
     assert "unknown section 'unheard-of'" in captured.err
     assert run("trainer_sft", []) == 2
 

@@ -23,7 +23,11 @@ from weft.cli.open_assistant.datasets import BadEntry, at_most, shrunk, sources
         ({"prompt_dialogue": {"size": 500}}, {"named": "prompt_dialogue", "size": 500}),
         (
             {"oasst_export": {"lang": "en,de", "input_file_path": "trees.jsonl.gz", "top_k": 1}},
-            {"named": "oasst_export", "path": "trees.jsonl.gz", "args": {"lang": "en,de", "top_k": 1}},
+            {
+                "named": "oasst_export",
+                "path": "trees.jsonl.gz",
+                "args": {"lang": "en,de", "top_k": 1},
+            },
         ),
         (
             {"augment_oasst": {"data_path": "folder", "input_file_path": "a.jsonl"}},
@@ -47,12 +51,15 @@ def test_an_entry(entry: Any, made: dict[str, Any]) -> None:
 
 def test_a_copy_that_is_a_file_goes_before_the_file_of_the_entry(tmp_path: Path) -> None:
     def path(data_path: str) -> Any:
-        return sources([{"oasst_export": {"data_path": data_path, "input_file_path": "a.jsonl.gz"}}])[0]["path"]
+        return sources(
+            [{"oasst_export": {"data_path": data_path, "input_file_path": "a.jsonl.gz"}}]
+        )[0]["path"]
 
     (tmp_path / "trees").write_text("")
     (tmp_path / "of.json").mkdir()
     assert path(f"{tmp_path}/trees") == f"{tmp_path}/trees"
-    assert path("missing/b.jsonl") == "missing/b.jsonl"  # so that the message names what was asked for
+    # so that the message names what was asked for
+    assert path("missing/b.jsonl") == "missing/b.jsonl"
     assert path(f"{tmp_path}/of.json") == f"{tmp_path}/of.json/a.jsonl.gz"
 
 
@@ -63,10 +70,16 @@ def test_a_list_as_text() -> None:
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        ({"webgpt": None, "fraction": 0.5}, "fraction stands beside 'webgpt'; indent it below '- webgpt:'"),
+        (
+            {"webgpt": None, "fraction": 0.5},
+            "fraction stands beside 'webgpt'; indent it below '- webgpt:'",
+        ),
         ({"webgpt": 0.5}, "webgpt: 0.5 is no parameter; an entry is '- name'"),
         (3, "3 is no dataset"),
-        ({"oasst_export": {"hf_dataset_name": "someone/else"}}, "must be OpenAssistant/oasst1 or OpenAssistant/oasst2"),
+        (
+            {"oasst_export": {"hf_dataset_name": "someone/else"}},
+            "must be OpenAssistant/oasst1 or OpenAssistant/oasst2",
+        ),
     ],
 )
 def test_a_bad_entry_is_named(entry: Any, wrong: str) -> None:
@@ -77,10 +90,16 @@ def test_a_bad_entry_is_named(entry: Any, wrong: str) -> None:
 
 def test_a_share_of_an_epoch_is_that_share_of_every_set() -> None:
     entries = [{"named": "a"}, {"named": "b", "fraction": 0.5}, {"named": "c", "size": 30}]
-    assert [each.get("fraction", each.get("size")) for each in shrunk(entries, 0.2)] == [0.2, 0.1, 6]
+    assert [each.get("fraction", each.get("size")) for each in shrunk(entries, 0.2)] == [
+        0.2,
+        0.1,
+        6,
+    ]
     with pytest.raises(BadEntry, match="weight has no share"):
         shrunk([{"named": "a", "weight": 2.0}], 0.2)
 
 
 def test_validation_sets_are_bounded() -> None:
-    assert [each["max_valid"] for each in at_most([{"named": "a"}, {"named": "b", "max_valid": 5}], 20)] == [20, 5]
+    assert [
+        each["max_valid"] for each in at_most([{"named": "a"}, {"named": "b", "max_valid": 5}], 20)
+    ] == [20, 5]

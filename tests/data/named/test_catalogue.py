@@ -41,7 +41,11 @@ def test_every_name_is_known(name: str) -> None:
 
 def test_modes() -> None:
     assert set(RM.split()) <= set(names("rm")) and set(RL.split()) <= set(names("rl"))
-    assert "squad_v2" not in names("rm") and "red_pajama" not in names("rl") and "augment_oasst" not in names("sft")
+    assert (
+        "squad_v2" not in names("rm")
+        and "red_pajama" not in names("rl")
+        and "augment_oasst" not in names("sft")
+    )
     with pytest.raises(ConfigError, match="unknown mode 'sfft'; did you mean sft"):
         names("sfft")
 
@@ -55,7 +59,9 @@ def test_pairs_of_languages() -> None:
         "en",
     )
     for name in ("wmt2019_zh-xx", "ted_trans_nl", "wmt2019_en-en"):
-        with pytest.raises(ConfigError, match="write two of ar, de, fr, en, it, nl, tr, ru, ms, ko, ja, zh"):
+        with pytest.raises(
+            ConfigError, match="write two of ar, de, fr, en, it, nl, tr, ru, ms, ko, ja, zh"
+        ):
             find(name)
 
 
@@ -67,10 +73,15 @@ def test_unknown_names_hear_of_near_ones() -> None:
 def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "mine: {reader: question_answer, modes: [sft], prompt: q, answer: a}\ngsm8k: {reader: pairs, modes: rm}\n"
+        "mine: {reader: question_answer, modes: [sft], prompt: q, answer: a}\ngsm8k: {reader: "
+        "pairs, modes: rm}\n"
     )
-    assert find("mine", [str(file)]).options == {"prompt": "q", "answer": "a"} and "mine" in names("sft", [str(file)])
-    assert find("gsm8k", [str(file)]).reader == "pairs" and find("gsm8k").reader == "question_answer"
+    assert find("mine", [str(file)]).options == {"prompt": "q", "answer": "a"} and "mine" in names(
+        "sft", [str(file)]
+    )
+    assert (
+        find("gsm8k", [str(file)]).reader == "pairs" and find("gsm8k").reader == "question_answer"
+    )
     for text, wrong in (
         ("mine: {raeder: pairs, modes: [rm]}", r"mine: reader is missing; is 'raeder' meant\?"),
         ("mine: {reader: pairs, modes: [sfr]}", "must be of sft, rm, rl"),
@@ -88,6 +99,10 @@ def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
 
 def test_entries_of_a_program() -> None:
     register_named_dataset(
-        "riddles-of-mine", reader="question_answer", modes=["sft"], prompt="riddle", answer="solution"
+        "riddles-of-mine",
+        reader="question_answer",
+        modes=["sft"],
+        prompt="riddle",
+        answer="solution",
     )
     assert find("riddles-of-mine").options["prompt"] == "riddle"

@@ -1,4 +1,6 @@
-"""Every reader on small rows in the true shape of its source, and the examples that come of them in each mode."""
+"""Every reader on small rows in the true shape of its source, and the examples that come of them in
+each mode.
+"""
 
 from __future__ import annotations
 
@@ -42,19 +44,35 @@ def test_every_entry_names_a_reader_with_its_options() -> None:
 
 
 NO_ANSWER = str(find("ua_squad").options["otherwise"])
-SQUAD = {"context": "Ann sings.", "question": "Who?", "answers": {"text": ["Ann", "she"], "answer_start": [0, 1]}}
+SQUAD = {
+    "context": "Ann sings.",
+    "question": "Who?",
+    "answers": {"text": ["Ann", "she"], "answer_start": [0, 1]},
+}
 
 
 @pytest.mark.parametrize(
     "name, row, expected",
     [
         ("squad_v2", SQUAD, ["Ann sings. Who?", "Ann"]),
-        ("squad_v2", {**SQUAD, "answers": {"text": []}}, ["Ann sings. Who?", "I do not have answer for that"]),
+        (
+            "squad_v2",
+            {**SQUAD, "answers": {"text": []}},
+            ["Ann sings. Who?", "I do not have answer for that"],
+        ),
         ("ua_squad", {"Context": "C", "Question": "Q", "Answer": ""}, ["C Q", NO_ANSWER]),
-        ("trivia_qa_nocontext", {"question": "Q", "answer": {"aliases": ["A"], "value": "a"}}, ["Q", "A"]),
+        (
+            "trivia_qa_nocontext",
+            {"question": "Q", "answer": {"aliases": ["A"], "value": "a"}},
+            ["Q", "A"],
+        ),
         (
             "trivia_qa_context",
-            {"question": "Q", "answer": {"aliases": ["A"], "value": "a"}, "search_results": {"search_context": ["S"]}},
+            {
+                "question": "Q",
+                "answer": {"aliases": ["A"], "value": "a"},
+                "search_results": {"search_context": ["S"]},
+            },
             ["S Q", "A"],
         ),
         ("adversarial_qa", {**SQUAD, "title": "T"}, ["T. Ann sings. Who?", "Ann"]),
@@ -63,15 +81,28 @@ SQUAD = {"context": "Ann sings.", "question": "Who?", "answers": {"text": ["Ann"
             {"input": "I", "code": "c", "target": 3.5},
             [
                 "I\nWrite a small snippet of python code to answer this",
-                "Here's the code solution to the question\n```python\nc\n```\n The answer should be 3.5",
+                "Here's the code solution to the question\n```python\nc\n```\n The answer should "
+                "be 3.5",
             ],
         ),
         ("gsm8k", {"question": "Q", "answer": "1+1\n#### 2"}, ["Q", "1+1\n#### 2"]),
-        ("math", {"problem": "P", "solution": "\\boxed{1}", "level": "1", "type": "t"}, ["P", "\\boxed{1}"]),
-        ("wikihow", {"title": "Fly", "result": "1. Jump"}, ["Fly, explain step by step", "1. Jump"]),
+        (
+            "math",
+            {"problem": "P", "solution": "\\boxed{1}", "level": "1", "type": "t"},
+            ["P", "\\boxed{1}"],
+        ),
+        (
+            "wikihow",
+            {"title": "Fly", "result": "1. Jump"},
+            ["Fly, explain step by step", "1. Jump"],
+        ),
         ("essay_instruction", {"instructions": "I", "titles": "T", "essays": "E"}, ["I", "T\nE"]),
         ("math_qa", {"Problem": "P", "Rationale": "10 / 20 answer : a"}, ["P", "10 / 20 "]),
-        ("reddit_eli5", {"title": "T", "answers": {"text": ["A", "B"], "score": [2, 1]}}, ["T", "A"]),
+        (
+            "reddit_eli5",
+            {"title": "T", "answers": {"text": ["A", "B"], "score": [2, 1]}},
+            ["T", "A"],
+        ),
         ("recipes", {"INSTRUCTION": "I", "RESPONSE": "R", "SOURCE": "s"}, ["I", "R"]),
         ("minimath", {"question": "Q", "answer": "A"}, ["Q", "A"]),
         ("wizardlm_70k", {"instruction": "Q", "output": "A"}, ["Q", "A"]),
@@ -79,19 +110,35 @@ SQUAD = {"context": "Ann sings.", "question": "Who?", "answers": {"text": ["Ann"
         ("cot_submix_original", {"inputs": "Q", "targets": "A", "task_name": "t"}, ["Q", "A"]),
         ("alpaca", {"instruction": "Sum", "input": "1 2", "output": "3"}, ["Sum\n1 2", "3"]),
         ("alpaca", {"instruction": "Sum", "input": "", "output": "3"}, ["Sum", "3"]),
-        ("alpaca_gpt4", {"instruction": "Sum 1 2", "input": "1 2", "output": "3"}, ["Sum 1 2", "3"]),
-        ("alpaca_gpt4", {"instruction": "Say", "input": "No Input needed", "output": "3"}, ["Say", "3"]),
+        (
+            "alpaca_gpt4",
+            {"instruction": "Sum 1 2", "input": "1 2", "output": "3"},
+            ["Sum 1 2", "3"],
+        ),
+        (
+            "alpaca_gpt4",
+            {"instruction": "Say", "input": "No Input needed", "output": "3"},
+            ["Say", "3"],
+        ),
         (
             "dolly15k",
-            {"INSTRUCTION": "Who?", "RESPONSE": "Ann", "METADATA": {"CONTEXT": "Ann[1] sings[a].[citation needed]"}},
+            {
+                "INSTRUCTION": "Who?",
+                "RESPONSE": "Ann",
+                "METADATA": {"CONTEXT": "Ann[1] sings[a].[citation needed]"},
+            },
             ["Who?\n\nAnn sings.", "Ann"],
         ),
-        ("gpteacher_roleplay", {"instruction": "Be a cat", "input": "", "response": "Meow"}, ["Be a cat", "Meow"]),
+        (
+            "gpteacher_roleplay",
+            {"instruction": "Be a cat", "input": "", "response": "Meow"},
+            ["Be a cat", "Meow"],
+        ),
         ("joke", {"joke": "J", "explaination": "E"}, ["J", "E"]),
         ("multi-chapter-summaries", {"prompt": "P:", "context": "C", "summary": "S"}, ["P:C", "S"]),
         ("prosocial_dialogue", {"context": "C", "rots": ["R"]}, ["C", "R"]),
     ],
-)  # fmt: skip
+)
 def test_questions(name: str, row: dict[str, Any], expected: list[str]) -> None:
     assert said(one(name, "sft", row)) == expected
     assert said(one(name, "rl", row)) == expected[:1]
@@ -101,8 +148,11 @@ def test_a_context_may_be_the_replys_own() -> None:
     row = {"INSTRUCTION": "Who?", "RESPONSE": "Ann", "METADATA": {"CONTEXT": "Ann sings."}}
     messages = one("dolly15k", "sft", row, context_as="tag")["messages"]
     assert messages[0]["content"] == "Who?" and messages[1] == {
-        "role": "assistant", "content": "Ann", "lang": "en", "context": "Ann sings.",
-    }  # fmt: skip
+        "role": "assistant",
+        "content": "Ann",
+        "lang": "en",
+        "context": "Ann sings.",
+    }
     with pytest.raises(ConfigError, match="context_as='x': must be prompt or tag"):
         made("dolly15k", "sft", [row], context_as="x")
 
@@ -122,14 +172,22 @@ def test_fill_min_length_joins_pairs() -> None:
     rows = [{"INSTRUCTION": f"question {i}", "RESPONSE": "x" * 30} for i in range(10)]
     found = made("oa_leet10k", "sft", rows, fill_min_length=100)
     assert [len(row["messages"]) for row in found] == [6, 6, 6, 2]
-    assert sorted(text for row in found for text in said(row)[::2]) == [f"question {i}" for i in range(10)]
+    assert sorted(text for row in found for text in said(row)[::2]) == [
+        f"question {i}" for i in range(10)
+    ]
     assert said(found[0])[0] != "question 0" or said(found[0])[2] != "question 1"
 
 
 def test_columns_for_verifiers_go_along_with_prompts() -> None:
     assert one("gsm8k", "rl", {"question": "Q", "answer": "#### 2"})["answer"] == "#### 2"
-    row = one("ifeval", "rl", {"key": 1, "prompt": "P", "instruction_id_list": ["a:b"], "kwargs": [{"n": 3}]})
-    assert row["instruction_id_list"] == ["a:b"] and row["kwargs"] == [{"n": 3}] and said(row) == ["P"]
+    row = one(
+        "ifeval",
+        "rl",
+        {"key": 1, "prompt": "P", "instruction_id_list": ["a:b"], "kwargs": [{"n": 3}]},
+    )
+    assert (
+        row["instruction_id_list"] == ["a:b"] and row["kwargs"] == [{"n": 3}] and said(row) == ["P"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,9 +209,18 @@ def test_summaries(name: str, row: dict[str, Any], text: str, answer: str) -> No
 
 
 def test_explain_prosocial_pairs_reasons_with_annotations() -> None:
-    row = {"context": "I lie", "safety_annotations": ["wrong"], "safety_annotation_reasons": ["it hurts"]}
+    row = {
+        "context": "I lie",
+        "safety_annotations": ["wrong"],
+        "safety_annotation_reasons": ["it hurts"],
+    }
     asked, answer = said(one("explain_prosocial", "sft", row))
-    assert "I lie" in asked and "wrong" in asked and answer.endswith("because it hurts") and "wrong" in answer
+    assert (
+        "I lie" in asked
+        and "wrong" in asked
+        and answer.endswith("because it hurts")
+        and "wrong" in answer
+    )
 
 
 # -- conversations
@@ -186,12 +253,25 @@ def test_gpt4all_in_both_shapes() -> None:
 
 
 def test_soda_plays_the_second_speaker() -> None:
-    row = {"narrative": "Two meet.", "speakers": ["Ann", "Bob"] * 2, "dialogue": ["Hi", "Ho", "So", "No"]}
+    row = {
+        "narrative": "Two meet.",
+        "speakers": ["Ann", "Bob"] * 2,
+        "dialogue": ["Hi", "Ho", "So", "No"],
+    }
     assert said(one("soda", "sft", row)) == ["Two meet. You are Bob. Hi", "Ho", "So", "No"]
     assert made("soda", "sft", [{**row, "speakers": ["Ann", "Ann", "Bob", "Bob"]}]) == []
-    assert said(one("soda_dialogue", "sft", {"conversation": "User: Hi\nAssistant: Ho\nUser: So\nAssistant: No"})) == [
-        "Hi", "Ho", "So", "No",
-    ]  # fmt: skip
+    assert said(
+        one(
+            "soda_dialogue",
+            "sft",
+            {"conversation": "User: Hi\nAssistant: Ho\nUser: So\nAssistant: No"},
+        )
+    ) == [
+        "Hi",
+        "Ho",
+        "So",
+        "No",
+    ]
 
 
 def test_marked_dialogues_are_merged_and_counted() -> None:
@@ -201,11 +281,17 @@ def test_marked_dialogues_are_merged_and_counted() -> None:
     assert [len(row["messages"]) for row in found] == [4, 4, 4, 2]
     assert len(made("oig_file", "sft", rows, min_length=24, max_count=2)) == 2
     assert made("oig_file", "sft", [{"text": "<bot>: a\n<human>: q"}, {"text": "no marks"}]) == []
-    assert said(one("prompt_dialogue", "sft", {"text": "User: Hi?\n\nRosey: Ho.\n"})) == ["Hi?", "Ho."]
+    assert said(one("prompt_dialogue", "sft", {"text": "User: Hi?\n\nRosey: Ho.\n"})) == [
+        "Hi?",
+        "Ho.",
+    ]
 
 
 def test_rounds_and_system_messages() -> None:
-    row = {"instruction": "Be kind", "conversation": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}]}
+    row = {
+        "instruction": "Be kind",
+        "conversation": [{"input": "a", "output": "b"}, {"input": "c", "output": "d"}],
+    }
     messages = one("orca-chat", "sft", row)["messages"]
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert said({"messages": messages}) == ["Be kind", "a", "b", "c", "d"]
@@ -221,12 +307,19 @@ def test_dolphin_groups_by_system_message() -> None:
     for row in found:
         system, *turns = said(row)
         assert {int(turn[1:]) % 2 for turn in turns[::2]} == {int(system[1:])}
-    assert sum(len(row["messages"]) // 2 for row in made("dolphin-mix", "sft", rows, num_samples=3)) == 3
+    assert (
+        sum(len(row["messages"]) // 2 for row in made("dolphin-mix", "sft", rows, num_samples=3))
+        == 3
+    )
 
 
 def test_tulu_messages_end_with_the_assistant() -> None:
     turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    row = {"id": "1", "messages": [{"role": role, "content": text} for role, text in turns], "dataset": "d"}
+    row = {
+        "id": "1",
+        "messages": [{"role": role, "content": text} for role, text in turns],
+        "dataset": "d",
+    }
     assert said(one("tulu-v3-sft-mixture", "sft", row)) == ["s", "a", "b"]
     assert said(one("tulu-v3-sft-mixture", "rl", row)) == ["s", "a"]
     shared = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -239,8 +332,12 @@ def test_tulu_messages_end_with_the_assistant() -> None:
 def test_webgpt_groups_sorts_and_takes_references_out() -> None:
     def row(question: str, one: str, two: str, score: float) -> dict[str, Any]:
         return {
-            "question": {"full_text": question}, "answer_0": one, "answer_1": two, "score_0": score, "score_1": -score,
-        }  # fmt: skip
+            "question": {"full_text": question},
+            "answer_0": one,
+            "answer_1": two,
+            "score_0": score,
+            "score_1": -score,
+        }
 
     rows = [
         row("Q", "a [1]", "b [2, 3]", 0.5),
@@ -249,21 +346,48 @@ def test_webgpt_groups_sorts_and_takes_references_out() -> None:
         row("R", "x", "y", -1),
     ]
     found = made("webgpt", "rm", rows)
-    assert [(said(each), each["replies"]) for each in found] == [(["Q"], ["c", "a ", "b ", "d"]), (["R"], ["y", "x"])]
-    assert said(made("webgpt", "sft", rows)[0]) == ["Q", "c"] and said(made("webgpt", "rl", rows)[1]) == ["R"]
+    assert [(said(each), each["replies"]) for each in found] == [
+        (["Q"], ["c", "a ", "b ", "d"]),
+        (["R"], ["y", "x"]),
+    ]
+    assert said(made("webgpt", "sft", rows)[0]) == ["Q", "c"] and said(
+        made("webgpt", "rl", rows)[1]
+    ) == ["R"]
     assert len(made("webgpt", "rm", rows, max_answers=3)[0]["replies"]) == 3
 
 
 def test_shp_and_helpsteer() -> None:
     rows = [
-        {"post_id": "p", "history": "Q", "human_ref_A": "a", "human_ref_B": "b", "score_A": 1, "score_B": 5},
-        {"post_id": "p", "history": "Q", "human_ref_A": "c", "human_ref_B": "b", "score_A": 9, "score_B": 5},
+        {
+            "post_id": "p",
+            "history": "Q",
+            "human_ref_A": "a",
+            "human_ref_B": "b",
+            "score_A": 1,
+            "score_B": 5,
+        },
+        {
+            "post_id": "p",
+            "history": "Q",
+            "human_ref_A": "c",
+            "human_ref_B": "b",
+            "score_A": 9,
+            "score_B": 5,
+        },
     ]
-    assert one("shp", "rm", *rows)["replies"] == one("shp_2", "rm", *rows)["replies"] == ["c", "b", "a"]
+    assert (
+        one("shp", "rm", *rows)["replies"]
+        == one("shp_2", "rm", *rows)["replies"]
+        == ["c", "b", "a"]
+    )
     marks = {"helpfulness": 4, "correctness": 4, "coherence": 4, "complexity": 1, "verbosity": 1}
-    steer = [{"prompt": "Q", "response": name, **{k: v - i for k, v in marks.items()}} for i, name in enumerate("abc")]
+    steer = [
+        {"prompt": "Q", "response": name, **{k: v - i for k, v in marks.items()}}
+        for i, name in enumerate("abc")
+    ]
     assert one("helpsteer", "rm", *steer)["replies"] == ["a", "b", "c"]
-    assert made("helpsteer", "rm", [{**each, **marks} for each in steer]) == []  # all alike: nothing to learn
+    # all alike: nothing to learn
+    assert made("helpsteer", "rm", [{**each, **marks} for each in steer]) == []
 
 
 def test_summaries_compared() -> None:
@@ -278,7 +402,11 @@ def test_summaries_compared() -> None:
 
     rows = [row(" a", "b", 0), row("a", "c", 0), row("b", "c", 1, 2.0)]
     assert one("hf_summary", "rm", *rows)["replies"] == ["a", "c", "b"]
-    assert [each["replies"] for each in made("hf_summary_pairs", "rm", rows)] == [["a", "b"], ["a", "c"], ["c", "b"]]
+    assert [each["replies"] for each in made("hf_summary_pairs", "rm", rows)] == [
+        ["a", "b"],
+        ["a", "c"],
+        ["c", "b"],
+    ]
     assert "The post." in said(one("hf_summary", "rl", *rows))[0]
     assert len(made("hf_summary_pairs", "rm", rows, least_confidence=3)) == 2
 
@@ -294,25 +422,40 @@ def test_hh_pairs_differ_in_the_last_turn() -> None:
 
 
 def test_pairs_of_texts_and_of_messages() -> None:
-    orca = one("orca_dpo_pairs", "rm", {"system": "S", "question": "Q", "chosen": "a", "rejected": "b"})
+    orca = one(
+        "orca_dpo_pairs", "rm", {"system": "S", "question": "Q", "chosen": "a", "rejected": "b"}
+    )
     assert said(orca) == ["S", "Q"] and orca["replies"] == ["a", "b"]
     entry = find("orca_dpo_pairs")
     rows = [{"system": "S", "question": f"Q{i}", "chosen": "a", "rejected": "b"} for i in range(3)]
-    groups = {each.group for each in readers.get(entry.reader)(rows, Use("x", "rm"), **entry.options)}
+    groups = {
+        each.group for each in readers.get(entry.reader)(rows, Use("x", "rm"), **entry.options)
+    }
     assert groups == {"Q0", "Q1", "Q2"}  # a system message that all share keeps nothing together
-    stack = one("stack_exchange_paired", "rm", {"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"})
+    stack = one(
+        "stack_exchange_paired",
+        "rm",
+        {"qid": 1, "question": "Q", "response_j": "a", "response_k": "b"},
+    )
     assert said(stack) == ["Q"] and stack["replies"] == ["a", "b"]
     talks = {
         kind: [{"role": "user", "content": "Q"}, {"role": "assistant", "content": kind}]
         for kind in ("chosen", "rejected")
     }
-    for name in ("ultrafeedback_binarized", "ultrafeedback_mean_aspects_cleaned", "ultrafeedback_overall_cleaned"):
+    for name in (
+        "ultrafeedback_binarized",
+        "ultrafeedback_mean_aspects_cleaned",
+        "ultrafeedback_overall_cleaned",
+    ):
         found = one(name, "rm", {"prompt": "Q", **talks})
         assert said(found) == ["Q"] and found["replies"] == ["chosen", "rejected"]
 
 
 def test_nectar_is_ranked_by_its_ranks() -> None:
-    answers = [{"answer": "b", "rank": 2.0, "model": "m"}, {"answer": "a", "rank": 1.0, "model": "n"}]
+    answers = [
+        {"answer": "b", "rank": 2.0, "model": "m"},
+        {"answer": "a", "rank": 1.0, "model": "n"},
+    ]
     row = one("nectar", "rm", {"prompt": "\n\nHuman: Q\n\nAssistant: ", "answers": answers})
     assert said(row) == ["Q"] and row["replies"] == ["a", "b"]
 
@@ -329,16 +472,23 @@ def test_a_bad_reply_comes_last_in_training_alone() -> None:
         {"prefixes": ["R"], "responses": ["c", "d"], "augmented": ["bad"], "split": "val"},
     ]
     assert [each["replies"] for each in made("augment_oasst", "rm", rows)] == [["a", "b", "bad"]]
-    assert [each["replies"] for each in made("augment_oasst", "rm", rows, training=False)] == [["c", "d"]]
+    assert [each["replies"] for each in made("augment_oasst", "rm", rows, training=False)] == [
+        ["c", "d"]
+    ]
 
 
 # -- plain text, translations, trees
 
 
 def test_long_texts_are_cut_into_pieces() -> None:
-    assert [row["text"] for row in made("red_pajama", "sft", [{"text": "abcdefgh", "meta": "{}"}], max_chunk_size=3)] == [
-        "abc", "def", "gh",
-    ]  # fmt: skip
+    assert [
+        row["text"]
+        for row in made("red_pajama", "sft", [{"text": "abcdefgh", "meta": "{}"}], max_chunk_size=3)
+    ] == [
+        "abc",
+        "def",
+        "gh",
+    ]
     assert made("fanfics", "sft", [{"TEXT": "once"}]) == [{"text": "once"}]
 
 
@@ -372,13 +522,23 @@ def test_trees_in_each_mode() -> None:
         }
 
     tree = {
-        "message_tree_id": "p0", "tree_state": "ready_for_export",
-        "prompt": node("p0", node("a1", rank=1), node("a2", rank=0, labels={"quality": {"value": 0.5, "count": 1}})),
-    }  # fmt: skip
+        "message_tree_id": "p0",
+        "tree_state": "ready_for_export",
+        "prompt": node(
+            "p0",
+            node("a1", rank=1),
+            node("a2", rank=0, labels={"quality": {"value": 0.5, "count": 1}}),
+        ),
+    }
     assert made("oasst_export", "sft", [tree]) == []  # English where nobody says
-    assert [said(row) for row in made("oasst_export", "sft", [tree], lang="en,de")] == [["p0", "a1"], ["p0", "a2"]]
+    assert [said(row) for row in made("oasst_export", "sft", [tree], lang="en,de")] == [
+        ["p0", "a1"],
+        ["p0", "a2"],
+    ]
     assert one("oasst_export", "sft", tree, lang="de", top_k=1)["messages"][1]["quality"] == 0.5
     assert one("oasst_export", "rm", tree, lang="de")["replies"] == ["a2", "a1"]
-    assert said(one("oasst_export", "rl", {**tree, "tree_state": "prompt_lottery_waiting"}, lang="de")) == ["p0"]
+    assert said(
+        one("oasst_export", "rl", {**tree, "tree_state": "prompt_lottery_waiting"}, lang="de")
+    ) == ["p0"]
     with pytest.raises(ConfigError, match="top_k=0: must be at least 1"):
         made("oasst_export", "sft", [tree], top_k=0)

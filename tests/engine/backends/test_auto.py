@@ -24,7 +24,9 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bloom")
     tokenizer = make_tokenizer(folder)
     torch.manual_seed(0)
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = BloomConfig(vocab_size=len(tokenizer), hidden_size=16, n_layer=1, n_head=2, **ids)
     BloomForCausalLM(config).save_pretrained(folder)
     return folder
@@ -35,7 +37,9 @@ def test_types_of_weft_s_own_and_others(bloom: Path, tmp_path: Path) -> None:
     assert chosen(ModelSpec(path=str(tmp_path))).backend == "torch"
     found = chosen(ModelSpec(path=str(bloom)))
     assert found.backend == "hf" and "no family for models of type bloom" in found.notes[0]
-    assert chosen(ModelSpec(path=str(bloom), type="llama")).backend == "torch", "who names a family wants that one"
+    assert chosen(ModelSpec(path=str(bloom), type="llama")).backend == "torch", (
+        "who names a family wants that one"
+    )
     assert chosen(ModelSpec(path=str(bloom), backend="torch")).backend == "torch"
     with pytest.raises(CheckpointError, match="no family for models of type 'bloom'"):
         backends.get("torch")(ModelSpec(path=str(bloom)), Layout())
@@ -59,7 +63,13 @@ def test_it_is_trained_and_talked_to_without_a_word_about_backends(
 
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path / "rows.jsonl", prompt_answer_rows(4))
-    words = ["experiment_name=e", "trial_name=t", f"model.path={bloom}", "dataset.path=rows.jsonl", "max_steps=1"]
+    words = [
+        "experiment_name=e",
+        "trial_name=t",
+        f"model.path={bloom}",
+        "dataset.path=rows.jsonl",
+        "max_steps=1",
+    ]
     assert main(["quickstart", "sft", *words, "dataset.train_bs_n_seqs=2"]) == 0
     told = capfd.readouterr().out
     assert "backend=hf runs it" in told and "next:   weft chat runs/e/t" in told

@@ -1,4 +1,6 @@
-"""Decoders of `transformers` through the hf backend: packed where that is exact, length by length elsewhere, always right."""
+"""Decoders of `transformers` through the hf backend: packed where that is exact, length by length
+elsewhere, always right.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,23 @@ from weft.topology import Layout
 GROUPS = [(5, [4, 7]), (2, [6]), (3, [3])]
 SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
 COMMON = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 320, "max_position_embeddings": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-# model type -> (configuration, how it runs); "by version": packed where the installed transformers uses its attention interface
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 64,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# model type -> (configuration, how it runs); "by version": packed where the installed transformers
+# uses its attention interface
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "llama": ({}, "packed"),
     "gpt2": ({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "packed"),
@@ -39,18 +53,36 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "granite": ({"logits_scaling": 2.0, "attention_multiplier": 0.2}, "packed"),
     "cohere": ({"logit_scale": 0.25}, "packed"),
     "gemma2": (
-        {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+        {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+        },
         "packed",
     ),
     "biogpt": ({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "packed"),
     "llama4_text": (
-        {"attention_chunk_size": 4, "num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 48},
+        {
+            "attention_chunk_size": 4,
+            "num_local_experts": 2,
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+        },
         "apart",
     ),
     "bloom": ({"hidden_dropout": 0.0, "attention_dropout": 0.0}, "apart"),
-    "gptj": ({"rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "by version"),
+    "gptj": (
+        {"rotary_dim": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "by version",
+    ),
     "gpt_neo": (
-        {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4, "window_size": 4},
+        {
+            "attention_types": [[["global", "local"], 1]],
+            "num_layers": 2,
+            "num_heads": 4,
+            "window_size": 4,
+        },
         "apart",
     ),
     "lfm2": ({"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}, "apart"),
@@ -61,7 +93,9 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 def save_tiny(directory: Path, kind: str, auto: Any = AutoModelForCausalLM, **changes: Any) -> Path:
     defaults = AutoConfig.for_model(kind)
     known = {
-        key: value for key, value in COMMON.items() if key in defaults.to_dict() or key in type(defaults).attribute_map
+        key: value
+        for key, value in COMMON.items()
+        if key in defaults.to_dict() or key in type(defaults).attribute_map
     }
     config = AutoConfig.for_model(kind, **{**known, **FAMILIES[kind][0], **changes})
     torch.manual_seed(0)
@@ -89,7 +123,9 @@ def test_decoders_score_train_and_generate_as_transformers_does(tmp_path: Path, 
     batch = batch_of(GROUPS)
     got = engine.forward(batch, frozenset({"logprobs"}))
     with torch.no_grad():
-        for one, wanted in zip(got.sequences("logprobs"), plain_logprobs(model, batch), strict=True):
+        for one, wanted in zip(
+            got.sequences("logprobs"), plain_logprobs(model, batch), strict=True
+        ):
             torch.testing.assert_close(one, wanted)
 
     [stats] = engine.train([batch], Nll())
@@ -140,7 +176,9 @@ def test_gradient_checkpointing_changes_no_number(tmp_path: Path, kind: str) -> 
         assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"])
         for name, values in parameters(plain).items():
             torch.testing.assert_close(parameters(engine)[name], values)
-    layers = [m for m in recomputed[1]._network.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [
+        m for m in recomputed[1]._network.modules() if isinstance(m, GradientCheckpointingLayer)
+    ]
     assert [layer.gradient_checkpointing for layer in layers] == [False, True]
 
 
@@ -165,9 +203,13 @@ def test_value_and_score_heads(tmp_path: Path, kind: str) -> None:
 
 def test_new_heads_on_a_causal_language_model(tmp_path: Path) -> None:
     path = save_tiny(tmp_path, "stablelm")
-    critic, one, same = (engine_of(path, backend="hf", head=head) for head in ("value", "score", "score"))
+    critic, one, same = (
+        engine_of(path, backend="hf", head=head) for head in ("value", "score", "score")
+    )
     assert (critic.forward(batch_of(GROUPS), frozenset({"values"})).data["values"] == 0).all()
-    first, second = (e.forward(batch_of(GROUPS), frozenset({"scores"})).data["scores"] for e in (one, same))
+    first, second = (
+        e.forward(batch_of(GROUPS), frozenset({"scores"})).data["scores"] for e in (one, same)
+    )
     assert torch.equal(first, second) and (first != 0).all()
 
 
@@ -185,13 +227,18 @@ def test_a_saved_model_and_a_restart(tmp_path: Path, dtype: str) -> None:
     assert got == wanted
     assert all(torch.equal(v, parameters(second)[n]) for n, v in parameters(straight).items())
     assert (
-        got[0] != engine_of(path, backend="hf", dtype=dtype, dropout=0.0).train([batches[0]], Nll())[0].metrics["loss"]
+        got[0]
+        != engine_of(path, backend="hf", dtype=dtype, dropout=0.0)
+        .train([batches[0]], Nll())[0]
+        .metrics["loss"]
     )
     straight.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(path)))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert str(model.dtype) == f"torch.{dtype}"
     held = parameters(straight)
-    assert all(torch.equal(p, held[f"module.{name}"].to(p.dtype)) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(p, held[f"module.{name}"].to(p.dtype)) for name, p in model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", ["stablelm", "gpt2"])
@@ -204,7 +251,9 @@ def test_lora_on_any_linear(tmp_path: Path, kind: str) -> None:
     before = parameters(engine)
     losses = [engine.train([batch_of(GROUPS)], Nll())[0].metrics["loss"] for _ in range(4)]
     assert losses[-1] < losses[0]
-    changed = {name for name, values in parameters(engine).items() if not torch.equal(values, before[name])}
+    changed = {
+        name for name, values in parameters(engine).items() if not torch.equal(values, before[name])
+    }
     assert changed == {name for name in before if "lora" in name} and changed
     reference = engine.without_adapters()
     assert reference is not None
@@ -216,8 +265,12 @@ def test_lora_on_any_linear(tmp_path: Path, kind: str) -> None:
     adapted = PeftModel.from_pretrained(plain, tmp_path / "saved" / "adapter")
     adapted_logprobs = engine.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(plain_logprobs(merged, batch_of(GROUPS))), adapted_logprobs)
-        torch.testing.assert_close(torch.cat(plain_logprobs(adapted, batch_of(GROUPS))), adapted_logprobs)
+        torch.testing.assert_close(
+            torch.cat(plain_logprobs(merged, batch_of(GROUPS))), adapted_logprobs
+        )
+        torch.testing.assert_close(
+            torch.cat(plain_logprobs(adapted, batch_of(GROUPS))), adapted_logprobs
+        )
     with pytest.raises(ConfigError, match="no linear layers 'nonsense'"):
         engine_of(path, backend="hf", lora=LoRASpec(r=4, targets=["nonsense"]))
 
@@ -247,7 +300,9 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**config, "layer_norm_eps": float("nan")}))
     with pytest.raises(CheckpointError, match="layer_norm_eps=nan: it must be a finite number"):
         engine_of(path, backend="hf")
-    (path / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}, "model_type": "nobody"}))
+    (path / "config.json").write_text(
+        json.dumps({**config, "auto_map": {"AutoConfig": "x.Y"}, "model_type": "nobody"})
+    )
     with pytest.raises(CheckpointError, match="set trust_remote_code=true"):
         engine_of(path, backend="hf")
     (path / "config.json").write_text(json.dumps({"model_type": "t5"}))

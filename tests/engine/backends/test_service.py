@@ -1,4 +1,6 @@
-"""Roles behind a URL: what PPO and GRPO compute with them is what they compute with the same models here."""
+"""Roles behind a URL: what PPO and GRPO compute with them is what they compute with the same models
+here.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ppo(root: Path, folder: str) -> PPOConfig:
-    config = PPOConfig(**options(root, folder, max_steps=2, save_freq_steps=None, recover_freq_steps=None))
+    config = PPOConfig(
+        **options(root, folder, max_steps=2, save_freq_steps=None, recover_freq_steps=None)
+    )
     config.actor.path = config.critic.path = str(root / "model")
     config.actor.optimizer.lr = config.critic.optimizer.lr = 1e-3
     config.dataset.path, config.dataset.train_bs_n_seqs = str(root / "prompts.jsonl"), 4
@@ -64,7 +68,9 @@ def ppo(root: Path, folder: str) -> PPOConfig:
 
 
 def grpo(root: Path, folder: str) -> GRPOConfig:
-    config = GRPOConfig(**options(root, folder, max_steps=2, save_freq_steps=None, recover_freq_steps=None))
+    config = GRPOConfig(
+        **options(root, folder, max_steps=2, save_freq_steps=None, recover_freq_steps=None)
+    )
     config.actor.path, config.actor.optimizer.lr = str(root / "model"), 1e-3
     config.dataset.path, config.dataset.train_bs_n_seqs = str(root / "prompts.jsonl"), 4
     config.grpo.group_size, config.grpo.gen.max_new_tokens = 3, 6
@@ -76,7 +82,11 @@ def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, float]]:
     own = ("actor_train/", "critic_train/", "rew_inf/", "advantages/")
     timed = ("second", "flops", "mfu", "memory", "tokens_per")
     return [
-        {key: value for key, value in line.items() if key.startswith(own) and not any(word in key for word in timed)}
+        {
+            key: value
+            for key, value in line.items()
+            if key.startswith(own) and not any(word in key for word in timed)
+        }
         for line in metrics
     ]
 
@@ -121,7 +131,8 @@ def test_a_server_that_is_gone_ends_the_run_and_says_who(
     config = ppo(root, "gone")
     config.rew.url, config.rew.service.retries = "http://127.0.0.1:9/reward", 2
     with pytest.raises(
-        RunError, match=r"(?s)rew_inf.*rew\.url=http://127\.0\.0\.1:9/reward: ConnectError \(asked 3 times\)"
+        RunError,
+        match=r"(?s)rew_inf.*rew\.url=http://127\.0\.0\.1:9/reward: ConnectError \(asked 3 times\)",
     ):
         run(config)
 
@@ -137,11 +148,16 @@ def test_a_server_that_is_gone_ends_the_run_and_says_who(
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew.backend": "hf"}, "exclude each other"),
         ({"rew.url": "http://127.0.0.1:8000/rm", "rew.offload": True}, "offload=true moves"),
         ({"ref.url": "http://127.0.0.1:8000/p", "ppo.gen.top_k": 5, "rew.path": "reward"}, "top_k"),
-        ({"ref.url": "http://127.0.0.1:8000/p", "ppo.ref_ema_eta": 0.1, "rew.path": "reward"}, "ref_ema_eta"),
+        (
+            {"ref.url": "http://127.0.0.1:8000/p", "ppo.ref_ema_eta": 0.1, "rew.path": "reward"},
+            "ref_ema_eta",
+        ),
         ({"rew.backend": "service"}, r"needs rew\.url"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_before_the_run(root: Path, token: None, change: dict[str, Any], says: str) -> None:
+)
+def test_what_cannot_be_is_refused_before_the_run(
+    root: Path, token: None, change: dict[str, Any], says: str
+) -> None:
     config = ppo(root, "refused")
     for name, value in change.items():
         at: Any = config
@@ -160,7 +176,9 @@ ROWS = [[5, 6, 7, 8, 9], [10, 11, 12]]
 
 
 @contextmanager
-def answering(answer: Callable[[str, bytes, Any], tuple[int, bytes, dict[str, str]]]) -> Iterator[str]:
+def answering(
+    answer: Callable[[str, bytes, Any], tuple[int, bytes, dict[str, str]]],
+) -> Iterator[str]:
     """The URL of a server that answers with `answer(path, body, headers)`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -186,7 +204,10 @@ def answering(answer: Callable[[str, bytes, Any], tuple[int, bytes, dict[str, st
 
 
 def metadata(*outputs: str) -> bytes:
-    inputs = [{"name": name, "datatype": "INT32", "shape": [-1, -1]} for name in ("input_ids", "attention_mask")]
+    inputs = [
+        {"name": name, "datatype": "INT32", "shape": [-1, -1]}
+        for name in ("input_ids", "attention_mask")
+    ]
     said = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in outputs]
     return json.dumps({"name": "other", "inputs": inputs, "outputs": said}).encode()
 
@@ -207,13 +228,20 @@ def test_logits_are_reduced_in_small_requests() -> None:
         _, inputs = unpack(raw, int(headers[LENGTH_HEADER]), "inputs")
         seen.append(inputs["input_ids"].shape)
         body, length = pack(
-            {}, "outputs", {"logits": logits[: len(inputs["input_ids"]), : inputs["input_ids"].shape[1]]}, {"logits"}
+            {},
+            "outputs",
+            {"logits": logits[: len(inputs["input_ids"]), : inputs["input_ids"].shape[1]]},
+            {"logits"},
         )
         return 200, body, {LENGTH_HEADER: str(length)}
 
     batch = as_sample(ROWS * 10, [2, 1] * 10)
     with answering(answer) as url:
-        made = client(url, concurrency=1).compute(batch, frozenset({"logprobs"}), 0.5).sequences("logprobs")
+        made = (
+            client(url, concurrency=1)
+            .compute(batch, frozenset({"logprobs"}), 0.5)
+            .sequences("logprobs")
+        )
     assert [shape[0] for shape in seen] == [8, 8, 4]
     for index in range(8):
         ids, start = (ROWS * 10)[index], [2, 1][index % 2]
@@ -223,7 +251,9 @@ def test_logits_are_reduced_in_small_requests() -> None:
         np.testing.assert_allclose(np.asarray(made[index]), wanted, rtol=1e-5)
 
 
-def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http, "BACKOFF_S", 0.01)
     statuses = [503, 429, 200]
 
@@ -233,18 +263,29 @@ def test_a_busy_server_is_asked_again_and_a_wrong_one_is_not(monkeypatch: pytest
         return (
             200,
             json.dumps(
-                {"outputs": [{"name": "rewards", "datatype": "FP32", "shape": [2], "data": [1.0, 2.0]}]}
+                {
+                    "outputs": [
+                        {"name": "rewards", "datatype": "FP32", "shape": [2], "data": [1.0, 2.0]}
+                    ]
+                }
             ).encode(),
             {},
         )
 
     batch = as_sample(ROWS, [2, 1])
     with answering(busy) as url:
-        assert client(url).compute(batch, frozenset({"scores"}), 1.0).data["scores"].tolist() == [1.0, 2.0]
+        assert client(url).compute(batch, frozenset({"scores"}), 1.0).data["scores"].tolist() == [
+            1.0,
+            2.0,
+        ]
     cases = [
         ((404, b"no", {}), RunError, "status 404: 'no'; check the model's name"),
         ((200, b"<html>", {}), RunError, "none of the inference protocol"),
-        ((200, metadata("embedding"), {}), ConfigError, "it must take input_ids and give rewards or scores"),
+        (
+            (200, metadata("embedding"), {}),
+            ConfigError,
+            "it must take input_ids and give rewards or scores",
+        ),
     ]
     for came, error, says in cases:
         with answering(lambda *_, came=came: came) as url, pytest.raises(error, match=says):
@@ -257,7 +298,9 @@ def test_a_server_that_gives_too_few_scores() -> None:
             return 200, metadata("rewards"), {}
         return (
             200,
-            json.dumps({"outputs": [{"name": "rewards", "datatype": "FP32", "shape": [1], "data": [1.0]}]}).encode(),
+            json.dumps(
+                {"outputs": [{"name": "rewards", "datatype": "FP32", "shape": [1], "data": [1.0]}]}
+            ).encode(),
             {},
         )
 

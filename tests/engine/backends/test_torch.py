@@ -20,8 +20,12 @@ from weft.models.network.transformer import Transformer
     ],
 )
 def test_what_the_last_layer_does_for_wanted_rows_alone(name: str, head: Any, late: int) -> None:
-    """The output matrix, attention's output, and the MLP: with experts the router and the two a token is routed to."""
+    """The output matrix, attention's output, and the MLP: with experts the router and the two a
+    token is routed to.
+    """
     network = Transformer(tiny_config(name), head)
     assert _cost(network, frozen=False).late == late
     if head == "value":
-        assert _cost(Transformer(tiny_config(name), "score", "mean"), frozen=False).late == 32, "all tokens are read"
+        assert _cost(Transformer(tiny_config(name), "score", "mean"), frozen=False).late == 32, (
+            "all tokens are read"
+        )

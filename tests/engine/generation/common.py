@@ -21,13 +21,23 @@ from weft.models.network.transformer import Transformer
 CPU = torch.device("cpu")
 EOS = 5
 LLAMA = TransformerConfig(
-    family="llama", vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6,
-    intermediate_size=40, max_positions=512, rope=Rope(theta=10000.0, dim=6),
-)  # fmt: skip
+    family="llama",
+    vocab_size=61,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    intermediate_size=40,
+    max_positions=512,
+    rope=Rope(theta=10000.0, dim=6),
+)
 Key = tuple[str, int]
 
 
-def build(config: TransformerConfig = LLAMA, dtype: torch.dtype = torch.float64, seed: int = 0) -> Transformer:
+def build(
+    config: TransformerConfig = LLAMA, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Transformer:
     network = Transformer(config).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in network.named_parameters():
@@ -37,7 +47,10 @@ def build(config: TransformerConfig = LLAMA, dtype: torch.dtype = torch.float64,
 
 
 def opened(
-    network: Transformer, spec: GenerationSpec, budget: Budget | None = None, eos: Iterable[int] = (EOS,)
+    network: Transformer,
+    spec: GenerationSpec,
+    budget: Budget | None = None,
+    eos: Iterable[int] = (EOS,),
 ) -> AbstractContextManager[BatchGenerator]:
     return open_generator(network, spec, device=CPU, version=7, eos_ids=eos, budget=budget)
 
@@ -46,14 +59,19 @@ def drain(generator: BatchGenerator) -> dict[Key, list[TokenEvent]]:
     events: dict[Key, list[TokenEvent]] = {}
     while not generator.idle:
         new = generator.step()
-        assert new or generator._scheduler.filling, "a step samples something or computes a part of a prompt"
+        assert new or generator._scheduler.filling, (
+            "a step samples something or computes a part of a prompt"
+        )
         for event in new:
             events.setdefault((event.id, event.k), []).append(event)
     return events
 
 
 def generate(
-    network: Transformer, spec: GenerationSpec, requests: list[Request], budget: Budget | None = None
+    network: Transformer,
+    spec: GenerationSpec,
+    requests: list[Request],
+    budget: Budget | None = None,
 ) -> dict[Key, list[TokenEvent]]:
     with opened(network, spec, budget) as generator:
         generator.submit(requests)
@@ -64,7 +82,9 @@ def tokens(events: dict[Key, list[TokenEvent]]) -> dict[Key, list[int]]:
     return {key: [event.token for event in row] for key, row in events.items()}
 
 
-def recomputed(network: Transformer, request: Request, row: list[TokenEvent], spec: GenerationSpec) -> Tensor:
+def recomputed(
+    network: Transformer, request: Request, row: list[TokenEvent], spec: GenerationSpec
+) -> Tensor:
     """Log-probs of a completion by one packed forward pass, as training computes them."""
     completion = [event.token for event in row]
     x = pack([torch.tensor([*request.prompt, *completion])])
@@ -75,7 +95,9 @@ def recomputed(network: Transformer, request: Request, row: list[TokenEvent], sp
         support = Support(torch.tensor([id for event in row for id in event.support]), counts)
     temperature = 1.0 if spec.greedy else spec.temperature
     with torch.no_grad():
-        return network(x, frozenset({"logprobs"}), temperature, support)["logprobs"][len(request.prompt) - 1 :]
+        return network(x, frozenset({"logprobs"}), temperature, support)["logprobs"][
+            len(request.prompt) - 1 :
+        ]
 
 
 class Spy:

@@ -11,10 +11,13 @@ from weft.engine.generation.blocks import Slots
 
 @settings(max_examples=150, deadline=None)
 @given(
-    most=st.integers(1, 20), tokens=st.integers(200, 1500),
+    most=st.integers(1, 20),
+    tokens=st.integers(200, 1500),
     todo=st.lists(st.tuples(st.sampled_from("arps"), st.integers(1, 190)), max_size=60),
-)  # fmt: skip
-def test_slots_held_are_enough_and_within_the_limits(most: int, tokens: int, todo: list[tuple[str, int]]) -> None:
+)
+def test_slots_held_are_enough_and_within_the_limits(
+    most: int, tokens: int, todo: list[tuple[str, int]]
+) -> None:
     slots, apart, here = Slots(most, tokens), {}, []
     for number, (what, length) in enumerate(todo):
         if what == "a" and slots.admit(number, length):
@@ -38,16 +41,23 @@ def test_slots_are_as_large_as_they_will_be_where_that_is_half_the_limit() -> No
     slots.expect(5, 110)
     assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (5, 112)
     slots.expect(20, 100)
-    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (8, 112)
+    assert all(slots.admit(key, 10) for key in "bcdef") and (slots.num_held, slots.capacity) == (
+        8,
+        112,
+    )
     for longest, ahead in ((150, True), (110, False)):
         slots = Slots(8, 2000, unit=16, ahead=ahead)
         slots.expect(5, longest)
-        assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (8, 64), "they grow by doubling"
+        assert slots.admit("a", 10) and (slots.num_held, slots.capacity) == (8, 64), (
+            "they grow by doubling"
+        )
 
 
 @pytest.mark.parametrize("longest", [100, 1900])
 def test_those_that_come_later_find_room(longest: int) -> None:
-    """One long sequence, then one more a step: as many run together as without looking ahead, and few copies are made."""
+    """One long sequence, then one more a step: as many run together as without looking ahead, and
+    few copies are made.
+    """
     sizes = {}
     for ahead in (True, False):
         slots, held = Slots(32, 8000, unit=16, ahead=ahead), set()

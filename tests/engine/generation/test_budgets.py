@@ -1,4 +1,6 @@
-"""How much keys and values may take: of a device's memory, of what is free of it, and of what the user says."""
+"""How much keys and values may take: of a device's memory, of what is free of it, and of what the
+user says.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "free_bytes", lambda _: 30 * GIB)
 
 
-def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert kv_bytes(CUDA, None) == 20 * GIB
     monkeypatch.setattr(budgets, "free_bytes", lambda _: 10 * GIB)
     assert kv_bytes(CUDA, None) == 9 * GIB
@@ -32,7 +36,9 @@ def test_a_gpu_gives_a_quarter_but_no_more_than_is_free(gpu: None, monkeypatch: 
 
 def test_what_the_user_says_holds_and_must_be_there(gpu: None) -> None:
     assert kv_bytes(CUDA, 25.0) == 25 * GIB and kv_bytes(CPU, 0.5) == GIB // 2
-    with pytest.raises(ConfigError, match=r"gen.kv_cache_gb=31: 30.0 GiB are free on cuda:0; lower it"):
+    with pytest.raises(
+        ConfigError, match=r"gen.kv_cache_gb=31: 30.0 GiB are free on cuda:0; lower it"
+    ):
         kv_bytes(CUDA, 31.0)
     assert kv_bytes(CUDA, 31.0, kept=GIB) == 31 * GIB
     per_token = 2 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_dim * 4

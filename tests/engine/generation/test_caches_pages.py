@@ -1,5 +1,7 @@
-"""The generator over pages gives the completions it gives over slots: the same draws in float64, whatever shares, waits,
-restarts or is cut into parts. FlexAttention runs unfused, and a stand-in plays the captured graphs."""
+"""The generator over pages gives the completions it gives over slots: the same draws in float64,
+whatever shares, waits, restarts or is cut into parts. FlexAttention runs unfused, and a stand-in
+plays the captured graphs.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
         return caches
 
     def switch() -> list[PageCaches]:
-        torch._dynamo.reset()  # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
+        # FlexAttention, unfused, is traced with sizes that vary; other tests' would make more vary
+        torch._dynamo.reset()
         monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
         monkeypatch.setattr(caches_module, "caches_for", caches_for)
         return made
@@ -60,10 +63,18 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[PageCaches]]:
 
 
 def requests(count: int = 5, samples: int = 3, shared: int = 70) -> list[Request]:
-    """Prompts that begin alike for `shared` tokens, some of them equal; one longer than a step computes."""
+    """Prompts that begin alike for `shared` tokens, some of them equal; one longer than a step
+    computes.
+    """
     common = [7 + i % 50 for i in range(shared)]
-    prompts = [common + [i % 61] * (2 + 3 * (i % 4)) for i in range(count - 1)] + [[11 + i % 40 for i in range(150)]]
-    return [Request(id=str(i), k=k, prompt=prompt) for i, prompt in enumerate(prompts) for k in range(samples)]
+    prompts = [common + [i % 61] * (2 + 3 * (i % 4)) for i in range(count - 1)] + [
+        [11 + i % 40 for i in range(150)]
+    ]
+    return [
+        Request(id=str(i), k=k, prompt=prompt)
+        for i, prompt in enumerate(prompts)
+        for k in range(samples)
+    ]
 
 
 def test_completions_are_those_of_slots(paged: Callable[[], list[PageCaches]]) -> None:
@@ -77,7 +88,9 @@ def test_completions_are_those_of_slots(paged: Callable[[], list[PageCaches]]) -
         assert made[0]._pool.pages.num_used == 0, "every page came back"
     assert tokens(found) == tokens(expected)
     for key, row in found.items():
-        assert [e.logprob for e in row] == pytest.approx([e.logprob for e in expected[key]], abs=1e-12)
+        assert [e.logprob for e in row] == pytest.approx(
+            [e.logprob for e in expected[key]], abs=1e-12
+        )
     (caches,) = made
     assert not caches._pool.num_bytes, "the generator is closed"
     assert caches.blocks.num_used == 0
@@ -85,7 +98,9 @@ def test_completions_are_those_of_slots(paged: Callable[[], list[PageCaches]]) -
 
 
 def test_short_memory_and_new_weights(paged: Callable[[], list[PageCaches]]) -> None:
-    """Room for few sequences, so that some are sent back to wait; an abort in between; and the weights change on the way."""
+    """Room for few sequences, so that some are sent back to wait; an abort in between; and the
+    weights change on the way.
+    """
     network = build()
     tight = Budget(max_sequences=4, max_tokens=200, max_prefill_tokens=64)
 
@@ -131,15 +146,21 @@ def test_pages_hold_what_is_counted(paged: Callable[[], list[PageCaches]]) -> No
 @pytest.mark.parametrize("windows", [(), (24, None)])
 @pytest.mark.parametrize("table", [True, False])
 def test_with_the_flash_kernels_contract(
-    paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], table: bool
+    paged: Callable[[], list[PageCaches]],
+    monkeypatch: pytest.MonkeyPatch,
+    windows: tuple[int | None, ...],
+    table: bool,
 ) -> None:
-    """Whole prompts, parts of prompts and decode steps as they are put to `varlen_attn`, of a torch with and without block
-    tables and grouped heads."""
+    """Whole prompts, parts of prompts and decode steps as they are put to `varlen_attn`, of a torch
+    with and without block tables and grouped heads.
+    """
     network = build(replace(LLAMA, windows=windows))
     expected = generate(network, SPEC, requests(), BUDGET)
     paged()
     monkeypatch.setattr(flash, "serves", lambda *_: True)
-    monkeypatch.setattr(flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table))
+    monkeypatch.setattr(
+        flash, "abilities", lambda: flash.Abilities(grouped_heads=table, block_table=table)
+    )
     monkeypatch.setattr(flash, "kernel", lambda: varlen_attn)
     assert tokens(generate(network, SPEC, requests(), BUDGET)) == tokens(expected)
 
@@ -158,15 +179,23 @@ def ragged(count: int = 24) -> list[Request]:
 
 
 def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[PageCaches]]) -> None:
-    """A ragged run, three times: each step is replayed, the first too, and later calls capture nothing that is there. What was
-    captured goes once weights lie elsewhere or other adapters are at work, and not before."""
+    """A ragged run, three times: each step is replayed, the first too, and later calls capture
+    nothing that is there. What was captured goes once weights lie elsewhere or other adapters are
+    at work, and not before.
+    """
     network, kept, budget = build(), KeptPages(), replace(BUDGET, max_sequences=24, max_tokens=4000)
     expected = generate(network, SPEC, ragged(), budget)
     made = paged()
 
     def call() -> dict[Any, list[int]]:
         with generation.open_generator(
-            network, SPEC, device=torch.device("cpu"), version=7, eos_ids=(5,), budget=budget, kept=kept
+            network,
+            SPEC,
+            device=torch.device("cpu"),
+            version=7,
+            eos_ids=(5,),
+            budget=budget,
+            kept=kept,
         ) as generator:
             generator.submit(ragged())
             return tokens(drain(generator))
@@ -186,7 +215,8 @@ def test_calls_of_one_engine_share_pages_and_graphs(paged: Callable[[], list[Pag
     call()
     assert counted(caches)[2] == after[2]
     weight = network.norm.weight
-    network.norm.weight = torch.nn.Parameter(weight.detach().clone())  # as after an offload or a move
+    # as after an offload or a move
+    network.norm.weight = torch.nn.Parameter(weight.detach().clone())
     assert call() == tokens(expected) and counted(caches)[2] > after[2]
     kept.drop()
     assert kept.num_bytes == 0 and call() == tokens(expected) and len(made) == 2
@@ -202,14 +232,18 @@ def test_a_switch_of_adapters_drops_what_was_captured() -> None:
     assert before != on != off != before and storage_of(network) == on
 
 
-def test_pages_are_made_room_for_once_and_never_past_the_budget(paged: Callable[[], list[PageCaches]]) -> None:
+def test_pages_are_made_room_for_once_and_never_past_the_budget(
+    paged: Callable[[], list[PageCaches]],
+) -> None:
     made, sizes = paged(), list[int]()
     with opened(build(), SPEC, BUDGET) as generator:
         generator.submit(requests())
         while not generator.idle:
             generator.step()
             sizes.append(len(made[0]._pool.keys[0]))
-    assert set(sizes) == {128}, "2,000 tokens are 125 pages, 2 for where prefixes end, and the one that nobody owns"
+    assert set(sizes) == {128}, (
+        "2,000 tokens are 125 pages, 2 for where prefixes end, and the one that nobody owns"
+    )
 
 
 DRAWS = {
@@ -223,10 +257,14 @@ DRAWS = {
 def test_draws_in_a_graph_are_those_outside(
     paged: Callable[[], list[PageCaches]], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Rows of several temperatures, and likeliest tokens; those that a graph cannot hold are drawn after it."""
+    """Rows of several temperatures, and likeliest tokens; those that a graph cannot hold are drawn
+    after it.
+    """
     network, used, run = build(), list[str](), PageCaches._run
     specs = DRAWS[kind]
-    asked = [replace(request, sampling=specs[i % len(specs)]) for i, request in enumerate(requests(3, 2))]
+    asked = [
+        replace(request, sampling=specs[i % len(specs)]) for i, request in enumerate(requests(3, 2))
+    ]
     expected = generate(network, SPEC, asked, BUDGET)
 
     def spy(caches: PageCaches, kind: str, step: np.ndarray) -> Tensor:
@@ -239,7 +277,9 @@ def test_draws_in_a_graph_are_those_outside(
     assert set(used) == {kind}
 
 
-def test_ends_that_may_not_come_yet_are_kept_from_rows_in_graphs(paged: Callable[[], list[PageCaches]]) -> None:
+def test_ends_that_may_not_come_yet_are_kept_from_rows_in_graphs(
+    paged: Callable[[], list[PageCaches]],
+) -> None:
     network, early = build(), replace(SPEC, min_new_tokens=5)
     expected = generate(network, early, requests(3, 2), BUDGET)
     paged()
@@ -247,7 +287,9 @@ def test_ends_that_may_not_come_yet_are_kept_from_rows_in_graphs(paged: Callable
 
 
 class Questions(TorchDispatchMode):
-    """Notes what a captured graph cannot hold: numbers read on the host, and tensors made of the host's."""
+    """Notes what a captured graph cannot hold: numbers read on the host, and tensors made of the
+    host's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +297,10 @@ class Questions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        if any(word in name for word in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique")):
+        if any(
+            word in name
+            for word in ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "unique")
+        ):
             self.asked.append(name)
         if "repeat_interleave" in name and not (kwargs or {}).get("output_size"):
             self.asked.append(name)
@@ -302,8 +347,12 @@ def test_where_pages_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_device() -> None:
-    """Float32 over pages with captured graphs; draws may flip where two kernels' logits differ in the last digit."""
-    config = replace(LLAMA, head_dim=16, hidden_size=64, rope=replace(LLAMA.rope, dim=16) if LLAMA.rope else None)
+    """Float32 over pages with captured graphs; draws may flip where two kernels' logits differ in
+    the last digit.
+    """
+    config = replace(
+        LLAMA, head_dim=16, hidden_size=64, rope=replace(LLAMA.rope, dim=16) if LLAMA.rope else None
+    )
     network, roomy = build(config, torch.float32).cuda(), replace(BUDGET, max_tokens=20_000)
     with generation.open_generator(
         network, SPEC, device=torch.device("cuda", 0), version=1, eos_ids=(5,), budget=roomy

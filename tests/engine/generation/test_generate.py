@@ -43,7 +43,9 @@ from weft.randomness import uniform
 def prompts(count: int = 5, samples: int = 3) -> list[Request]:
     random = np.random.default_rng(1)
     made = [random.integers(6, 61, size=random.integers(1, 70)).tolist() for _ in range(count)]
-    return [Request(f"p{i}", k, prompt, step=2) for i, prompt in enumerate(made) for k in range(samples)]
+    return [
+        Request(f"p{i}", k, prompt, step=2) for i, prompt in enumerate(made) for k in range(samples)
+    ]
 
 
 def test_draws_are_the_documented_hash_on_the_recomputed_distribution() -> None:
@@ -53,7 +55,9 @@ def test_draws_are_the_documented_hash_on_the_recomputed_distribution() -> None:
     for position, event in enumerate(row):
         known = [*request.prompt, *(e.token for e in row[:position])]
         with torch.no_grad():
-            logits = network.next_token_logits(network.hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1][None])
+            logits = network.next_token_logits(
+                network.hidden(pack([torch.tensor([*known, 0])]))[len(known) - 1][None]
+            )
         cdf = (logits[0] / 0.8).softmax(-1).cumsum(-1)
         number = uniform(11, "sample", 4, "a", 3, position)
         assert event.token == int((cdf <= number).sum())
@@ -74,11 +78,19 @@ def test_greedy_is_the_argmax_of_a_full_forward_pass() -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    [Budget(max_sequences=1), Budget(max_sequences=4), Budget(max_prefill_tokens=30), Budget(max_tokens=500)],
+    [
+        Budget(max_sequences=1),
+        Budget(max_sequences=4),
+        Budget(max_prefill_tokens=30),
+        Budget(max_tokens=500),
+    ],
     ids=["alone", "four", "little prefill", "short memory"],
 )
 def test_a_completion_does_not_depend_on_its_company(budget: Budget) -> None:
-    network, spec = build(), GenerationSpec(max_new_tokens=60, seed=3, top_p=0.9, record_support=True)
+    network, spec = (
+        build(),
+        GenerationSpec(max_new_tokens=60, seed=3, top_p=0.9, record_support=True),
+    )
     together = generate(network, spec, prompts())
     apart = generate(network, spec, prompts()[::-1], budget)
     assert_same_rows(together, apart)
@@ -87,9 +99,15 @@ def test_a_completion_does_not_depend_on_its_company(budget: Budget) -> None:
 def test_samples_differ_by_k_step_and_seed() -> None:
     network, spec = build(), GenerationSpec(max_new_tokens=30, seed=1)
     base = Request("a", 0, [9, 8, 7])
-    others = [dataclasses.replace(base, k=1), dataclasses.replace(base, id="b"), dataclasses.replace(base, step=1)]
+    others = [
+        dataclasses.replace(base, k=1),
+        dataclasses.replace(base, id="b"),
+        dataclasses.replace(base, step=1),
+    ]
     drawn = [next(iter(tokens(generate(network, spec, [r])).values())) for r in (base, *others)]
-    drawn.append(next(iter(tokens(generate(network, dataclasses.replace(spec, seed=2), [base])).values())))
+    drawn.append(
+        next(iter(tokens(generate(network, dataclasses.replace(spec, seed=2), [base])).values()))
+    )
     assert len({tuple(row) for row in drawn}) == 5
 
 
@@ -98,7 +116,9 @@ def test_samples_differ_by_k_step_and_seed() -> None:
     [
         GenerationSpec(max_new_tokens=80),
         GenerationSpec(max_new_tokens=80, temperature=0.6, min_new_tokens=40),
-        GenerationSpec(max_new_tokens=80, temperature=1.4, top_k=12, top_p=0.9, record_support=True),
+        GenerationSpec(
+            max_new_tokens=80, temperature=1.4, top_k=12, top_p=0.9, record_support=True
+        ),
         GenerationSpec(max_new_tokens=80, greedy=True),
     ],
     ids=["plain", "warm and long", "limited", "greedy"],
@@ -116,7 +136,9 @@ def test_log_probs_as_sampled_are_those_that_training_recomputes(spec: Generatio
     assert gap.mean() <= 1e-6 and gap.max() <= 1e-4  # design rule 3
 
 
-@pytest.mark.parametrize("spec", [GenerationSpec(max_new_tokens=40, seed=2, top_k=9, record_support=True)])
+@pytest.mark.parametrize(
+    "spec", [GenerationSpec(max_new_tokens=40, seed=2, top_k=9, record_support=True)]
+)
 def test_what_was_aborted_goes_on_exactly(spec: GenerationSpec) -> None:
     network, requests = build(), prompts(3, 2)
     expected = generate(network, spec, requests)
@@ -132,14 +154,18 @@ def test_what_was_aborted_goes_on_exactly(spec: GenerationSpec) -> None:
             assert list(partial.tokens) == [event.token for event in row]
             assert list(partial.logprobs) == [event.logprob for event in row]
             assert list(partial.versions) == [7] * len(row)
-            assert [tuple(support) for support in partial.supports] == [event.support for event in row]
+            assert [tuple(support) for support in partial.supports] == [
+                event.support for event in row
+            ]
         rest = drain(generator)
         assert all(key[0] == "p1" for key in rest)
         generator.submit([again(requests, partial) for partial in partials])
         rest |= drain(generator)
     joined = {key: seen.get(key, []) + rest.get(key, []) for key in expected}
     assert tokens(joined) == tokens(expected)
-    assert [row[-1].finish for row in joined.values()] == [row[-1].finish for row in expected.values()]
+    assert [row[-1].finish for row in joined.values()] == [
+        row[-1].finish for row in expected.values()
+    ]
 
 
 def again(requests: list[Request], partial: Partial) -> Request:
@@ -150,11 +176,26 @@ def again(requests: list[Request], partial: Partial) -> Request:
 @pytest.mark.parametrize(
     ("done", "message"),
     [
-        (Partial("a", 0, [9] * 3, [0.0] * 3, [1] * 3), "completion 0 of 'a': generated has 3 tokens and at most 3 are"),
-        (Partial("a", 0, [9] * 30, [0.0] * 30, [1] * 30), "generated has 30 tokens and at most 3 are"),
-        (Partial("a", 1, [9], [0.0], [1]), "completion 0 of 'a': generated is a part of completion 1 of 'a'"),
-        (Partial("b", 0, [9], [0.0], [1]), "completion 0 of 'a': generated is a part of completion 0 of 'b'"),
-        (Partial("a", 0, [9, 8], [0.0], [1, 1]), "generated has 2 tokens, 1 log-probs and 2 versions"),
+        (
+            Partial("a", 0, [9] * 3, [0.0] * 3, [1] * 3),
+            "completion 0 of 'a': generated has 3 tokens and at most 3 are",
+        ),
+        (
+            Partial("a", 0, [9] * 30, [0.0] * 30, [1] * 30),
+            "generated has 30 tokens and at most 3 are",
+        ),
+        (
+            Partial("a", 1, [9], [0.0], [1]),
+            "completion 0 of 'a': generated is a part of completion 1 of 'a'",
+        ),
+        (
+            Partial("b", 0, [9], [0.0], [1]),
+            "completion 0 of 'a': generated is a part of completion 0 of 'b'",
+        ),
+        (
+            Partial("a", 0, [9, 8], [0.0], [1, 1]),
+            "generated has 2 tokens, 1 log-probs and 2 versions",
+        ),
     ],
 )
 def test_what_cannot_go_on_is_refused(done: Partial, message: str) -> None:
@@ -168,7 +209,9 @@ def test_one_prompt_is_prefilled_once_and_decodes_go_together() -> None:
     spy = Spy(build())
     spec = GenerationSpec(max_new_tokens=3, min_new_tokens=3)
     with open_generator(spy, spec, device=CPU, version=0, eos_ids=[EOS]) as generator:
-        generator.submit([Request("a", k, [9] * 50) for k in range(18)] + [Request("b", 0, [8] * 20)])
+        generator.submit(
+            [Request("a", k, [9] * 50) for k in range(18)] + [Request("b", 0, [8] * 20)]
+        )
         drain(generator)
     assert spy.passes == [70, 19, 19]
 
@@ -198,7 +241,9 @@ def test_changed_weights_are_computed_again_and_versions_say_so() -> None:
 @pytest.mark.parametrize("count", [1, 3, 16, 40])
 def test_passes_have_the_rows_that_a_cpus_usual_kernels_need(count: int) -> None:
     spy = Spy(build())
-    with open_generator(spy, GenerationSpec(max_new_tokens=4), device=CPU, version=0, eos_ids=[]) as generator:
+    with open_generator(
+        spy, GenerationSpec(max_new_tokens=4), device=CPU, version=0, eos_ids=[]
+    ) as generator:
         generator.submit([Request(f"p{i}", 0, [6 + i]) for i in range(count)])
         drain(generator)
     assert spy.passes == [max(count, 4)] * 4
@@ -206,7 +251,9 @@ def test_passes_have_the_rows_that_a_cpus_usual_kernels_need(count: int) -> None
 
 def test_kept_keys_and_values_are_not_computed_again() -> None:
     spy = Spy(build())
-    with open_generator(spy, GenerationSpec(max_new_tokens=9), device=CPU, version=0, eos_ids=[]) as generator:
+    with open_generator(
+        spy, GenerationSpec(max_new_tokens=9), device=CPU, version=0, eos_ids=[]
+    ) as generator:
         generator.submit([Request("a", 0, [9] * 30)])
         generator.step()
         generator.weights_changed(1, keep_kv=True)
@@ -226,7 +273,9 @@ def test_ends_by_end_token_by_stop_id_or_by_length() -> None:
         assert [event.finish for event in row[:-1]] == [None] * (len(row) - 1)
         assert not {EOS, 6} & {event.token for event in row[:-1]}, "nothing comes after an end"
     short = generate(network, dataclasses.replace(spec, max_new_tokens=2), prompts(6, 4))
-    assert {row[-1].finish for row in short.values() if len(row) == 2 and row[-1].token not in (EOS, 6)} == {"length"}
+    assert {
+        row[-1].finish for row in short.values() if len(row) == 2 and row[-1].token not in (EOS, 6)
+    } == {"length"}
 
 
 def test_no_end_before_min_new_tokens() -> None:
@@ -248,21 +297,32 @@ def learned() -> TransformerConfig:
 
 
 def test_completions_end_where_learned_positions_end() -> None:
-    rows = generate(build(learned()), GenerationSpec(max_new_tokens=50, min_new_tokens=50), [Request("a", 0, [9] * 15)])
+    rows = generate(
+        build(learned()),
+        GenerationSpec(max_new_tokens=50, min_new_tokens=50),
+        [Request("a", 0, [9] * 15)],
+    )
     assert [(len(row), row[-1].finish) for row in rows.values()] == [(5, "length")]
 
 
 def test_prompts_that_cannot_go_on_are_refused() -> None:
     with opened(build(learned()), GenerationSpec()) as generator:
-        with pytest.raises(DataError, match=r"'long': a prompt of 20 tokens leaves no room in the 20 positions"):
+        with pytest.raises(
+            DataError, match=r"'long': a prompt of 20 tokens leaves no room in the 20 positions"
+        ):
             generator.submit([Request("long", 0, [9] * 20)])
-        with pytest.raises(DataError, match=r"'none': the prompt is empty.*tokenizer\.add_bos_token"):
+        with pytest.raises(
+            DataError, match=r"'none': the prompt is empty.*tokenizer\.add_bos_token"
+        ):
             generator.submit([Request("none", 0, [])])
-        with pytest.raises(DataError, match=r"'nothing': max_new_tokens=0; a completion has at least 1 token"):
+        with pytest.raises(
+            DataError, match=r"'nothing': max_new_tokens=0; a completion has at least 1 token"
+        ):
             generator.submit([Request("nothing", 0, [9], max_new_tokens=0)])
         for unknown in (-1, 61, 1 << 40):
             with pytest.raises(
-                DataError, match=rf"'odd': the prompt holds token {unknown}, and the model knows 0 to 60"
+                DataError,
+                match=rf"'odd': the prompt holds token {unknown}, and the model knows 0 to 60",
             ):
                 generator.submit([Request("odd", 0, [5, unknown, 7])])
         assert generator.idle
@@ -271,7 +331,9 @@ def test_prompts_that_cannot_go_on_are_refused() -> None:
 def test_logits_that_are_not_finite_name_the_completion() -> None:
     network = build()
     network.norm.weight.data[0] = float("nan")
-    with pytest.raises(RunError, match=r"not finite for completion 1 of 'a' at token 0 \(weight version 7\)"):
+    with pytest.raises(
+        RunError, match=r"not finite for completion 1 of 'a' at token 0 \(weight version 7\)"
+    ):
         generate(network, GenerationSpec(), [Request("a", 1, [9, 8])])
 
 
@@ -304,17 +366,30 @@ def test_the_default_budget_is_a_share_of_memory() -> None:
 def letters(*special: str) -> Tokenizer:
     """Byte-level, one token a byte; its ids are the 61 that the tiny network can say."""
     said = b"abcdefghijklmnopqrstuvwxyz .,!?\n0123456789ABCDEFGH" + "é€".encode()
-    vocab = {f"<{i}>": i for i in range(6)} | {printable(byte): 6 + i for i, byte in enumerate(said)}
+    vocab = {f"<{i}>": i for i in range(6)} | {
+        printable(byte): 6 + i for i, byte in enumerate(said)
+    }
     assert len(vocab) == LLAMA.vocab_size
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=[]))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=list(special)))
+    raw.pre_tokenizer, raw.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=list(special))
+    )
 
 
 def printable(byte: int) -> str:
-    """GPT-2's stand-in for a byte: itself where it prints, else the next free character from U+0100 on."""
+    """GPT-2's stand-in for a byte: itself where it prints, else the next free character from U+0100
+    on.
+    """
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte) if byte in kept else chr(256 + [b for b in range(256) if b not in kept].index(byte))
+    return (
+        chr(byte)
+        if byte in kept
+        else chr(256 + [b for b in range(256) if b not in kept].index(byte))
+    )
 
 
 def say(network: Transformer, tokenizer: Tokenizer, spec: GenerationSpec) -> list[TokenEvent]:
@@ -335,14 +410,22 @@ def test_a_special_token_can_be_a_stop_text() -> None:
 
 def test_a_stop_text_ends_the_completion_where_it_is_complete() -> None:
     network, tokenizer = build(), letters()
-    free = [event.token for event in say(network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1))]
+    free = [
+        event.token for event in say(network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1))
+    ]
     text = tokenizer.decode(free[20:23])
     assert len(text) >= 3 and "\ufffd" not in text
-    row = say(network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1, stop=["never said", text]))
+    row = say(
+        network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1, stop=["never said", text])
+    )
     said = tokenizer.decode([event.token for event in row])
     assert row[-1].finish == "stop"
     assert said.endswith(text) and said.count(text) == 1, "the stop text is part of the completion"
-    late = say(network, tokenizer, GenerationSpec(max_new_tokens=40, min_new_tokens=24, seed=1, stop=[text]))
+    late = say(
+        network,
+        tokenizer,
+        GenerationSpec(max_new_tokens=40, min_new_tokens=24, seed=1, stop=[text]),
+    )
     assert len(late) > 23
 
 
@@ -358,7 +441,9 @@ def test_a_character_that_spans_tokens_is_found() -> None:
 
 def test_an_aborted_completion_remembers_its_text() -> None:
     network, tokenizer = build(), letters()
-    free = [event.token for event in say(network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1))]
+    free = [
+        event.token for event in say(network, tokenizer, GenerationSpec(max_new_tokens=40, seed=1))
+    ]
     spec = GenerationSpec(max_new_tokens=40, seed=1, stop=[tokenizer.decode(free[20:23])])
     expected = say(network, tokenizer, spec)
     request = Request("a", 0, tokenizer.encode("once"))
@@ -374,5 +459,8 @@ def test_an_aborted_completion_remembers_its_text() -> None:
 
 
 def test_stop_texts_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gen\.stop=.*need a tokenizer"), opened(build(), GenerationSpec(stop=["x"])):
+    with (
+        pytest.raises(ConfigError, match=r"gen\.stop=.*need a tokenizer"),
+        opened(build(), GenerationSpec(stop=["x"])),
+    ):
         pass

@@ -1,4 +1,6 @@
-"""What the generator holds: no more than is counted, nothing that nobody can use, and no more than a container may."""
+"""What the generator holds: no more than is counted, nothing that nobody can use, and no more than
+a container may.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ LONG = [7 + i % 50 for i in range(100)]
 
 def held_tokens(generator: BatchGenerator) -> int:
     caches = [cache for cache in (generator._cache, *generator._held.values()) if cache is not None]
-    return sum(cache.num_slots * cache.capacity for cache in caches if isinstance(cache, KVCache) and cache.keys)
+    return sum(
+        cache.num_slots * cache.capacity
+        for cache in caches
+        if isinstance(cache, KVCache) and cache.keys
+    )
 
 
 @pytest.mark.parametrize("count", [33, 40])
@@ -35,13 +41,19 @@ def test_slots_for_sequences_to_come_stay_within_the_budget(count: int) -> None:
             generator.step()
             running.append(len(generator._rows))
             assert held_tokens(generator) < budget.max_tokens + VECTOR
-    assert running[0] == count > running[66], "all of them run at first; as they grow some wait again"
+    assert running[0] == count > running[66], (
+        "all of them run at first; as they grow some wait again"
+    )
 
 
 def test_few_long_sequences_do_not_keep_the_slots_of_many_short_ones() -> None:
     budget = Budget(max_sequences=32, max_tokens=32 * 64)
-    with opened(build(), GenerationSpec(max_new_tokens=400, min_new_tokens=400), budget) as generator:
-        generator.submit([Request(f"p{i}", 0, [6 + i], max_new_tokens=400 if i < 4 else 3) for i in range(32)])
+    with opened(
+        build(), GenerationSpec(max_new_tokens=400, min_new_tokens=400), budget
+    ) as generator:
+        generator.submit(
+            [Request(f"p{i}", 0, [6 + i], max_new_tokens=400 if i < 4 else 3) for i in range(32)]
+        )
         while not generator.idle:
             generator.step()
             assert held_tokens(generator) < budget.max_tokens + VECTOR
@@ -50,7 +62,9 @@ def test_few_long_sequences_do_not_keep_the_slots_of_many_short_ones() -> None:
 def test_a_batch_that_fits_is_never_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
     monkeypatch.setattr(KVCache, "_reshape", lambda *given: moved.append(1))
-    with opened(build(dtype=torch.float32), GenerationSpec(max_new_tokens=90, min_new_tokens=90)) as generator:
+    with opened(
+        build(dtype=torch.float32), GenerationSpec(max_new_tokens=90, min_new_tokens=90)
+    ) as generator:
         if not generator._scheduler.blocks.ahead:
             pytest.skip("weft's kernels were not compiled, and a cache is zeroed")
         generator.submit([Request(f"p{i}", 0, [6 + i] * (3 + 20 * i)) for i in range(5)])
@@ -67,8 +81,13 @@ def test_the_output_matrix_is_made_wide_once_for_all_steps(monkeypatch: pytest.M
         return kept_wide(right)
 
     monkeypatch.setattr("weft.engine.generation.generate.kept_wide", counted)
-    monkeypatch.setattr("weft.kernels.products._widened", lambda *_: pytest.fail("a copy in a step"))
-    network, spec = build(dtype=torch.bfloat16), GenerationSpec(max_new_tokens=20, min_new_tokens=20)
+    monkeypatch.setattr(
+        "weft.kernels.products._widened", lambda *_: pytest.fail("a copy in a step")
+    )
+    network, spec = (
+        build(dtype=torch.bfloat16),
+        GenerationSpec(max_new_tokens=20, min_new_tokens=20),
+    )
     assert network.output_matrix is not None
     with opened(network, spec) as generator:
         generator.submit([Request("a", 0, [6, 7, 8])])
@@ -87,7 +106,11 @@ def test_a_cache_is_resized_both_ways() -> None:
         stored.copy_(torch.randn_like(stored))
     before, cache.used[:] = [t[:, :, :5].clone() for t in cache.keys], 5
     cache.resize(7, 2 * VECTOR)
-    assert (cache.num_slots, cache.capacity, cache.used.tolist()) == (7, 2 * VECTOR, [5, 5, 0, 0, 0, 0, 0])
+    assert (cache.num_slots, cache.capacity, cache.used.tolist()) == (
+        7,
+        2 * VECTOR,
+        [5, 5, 0, 0, 0, 0, 0],
+    )
     cache.resize(2, VECTOR)
     assert (cache.num_slots, cache.capacity, cache.used.tolist()) == (2, 2 * VECTOR, [5, 5])
     assert all(torch.equal(now[:, :, :5], old) for now, old in zip(cache.keys, before, strict=True))
@@ -111,7 +134,9 @@ def test_prefixes_go_with_the_last_that_could_use_them() -> None:
 
 
 def test_a_prefix_stays_for_those_that_wait() -> None:
-    """Two run, and end in one step; those that wait begin in the next one without computing the prefix again."""
+    """Two run, and end in one step; those that wait begin in the next one without computing the
+    prefix again.
+    """
     budget = Budget(max_sequences=2)
     with opened(build(), GenerationSpec(max_new_tokens=2, min_new_tokens=2), budget) as generator:
         generator.submit([Request("a", k, LONG) for k in range(6)])
@@ -126,7 +151,9 @@ def test_a_prefix_stays_for_those_that_wait() -> None:
 
 def test_a_closed_generator_holds_nothing() -> None:
     with opened(
-        build(), GenerationSpec(max_new_tokens=30, min_new_tokens=30), Budget(max_prefill_tokens=120)
+        build(),
+        GenerationSpec(max_new_tokens=30, min_new_tokens=30),
+        Budget(max_prefill_tokens=120),
     ) as generator:
         generator.submit([Request("a", k, LONG) for k in range(6)])
         generator.step()

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.tiny import make_llama
 from weft.engine.base import Request
@@ -17,10 +23,13 @@ from weft.topology import Layout
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}]
+    "limits",
+    [{"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.05}],
 )
 def test_limits_keep_what_transformers_keeps(limits: dict[str, float]) -> None:
-    scores = torch.randn(64, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    scores = (
+        torch.randn(64, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    )
     warpers = LogitsProcessorList()
     if "top_k" in limits:
         warpers.append(TopKLogitsWarper(int(limits["top_k"])))
@@ -38,7 +47,9 @@ def test_greedy_completions_are_those_of_transformers(tmp_path: Path, least: int
     prompts = [[7, 30, 41], [200, 12, 9, 8, 77, 150], [5]]
     spec = GenerationSpec(greedy=True, max_new_tokens=40, min_new_tokens=least, stop_ids=[2])
     ours: dict[str, list[int]] = {f"p{i}": [] for i in range(len(prompts))}
-    with backends.get("torch")(ModelSpec(path=str(path), device="cpu"), Layout()).generating(spec) as generator:
+    with backends.get("torch")(ModelSpec(path=str(path), device="cpu"), Layout()).generating(
+        spec
+    ) as generator:
         generator.submit([Request(f"p{i}", 0, prompt) for i, prompt in enumerate(prompts)])
         while not generator.idle:
             for event in generator.step():
@@ -47,6 +58,10 @@ def test_greedy_completions_are_those_of_transformers(tmp_path: Path, least: int
     for i, prompt in enumerate(prompts):
         with torch.no_grad():
             theirs = model.generate(
-                torch.tensor([prompt]), do_sample=False, max_new_tokens=40, min_new_tokens=least or None, pad_token_id=0
+                torch.tensor([prompt]),
+                do_sample=False,
+                max_new_tokens=40,
+                min_new_tokens=least or None,
+                pad_token_id=0,
             )
         assert ours[f"p{i}"] == theirs[0, len(prompt) :].tolist()

@@ -1,5 +1,6 @@
-"""Generation with a trained prefix: what a forward pass of the same tokens says, over slots and over pages, whatever else
-runs."""
+"""Generation with a trained prefix: what a forward pass of the same tokens says, over slots and
+over pages, whatever else runs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_log_probs_are_those_that_training_recomputes(name: str, dtype: torch.dt
     for request in asked():
         row = rows[request.id, request.k]
         found = recomputed(network, request, row, spec)
-        torch.testing.assert_close(found, torch.tensor([e.logprob for e in row]).to(found.dtype), rtol=0.0, atol=1e-4)
+        torch.testing.assert_close(
+            found, torch.tensor([e.logprob for e in row]).to(found.dtype), rtol=0.0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", ["together", "both"])
@@ -63,7 +66,9 @@ def test_a_prefix_that_is_off_changes_nothing() -> None:
     plain = build(dtype=torch.float64)
     with torch.no_grad():
         for mine, theirs in zip(
-            (p for n, p in network.named_parameters() if ".prefix." not in n), plain.parameters(), strict=True
+            (p for n, p in network.named_parameters() if ".prefix." not in n),
+            plain.parameters(),
+            strict=True,
         ):
             mine.copy_(theirs)
     with lora.adapters_off(network):
@@ -87,7 +92,10 @@ def test_a_prompt_shorter_than_the_prefix_taken_up_again() -> None:
 def test_learned_positions_hold_the_prefix_too() -> None:
     network = build(replace(CONFIG, rope=None, learned_positions=20))
     with opened(network, GenerationSpec(max_new_tokens=50)) as generator:
-        with pytest.raises(DataError, match="a prompt of 14 tokens leaves no room in the 14 positions of this model"):
+        with pytest.raises(
+            DataError,
+            match="a prompt of 14 tokens leaves no room in the 14 positions of this model",
+        ):
             generator.submit([Request("a", 0, [1] * 14)])
         generator.submit([Request("b", 0, [1] * 10)])
         assert len(drain(generator)["b", 0]) == 4
@@ -96,5 +104,8 @@ def test_learned_positions_hold_the_prefix_too() -> None:
 def test_memory_counts_the_prefix() -> None:
     network, spec = prefixed(), GenerationSpec(max_new_tokens=4, greedy=True)
     generate(network, spec, [Request("a", 0, [9] * 10)], Budget(max_tokens=20))
-    with opened(network, spec, Budget(max_tokens=19)) as generator, pytest.raises(RunError, match="20 tokens"):
+    with (
+        opened(network, spec, Budget(max_tokens=19)) as generator,
+        pytest.raises(RunError, match="20 tokens"),
+    ):
         generator.submit([Request("a", 0, [9] * 10)])

@@ -1,4 +1,6 @@
-"""What a really trained model says, and how far its log-probs as sampled are from those that training computes."""
+"""What a really trained model says, and how far its log-probs as sampled are from those that
+training computes.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,28 @@ from weft.kernels.cpu import library
 from weft.registry import backends
 from weft.topology import Layout
 
-PROMPTS = ["Once upon a time", "The cat", "Lily and Tom went to the park. They", "One day, a big dog"]
-GOLDEN = (
-    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
-)
+PROMPTS = [
+    "Once upon a time",
+    "The cat",
+    "Lily and Tom went to the park. They",
+    "One day, a big dog",
+]
+GOLDEN = ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
 
 
 @pytest.fixture(scope="module")
 def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    source, target = data_dir / "weights" / "stories260K", tmp_path_factory.mktemp("stories") / "model"
-    words = [str(source / "stories260K.bin"), "--tokenizer", str(source / "tok512.bin"), "--output", str(target)]
+    source, target = (
+        data_dir / "weights" / "stories260K",
+        tmp_path_factory.mktemp("stories") / "model",
+    )
+    words = [
+        str(source / "stories260K.bin"),
+        "--tokenizer",
+        str(source / "tok512.bin"),
+        "--output",
+        str(target),
+    ]
     assert main(["convert", "llama2c", *words]) == 0
     engine: Engine = backends.get("torch")(ModelSpec(path=str(target), device="cpu"), Layout())
     tokenizer = Tokenizer.load(TokenizerSpec(), str(target))
@@ -37,28 +51,43 @@ def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
 def batch(model: Model) -> SequenceSample:
     ids = [model.tokenizer.encode(text) for text in PROMPTS]
     flat = [token for row in ids for token in row]
-    return SequenceSample.from_default([f"p{i}" for i in range(len(ids))], [len(row) for row in ids], {"prompt": flat})
+    return SequenceSample.from_default(
+        [f"p{i}" for i in range(len(ids))], [len(row) for row in ids], {"prompt": flat}
+    )
 
 
 def test_tells_the_golden_story(stories: Model) -> None:
     made = Generate(greedy=True, max_new_tokens=60).generate(stories, batch(stories)).outputs
     assert made is not None
-    prompt, completion = stories.tokenizer.encode(PROMPTS[0]), made.sequences("completion")[0].tolist()
-    assert stories.tokenizer.decode([*prompt, *completion], skip_special=True).startswith(PROMPTS[0] + GOLDEN)
+    prompt, completion = (
+        stories.tokenizer.encode(PROMPTS[0]),
+        made.sequences("completion")[0].tolist(),
+    )
+    assert stories.tokenizer.decode([*prompt, *completion], skip_special=True).startswith(
+        PROMPTS[0] + GOLDEN
+    )
 
 
 @pytest.mark.parametrize("kernels", ["weft's", "torch's"])
-@pytest.mark.parametrize("limits", [{}, {"temperature": 0.7}, {"top_p": 0.9, "record_support": True}])
+@pytest.mark.parametrize(
+    "limits", [{}, {"temperature": 0.7}, {"top_p": 0.9, "record_support": True}]
+)
 def test_sampled_log_probs_are_those_of_training(
     stories: Model, limits: dict[str, float], kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernels == "torch's":
         monkeypatch.setattr(library, "library", lambda: None)
     prompts = batch(stories)
-    made = Generate(samples_per_prompt=4, max_new_tokens=150, **limits).generate(stories, prompts).outputs
+    made = (
+        Generate(samples_per_prompt=4, max_new_tokens=150, **limits)
+        .generate(stories, prompts)
+        .outputs
+    )
     assert made is not None
     whole = prompts.update(made)
-    trained = stories.engine.forward(whole, frozenset({"logprobs"}), temperature=limits.get("temperature", 1.0))
+    trained = stories.engine.forward(
+        whole, frozenset({"logprobs"}), temperature=limits.get("temperature", 1.0)
+    )
     gap = (trained.data["logprobs"] - made.data["logprobs"]).abs()
     assert len(gap) > 1500
     assert gap.mean() <= 1e-6 and gap.max() <= 1e-4  # design rule 3

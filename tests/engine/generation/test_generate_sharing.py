@@ -1,4 +1,6 @@
-"""Shared prefixes and prompts that take several steps: the same completions as without, less work, less memory."""
+"""Shared prefixes and prompts that take several steps: the same completions as without, less work,
+less memory.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,18 @@ WIDE = dataclasses.replace(LLAMA, num_heads=2, num_kv_heads=2)
 
 
 def asked(system: int = 130, prompts: int = 3, samples: int = 4) -> list[Request]:
-    """Samples of a long prompt, prompts after a system prompt, and one that has nothing in common with them."""
+    """Samples of a long prompt, prompts after a system prompt, and one that has nothing in common
+    with them.
+    """
     random = np.random.default_rng(3)
-    head, whole = random.integers(6, 61, size=system).tolist(), random.integers(6, 61, size=150).tolist()
+    head, whole = (
+        random.integers(6, 61, size=system).tolist(),
+        random.integers(6, 61, size=150).tolist(),
+    )
     made = [Request("whole", k, whole, step=1) for k in range(samples)]
     made += [
-        Request(f"p{i}", 0, head + random.integers(6, 61, size=3 + 9 * i).tolist(), step=1) for i in range(prompts)
+        Request(f"p{i}", 0, head + random.integers(6, 61, size=3 + 9 * i).tolist(), step=1)
+        for i in range(prompts)
     ]
     return [*made, Request("other", 0, random.integers(6, 61, size=100).tolist(), step=1)]
 
@@ -53,8 +61,13 @@ BUDGETS = {
 
 @pytest.mark.parametrize("name", BUDGETS)
 @pytest.mark.parametrize("config", [LLAMA, WIDE], ids=["grouped", "all heads"])
-def test_completions_are_those_of_prompts_computed_apart(name: str, config: TransformerConfig) -> None:
-    network, spec = build(config), GenerationSpec(max_new_tokens=50, seed=3, top_p=0.9, record_support=True)
+def test_completions_are_those_of_prompts_computed_apart(
+    name: str, config: TransformerConfig
+) -> None:
+    network, spec = (
+        build(config),
+        GenerationSpec(max_new_tokens=50, seed=3, top_p=0.9, record_support=True),
+    )
     apart: dict[Key, list[TokenEvent]] = {}
     for request in asked():
         apart |= generate(network, spec, [request])
@@ -75,7 +88,10 @@ def test_many_prompts_of_which_each_has_one_token_left() -> None:
 @pytest.mark.parametrize("name", ["together", "parts of prompts"])
 @pytest.mark.parametrize("seed", range(3))
 def test_log_probs_are_those_that_training_recomputes(name: str, seed: int) -> None:
-    network, spec = build(dtype=torch.float32, seed=seed), GenerationSpec(max_new_tokens=60, seed=seed)
+    network, spec = (
+        build(dtype=torch.float32, seed=seed),
+        GenerationSpec(max_new_tokens=60, seed=seed),
+    )
     rows = generate(network, spec, asked(), BUDGETS[name])
     gaps = []
     for request in asked():
@@ -90,18 +106,25 @@ def test_log_probs_are_those_that_training_recomputes(name: str, seed: int) -> N
 def test_what_is_shared_is_computed_once() -> None:
     spy = Spy(build())
     with open_generator(
-        spy, GenerationSpec(max_new_tokens=3, min_new_tokens=3), device=CPU, version=0, eos_ids=[EOS]
+        spy,
+        GenerationSpec(max_new_tokens=3, min_new_tokens=3),
+        device=CPU,
+        version=0,
+        eos_ids=[EOS],
     ) as g:
         g.submit(asked())
         drain(g)
-    # 149 tokens of the whole prompt and 128 of the system prompt, each in a pass of its own; then 1 token for all samples of
-    # the first, the rest of three others, and the one that shares nothing.
+    # 149 tokens of the whole prompt and 128 of the system prompt, each in a pass of its own; then 1
+    # token for all samples of the first, the rest of three others, and the one that shares nothing.
     assert spy.passes == [149, 128, 1 + (5 + 14 + 23) + 100, 8, 8]
 
 
 def test_a_prompt_in_parts_leaves_decodes_running() -> None:
     spy = Spy(build())
-    spec, budget = GenerationSpec(max_new_tokens=30, min_new_tokens=30), Budget(max_prefill_tokens=40)
+    spec, budget = (
+        GenerationSpec(max_new_tokens=30, min_new_tokens=30),
+        Budget(max_prefill_tokens=40),
+    )
     with open_generator(spy, spec, device=CPU, version=0, eos_ids=[], budget=budget) as generator:
         generator.submit([Request("a", 0, [9] * 4)])
         generator.step()
@@ -113,7 +136,11 @@ def test_a_prompt_in_parts_leaves_decodes_running() -> None:
 
 
 def test_weights_that_change_and_aborts_in_the_middle_of_a_prompt() -> None:
-    network, spec, budget = build(), GenerationSpec(max_new_tokens=20, seed=2), Budget(max_prefill_tokens=37)
+    network, spec, budget = (
+        build(),
+        GenerationSpec(max_new_tokens=20, seed=2),
+        Budget(max_prefill_tokens=37),
+    )
     expected = tokens(generate(network, spec, asked()))
     with opened(network, spec, budget) as generator:
         generator.submit(asked())

@@ -1,5 +1,7 @@
-"""Captured decode steps: sizes, filling up, the copy into the fixed buffer, and when captures are dropped. No device is needed:
-a capture is stood in for by a function that, as a graph does, reads one buffer and writes another."""
+"""Captured decode steps: sizes, filling up, the copy into the fixed buffer, and when captures are
+dropped. No device is needed: a capture is stood in for by a function that, as a graph does, reads
+one buffer and writes another.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Recorder:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
+    def __call__(
+        self, function: Callable[[Tensor], Tensor], inputs: Tensor
+    ) -> tuple[Callable[[], object], Tensor]:
         self.sizes.append(len(inputs))
         output = torch.empty_like(function(inputs))
         return (lambda: output.copy_(function(inputs))), output
@@ -39,7 +43,16 @@ def step(rows: int, columns: int = 5, seed: int = 0) -> np.ndarray:
 
 
 def test_sizes() -> None:
-    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [1, 4, 8, 16, 24, 24, 256, 384]
+    assert [filled_up(n, SIZES) for n in (1, 3, 8, 9, 17, 24, 256, 257)] == [
+        1,
+        4,
+        8,
+        16,
+        24,
+        24,
+        256,
+        384,
+    ]
     assert [filled_up(n, COARSE) for n in (1, 3, 17, 200)] == [1, 4, 32, 256]
 
 
@@ -53,8 +66,10 @@ def test_steps_of_one_size_share_a_graph_and_read_their_own_numbers() -> None:
 
 
 def test_a_ragged_run_is_replayed_from_its_first_step() -> None:
-    """512 completions of 1 to 512 tokens: every step finds a graph with room. Further runs over the same memory capture
-    each size once at most."""
+    """512 completions of 1 to 512 tokens: every step finds a graph with room.
+
+    Further runs over the same memory capture each size once at most.
+    """
     recorder = Recorder()
     graphs = DecodeGraphs({"r": run}, CPU, recorder)
     for rows in range(511, 0, -1):
@@ -114,10 +129,17 @@ def test_a_capture_that_fails_is_told_once_and_steps_go_on() -> None:
 
     graphs = DecodeGraphs({"r": run}, CPU, fails, after=0)
     numbers = step(3)
-    with pytest.warns(RuntimeWarning, match="without CUDA graphs.*not permitted when stream is capturing"):
+    with pytest.warns(
+        RuntimeWarning, match="without CUDA graphs.*not permitted when stream is capturing"
+    ):
         assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
     assert torch.equal(graphs("r", numbers, form=0), run(torch.from_numpy(numbers)))
-    assert tries == 1 and len(graphs) == 0 and graphs.note is not None and "more lines" not in graphs.note
+    assert (
+        tries == 1
+        and len(graphs) == 0
+        and graphs.note is not None
+        and "more lines" not in graphs.note
+    )
 
 
 def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
@@ -134,8 +156,9 @@ def test_without_a_capture_steps_are_filled_up_all_the_same() -> None:
 
 
 class Device:
-    """What torch.cuda says and does, as far as a capture asks; notes the current device at each call. Stands in for its
-    contexts, streams and graphs, too."""
+    """What torch.cuda says and does, as far as a capture asks; notes the current device at each
+    call. Stands in for its contexts, streams and graphs, too.
+    """
 
     def __init__(self) -> None:
         self.current, self.asked, self.replay = 0, list[tuple[str, int]](), lambda: None
@@ -165,7 +188,14 @@ def test_a_capture_is_of_the_device_that_it_is_for(monkeypatch: pytest.MonkeyPat
     _, output = capture(run, torch.ones(2, 3))
     assert torch.equal(output, run(torch.ones(2, 3)))
     asked = [(name, at) for name, at in device.asked if name != "graph_pool_handle"]
-    assert {name for name, _ in asked} >= {"current_stream", "Stream", "stream", "CUDAGraph", "graph", "set_stream"}
+    assert {name for name, _ in asked} >= {
+        "current_stream",
+        "Stream",
+        "stream",
+        "CUDAGraph",
+        "graph",
+        "set_stream",
+    }
     assert all(at == 1 for _, at in asked) and device.current == 0
 
 
@@ -178,7 +208,9 @@ class Graph:
 
 
 class Pooled:
-    """torch.cuda as 2.11 treats memory pools: one that had graphs takes another only while one of them is alive."""
+    """torch.cuda as 2.11 treats memory pools: one that had graphs takes another only while one of
+    them is alive.
+    """
 
     def __init__(self) -> None:
         self.pools: list[list[weakref.ref[object]]] = []
@@ -218,7 +250,9 @@ def test_graphs_of_three_forms_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_graphs_of_three_forms_on_the_device() -> None:
     device, weight = torch.device("cuda", 0), torch.randn(5, 7, device="cuda")
-    graphs = DecodeGraphs({"r": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device), after=0)
+    graphs = DecodeGraphs(
+        {"r": lambda numbers: numbers.float() @ weight}, device, cuda_capture(device), after=0
+    )
     with torch.no_grad():
         for form in range(3):
             for rows in (3, 13):

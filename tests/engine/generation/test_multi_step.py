@@ -1,4 +1,6 @@
-"""Steps that are computed ahead: what a generator says is the same as one step at a time, whatever comes in between."""
+"""Steps that are computed ahead: what a generator says is the same as one step at a time, whatever
+comes in between.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.engine.generation.common import CPU, LLAMA, Key, build, drain, generate, opened, recomputed
+from tests.engine.generation.common import (
+    CPU,
+    LLAMA,
+    Key,
+    build,
+    drain,
+    generate,
+    opened,
+    recomputed,
+)
 from weft import randomness
 from weft.engine.base import Request, TokenEvent
 from weft.engine.generation import multi_step
@@ -30,9 +41,12 @@ from weft.kernels import CachedForward, Drawing, cpu_library
 from weft.models.kv.slots import KVCache
 from weft.models.network.transformer import Transformer
 
-pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no compiler: nothing is computed ahead")
+pytestmark = pytest.mark.skipif(
+    cpu_library() is None, reason="no compiler: nothing is computed ahead"
+)
 SPEC = GenerationSpec(max_new_tokens=150, seed=3)
-LATE = replace(SPEC, stop_ids=list(range(5, 40)), min_new_tokens=30)  # ends that are likely, and may not come before
+# ends that are likely, and may not come before
+LATE = replace(SPEC, stop_ids=list(range(5, 40)), min_new_tokens=30)
 FAR = 1e9  # seconds: as many steps as there can be
 
 
@@ -43,15 +57,21 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requests(count: int = 5, samples: int = 2) -> list[Request]:
-    return [Request(f"p{i}", k, [7 + i] * (1 + 9 * i)) for i in range(count) for k in range(samples)]
+    return [
+        Request(f"p{i}", k, [7 + i] * (1 + 9 * i)) for i in range(count) for k in range(samples)
+    ]
 
 
 def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MultiStepDecoder, "take", lambda *given, **named: None)
 
 
-@pytest.mark.parametrize("spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11]), LATE])
-def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "spec", [SPEC, replace(SPEC, temperature=0.7), replace(SPEC, stop_ids=[9, 11]), LATE]
+)
+def test_completions_are_the_same_to_the_bit(
+    spec: GenerationSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network, counts = build(dtype=torch.float32), list[int]()
     run = CachedForward.run_ahead
 
@@ -66,14 +86,18 @@ def test_completions_are_the_same_to_the_bit(spec: GenerationSpec, monkeypatch: 
     one_at_a_time(monkeypatch)
     assert found == generate(network, spec, requests())
     row = found["p2", 0]
-    gap = recomputed(network, requests()[4], row, spec) - torch.tensor([event.logprob for event in row])
+    gap = recomputed(network, requests()[4], row, spec) - torch.tensor(
+        [event.logprob for event in row]
+    )
     assert gap.abs().max() < 1e-5
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=4, max_size=30), st.booleans())
 def test_the_same_whatever_comes_in_between(seed: int, choices: list[int], cramped: bool) -> None:
-    """Requests that come and are aborted, weights that change, memory that is short, all between steps."""
+    """Requests that come and are aborted, weights that change, memory that is short, all between
+    steps.
+    """
     said = []
     for take in (MultiStepDecoder.take, lambda *given, **named: None):
         with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +117,9 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
                     Request(f"n{number}", k, [draw.randrange(61)] * draw.randint(1, 40))
                     for k in range(draw.randint(1, 3))
                 ]
-                generator.submit([replace(request, max_new_tokens=draw.randint(1, 90)) for request in new])
+                generator.submit(
+                    [replace(request, max_new_tokens=draw.randint(1, 90)) for request in new]
+                )
             elif choice == 3:
                 said += generator.abort([f"n{draw.randrange(number)}"])
             elif choice == 4:
@@ -108,17 +134,26 @@ def disturbed(seed: int, choices: list[int], cramped: bool) -> list[object]:
 def decode_steps(
     network: Transformer, prompts: list[list[int]], tokens: list[int], draws: Drawing
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probs [n, R] of the steps that `draws` has numbers for, after prompts and a token each."""
+    """Tokens and log-probs [n, R] of the steps that `draws` has numbers for, after prompts and a
+    token each.
+    """
     with torch.no_grad():
-        cache, passes = KVCache(network.config, CPU, torch.float32, slots=len(prompts), room=64), Passes(network)
-        passes.hidden(cache.extend(cache.allocate(len(prompts)), [torch.tensor(prompt) for prompt in prompts]))
+        cache, passes = (
+            KVCache(network.config, CPU, torch.float32, slots=len(prompts), room=64),
+            Passes(network),
+        )
+        passes.hidden(
+            cache.extend(cache.allocate(len(prompts)), [torch.tensor(prompt) for prompt in prompts])
+        )
         return passes.ahead(cache.extend(np.arange(len(prompts)), torch.tensor(tokens)), draws)
 
 
 def test_ends_that_may_not_come_yet() -> None:
     """Each row's come after its own number of steps, and go on to count for the log-probs before."""
     network, ends = build(dtype=torch.float32), torch.arange(61) < 60
-    uniforms = torch.rand(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.9
+    uniforms = (
+        torch.rand(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 0.9
+    )
 
     def drawn(early: list[int]) -> tuple[Tensor, Tensor]:
         draws = Drawing(uniforms, ends, torch.tensor(early), 1.0)
@@ -127,7 +162,12 @@ def test_ends_that_may_not_come_yet() -> None:
     found, logprobs = drawn([30, 7, -2])
     assert found.shape == (1, 3) and found[0, 0] == found[0, 1] == 60 != found[0, 2]
     found, logprobs = drawn([30, 7, 12])
-    assert (found[:7] == 60).all() and found[7, 1] != 60 and found[7, 0] == found[7, 2] == 60 and len(found) == 8
+    assert (
+        (found[:7] == 60).all()
+        and found[7, 1] != 60
+        and found[7, 0] == found[7, 2] == 60
+        and len(found) == 8
+    )
     assert (logprobs < -1).all(), "one of 61 tokens, though no other may come"
 
 
@@ -138,7 +178,9 @@ def test_a_step_says_one_token_of_each_completion() -> None:
             assert [event.id for event in generator.step()] == ["p0", "p1", "p2"]
 
 
-def test_what_was_forgotten_is_computed_again_with_the_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_forgotten_is_computed_again_with_the_new_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     after = build(dtype=torch.float32, seed=1)
 
     def changed() -> dict[Key, list[TokenEvent]]:
@@ -161,10 +203,13 @@ def test_what_was_forgotten_is_computed_again_with_the_new_weights(monkeypatch: 
 @pytest.mark.parametrize(
     "spec",
     [
-        replace(SPEC, greedy=True), replace(SPEC, top_k=4), replace(SPEC, top_p=0.5), replace(SPEC, min_p=0.1),
+        replace(SPEC, greedy=True),
+        replace(SPEC, top_k=4),
+        replace(SPEC, top_p=0.5),
+        replace(SPEC, min_p=0.1),
         replace(SPEC, record_support=True),
     ],
-)  # fmt: skip
+)
 def test_draws_that_need_more_are_made_one_at_a_time(spec: GenerationSpec) -> None:
     assert not reaches(spec)
     assert reaches(SPEC)
@@ -200,7 +245,10 @@ def test_rows_with_other_settings_that_are_gone_are_forgotten() -> None:
 def test_networks_that_the_kernel_does_not_draw_from(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(build(replace(LLAMA, activation="gelu"), torch.float32), SPEC) as generator:
         assert generator._multi_step is None
-    turned, capped = build(dtype=torch.float32), build(replace(LLAMA, final_softcap=3.0), torch.float32)
+    turned, capped = (
+        build(dtype=torch.float32),
+        build(replace(LLAMA, final_softcap=3.0), torch.float32),
+    )
     turned.head.weight = torch.nn.Parameter(turned.head.weight.data.T.contiguous().T)
     found = []
     for network in (turned, capped):
@@ -246,7 +294,9 @@ class Clock:
 
 
 @pytest.mark.parametrize(("seconds", "most"), [(0.45, 2), (0.7, 1), (0.09, 11)])
-def test_as_many_steps_at_once_as_the_time_allows(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_steps_at_once_as_the_time_allows(
+    seconds: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens are not to be seen later than `SECONDS`."""
     clock = Clock(monkeypatch, seconds)
     with opened(build(dtype=torch.float32), SPEC, eos=()) as generator:
@@ -265,7 +315,9 @@ def test_little_is_computed_in_vain(every: int, monkeypatch: pytest.MonkeyPatch)
     computed = []
     run = CachedForward.run_ahead
     monkeypatch.setattr(
-        CachedForward, "run_ahead", lambda *given: (made := run(*given), computed.append(len(made[0])))[0]
+        CachedForward,
+        "run_ahead",
+        lambda *given: (made := run(*given), computed.append(len(made[0])))[0],
     )
     spec = replace(SPEC, max_new_tokens=700)
     with opened(build(dtype=torch.float32), spec, eos=()) as generator:
@@ -284,7 +336,10 @@ def drawn_freely(uniforms: Tensor) -> Drawing:
 
 
 def test_a_log_prob_that_is_not_finite_is_the_last() -> None:
-    network, draws = build(dtype=torch.float32), drawn_freely(torch.full((5, 2), 0.5, dtype=torch.float64))
+    network, draws = (
+        build(dtype=torch.float32),
+        drawn_freely(torch.full((5, 2), 0.5, dtype=torch.float64)),
+    )
     assert len(decode_steps(network, [[7, 8], [9]], [3, 4], draws)[0]) == 5
     with torch.no_grad():
         network.projection.weight[60] = float("nan")
@@ -306,7 +361,15 @@ def test_the_numbers_of_rows_are_those_of_the_hash(most: int) -> None:
 
     def add(id: str) -> None:
         table.add(
-            Live(id, 0, (1,), 1000, tokens=[0] * done[id], logprobs=[0.0] * done[id], versions=[0] * done[id]),
+            Live(
+                id,
+                0,
+                (1,),
+                1000,
+                tokens=[0] * done[id],
+                logprobs=[0.0] * done[id],
+                versions=[0] * done[id],
+            ),
             0,
             keys[id],
             False,

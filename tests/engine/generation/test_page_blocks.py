@@ -17,7 +17,9 @@ def most_pages(length: int) -> int:
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "prefix", "start", "advance", "release"]), st.integers(0, 5), st.integers(1, 13)
+        st.sampled_from(["admit", "prefix", "start", "advance", "release"]),
+        st.integers(0, 5),
+        st.integers(1, 13),
     )
 )
 
@@ -46,7 +48,8 @@ def test_the_count_is_the_sum_over_sequences(todo: list[tuple[str, int, int]]) -
         elif what == "advance":
             longer = {k: n + 1 for k, n in started.items()}
             fits = (
-                sum(map(most_pages, [*longer.values(), *waiting.values()])) + sum(prefixes.values()) <= 60 // PAGE + 2
+                sum(map(most_pages, [*longer.values(), *waiting.values()])) + sum(prefixes.values())
+                <= 60 // PAGE + 2
             )
             assert blocks.advance() == fits
             started = longer if fits else started
@@ -55,7 +58,9 @@ def test_the_count_is_the_sum_over_sequences(todo: list[tuple[str, int, int]]) -
                 if key in held:
                     blocks.release(name)
                     del held[key]
-        assert blocks.num_used == sum(map(most_pages, [*started.values(), *waiting.values()])) + sum(prefixes.values())
+        assert blocks.num_used == sum(
+            map(most_pages, [*started.values(), *waiting.values()])
+        ) + sum(prefixes.values())
 
 
 def test_a_sequence_as_long_as_the_budget_runs_alone() -> None:

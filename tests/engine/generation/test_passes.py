@@ -1,4 +1,6 @@
-"""Where a network's passes go: in one call of the kernel only where somebody said that it computes all that the modules do."""
+"""Where a network's passes go: in one call of the kernel only where somebody said that it computes
+all that the modules do.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,37 @@ from weft.models.network.config import Experts, TransformerConfig
 from weft.models.network.parameters import values
 from weft.models.network.transformer import Transformer
 
-compiled = pytest.mark.skipif(cpu_library() is None, reason="no compiler: every pass goes module by module")
+compiled = pytest.mark.skipif(
+    cpu_library() is None, reason="no compiler: every pass goes module by module"
+)
 # Fields of which the kernel knows one value alone, with another value of each.
 UNKNOWN = {
-    "final_norm": False, "learned_positions": 512, "position_offset": 2, "norm_bias": True, "norm_weight": False,
-    "attention_softcap": 30.0, "embed_scale": 2.0, "embed_dim": 12, "parallel_residual": True, "experts": Experts(4, 2, 8),
-}  # fmt: skip
+    "final_norm": False,
+    "learned_positions": 512,
+    "position_offset": 2,
+    "norm_bias": True,
+    "norm_weight": False,
+    "attention_softcap": 30.0,
+    "embed_scale": 2.0,
+    "embed_dim": 12,
+    "parallel_residual": True,
+    "experts": Experts(4, 2, 8),
+}
 REFUSED = {
-    "head_dim": 10_000, "norm": "layer", "placement": "post", "activation": "gelu", "gated": False, "qk_norm": "full",
-}  # fmt: skip
+    "head_dim": 10_000,
+    "norm": "layer",
+    "placement": "post",
+    "activation": "gelu",
+    "gated": False,
+    "qk_norm": "full",
+}
 
 
 def test_somebody_decided_on_every_field() -> None:
     names = {field.name for field in fields(TransformerConfig)}
-    assert set(SERVED) | set(UNKNOWN) == names, "add a new field to SERVED if the kernel computes it, to UNKNOWN if not"
+    assert set(SERVED) | set(UNKNOWN) == names, (
+        "add a new field to SERVED if the kernel computes it, to UNKNOWN if not"
+    )
     assert not set(SERVED) & set(UNKNOWN)
     assert set(REFUSED) == {name for name, rule in SERVED.items() if rule is not None}
 
@@ -91,13 +110,20 @@ def hidden(network: Transformer, through: Callable[..., torch.Tensor]) -> list[t
     cache = KVCache(held, CPU, torch.float32, slots=2, room=16)
     slots = cache.allocate(2)
     prompts = [torch.tensor([7, 8, 9]), torch.tensor([10])]
-    return [through(cache.extend(slots, prompts)), through(cache.extend(slots, torch.tensor([3, 4])))]
+    return [
+        through(cache.extend(slots, prompts)),
+        through(cache.extend(slots, torch.tensor([3, 4]))),
+    ]
 
 
 @compiled
-@pytest.mark.parametrize("change", [plain, hooked, hooked_before, adapted, adapted_down, reduced, embedded_by_ranks])
+@pytest.mark.parametrize(
+    "change", [plain, hooked, hooked_before, adapted, adapted_down, reduced, embedded_by_ranks]
+)
 @torch.no_grad()
-def test_what_modules_do_more_is_done(change: Callable[[Transformer], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_modules_do_more_is_done(
+    change: Callable[[Transformer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     network, calls, run = build(dtype=torch.float32), list[int](), CachedForward.run
     monkeypatch.setattr(CachedForward, "run", lambda *given: (calls.append(1), run(*given))[1])
     before = hidden(network, network.hidden)
@@ -114,7 +140,9 @@ def test_a_part_of_the_layers_goes_module_by_module(monkeypatch: pytest.MonkeyPa
     whole = build(dtype=torch.float32)
     monkeypatch.setattr(CachedForward, "run", lambda *_: pytest.fail("the kernel ran"))
     part = Transformer(LLAMA, layers=range(1)).float()
-    part.load_state_dict({name: value for name, value in whole.state_dict().items() if name in part.state_dict()})
+    part.load_state_dict(
+        {name: value for name, value in whole.state_dict().items() if name in part.state_dict()}
+    )
     assert part.begins and not part.ends and not Passes(part).multi_step
     pairs = zip(hidden(part, Passes(part).hidden), hidden(part, part.hidden), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)

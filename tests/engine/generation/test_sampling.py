@@ -10,7 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.generation.sampling import Ban, draw, inverse_cdf, likeliest, likely, limits, supports
+from weft.engine.generation.sampling import (
+    Ban,
+    draw,
+    inverse_cdf,
+    likeliest,
+    likely,
+    limits,
+    supports,
+)
 from weft.engine.spec import GenerationSpec
 from weft.models.network.support import Support
 from weft.models.network.token_outputs import Projection, token_outputs
@@ -25,7 +33,9 @@ LIMITS = [
 ]
 
 
-def reference(logits: np.ndarray, uniform: float, spec: GenerationSpec) -> tuple[int, float, list[int]]:
+def reference(
+    logits: np.ndarray, uniform: float, spec: GenerationSpec
+) -> tuple[int, float, list[int]]:
     """(token, log-prob, kept ids) of one row, one id at a time."""
     scores = logits.astype(np.float64) / spec.temperature
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
@@ -57,14 +67,27 @@ def test_the_likeliest_ids_are_those_of_a_softmax_by_hand() -> None:
 
     def told(**options: object) -> list[tuple[int, float]]:
         ids, logprobs = likely(logits, GenerationSpec(top_logprobs=3, **options))  # type: ignore[arg-type]
-        return [(id, round(math.exp(x), 5)) for id, x in zip(ids[0].tolist(), logprobs[0].tolist(), strict=True)]
+        return [
+            (id, round(math.exp(x), 5))
+            for id, x in zip(ids[0].tolist(), logprobs[0].tolist(), strict=True)
+        ]
 
     assert told() == [(2, 0.5), (0, 0.25), (4, 0.125)] == told(greedy=True, temperature=0.5)
-    assert told(temperature=0.5) == [(2, round(64 / 86, 5)), (0, round(16 / 86, 5)), (4, round(4 / 86, 5))]
-    assert told(top_k=2)[:2] == [(2, round(2 / 3, 5)), (0, round(1 / 3, 5))] and told(top_k=2)[2][1] == 0.0
+    assert told(temperature=0.5) == [
+        (2, round(64 / 86, 5)),
+        (0, round(16 / 86, 5)),
+        (4, round(4 / 86, 5)),
+    ]
+    assert (
+        told(top_k=2)[:2] == [(2, round(2 / 3, 5)), (0, round(1 / 3, 5))]
+        and told(top_k=2)[2][1] == 0.0
+    )
     assert told(top_p=0.6)[:2] == told(top_k=2)[:2] == told(min_p=0.4)[:2]
-    ids, logprobs = likely(logits, GenerationSpec(top_logprobs=9), Ban(torch.tensor([True]), torch.tensor([2])))
-    assert ids[0, :2].tolist() == [0, 4] and math.exp(logprobs[0, 0]) == pytest.approx(0.25)  # as draws have it
+    ids, logprobs = likely(
+        logits, GenerationSpec(top_logprobs=9), Ban(torch.tensor([True]), torch.tensor([2]))
+    )
+    # as draws have it
+    assert ids[0, :2].tolist() == [0, 4] and math.exp(logprobs[0, 0]) == pytest.approx(0.25)
     assert ids.shape == (1, 5) and logprobs[0, 4] == -math.inf
 
 
@@ -74,9 +97,13 @@ def test_draws_are_those_of_the_reference(spec: GenerationSpec, vocab: int) -> N
     torch.manual_seed(vocab)
     logits, uniforms = torch.randn(12, vocab) * 2, torch.rand(12, dtype=torch.float64)
     drawn = draw(logits, uniforms, spec)
-    expected = [reference(row.numpy(), float(u), spec) for row, u in zip(logits, uniforms, strict=True)]
+    expected = [
+        reference(row.numpy(), float(u), spec) for row, u in zip(logits, uniforms, strict=True)
+    ]
     assert drawn.tokens.tolist() == [token for token, _, _ in expected]
-    torch.testing.assert_close(drawn.logprobs, torch.tensor([logprob for _, logprob, _ in expected]))
+    torch.testing.assert_close(
+        drawn.logprobs, torch.tensor([logprob for _, logprob, _ in expected])
+    )
     assert drawn.logprobs.dtype == torch.float32
     if limits(spec, vocab):
         assert drawn.kept is not None
@@ -94,7 +121,9 @@ def test_a_flat_distribution_wider_than_the_head_is_ranked_whole() -> None:
 
 
 def test_ties_at_the_edge_keep_the_lower_ids() -> None:
-    kept = likeliest(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), GenerationSpec(top_k=3))
+    kept = likeliest(
+        torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64), GenerationSpec(top_k=3)
+    )
     assert supports(kept) == [[0, 1, 2]]
 
 
@@ -168,9 +197,13 @@ def test_equal_logits_give_the_log_probs_of_training_to_the_last_bit(spec: Gener
     support = None
     if drawn.kept is not None:
         ids = supports(drawn.kept)
-        support = Support(torch.tensor([id for row in ids for id in row]), torch.tensor([len(row) for row in ids]))
+        support = Support(
+            torch.tensor([id for row in ids for id in row]), torch.tensor([len(row) for row in ids])
+        )
     want = frozenset({"logprobs"})
-    trained = token_outputs(hidden, drawn.tokens, projection, want, temperature=spec.temperature, support=support)
+    trained = token_outputs(
+        hidden, drawn.tokens, projection, want, temperature=spec.temperature, support=support
+    )
     assert torch.equal(drawn.logprobs, trained["logprobs"])
 
 
@@ -195,7 +228,9 @@ def test_of_a_flat_position_the_likeliest_ids_are_recorded(limit: dict[str, floa
     assert kept[0] == [0, 1, 2, 3] and set(kept[1]) >= {20, 21, 22} and len(kept[1]) <= 4
     assert int(drawn.tokens[0]) == 3 and int(drawn.tokens[1]) in kept[1]
     torch.testing.assert_close(drawn.logprobs[0], torch.tensor(0.25).log())
-    assert len(supports(draw(logits, torch.tensor([0.5, 0.5]), GenerationSpec(**limit)).kept)[0]) > 4
+    assert (
+        len(supports(draw(logits, torch.tensor([0.5, 0.5]), GenerationSpec(**limit)).kept)[0]) > 4
+    )
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_no_limit() -> None:

@@ -13,8 +13,10 @@ from weft.errors import RunError
 
 
 class Machine:
-    """Runs plans over a pretended cache: `held[key]` lists the tokens whose keys and values are stored for a sequence, after
-    those of its prefix in `stored`; `parts` what is stored of unfinished prompts."""
+    """Runs plans over a pretended cache: `held[key]` lists the tokens whose keys and values are
+    stored for a sequence, after those of its prefix in `stored`; `parts` what is stored of
+    unfinished prompts.
+    """
 
     def __init__(self, budget: Budget, least_spared: int | None = None, unit: int = 1) -> None:
         self.slots = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit)
@@ -32,7 +34,9 @@ class Machine:
         in_use = set(self.scheduler.prefixes.values())
         self.stored = {prefix: tokens for prefix, tokens in self.stored.items() if prefix in in_use}
         for sequence in plan.decodes:
-            assert self.everything(sequence) == sequence.known()[:-1], "stored is all but the last token"
+            assert self.everything(sequence) == sequence.known()[:-1], (
+                "stored is all but the last token"
+            )
             self.held[sequence.key] += (sequence.known()[-1],)
         begun = [sequence for chunk in plan.chunks for sequence in self.compute(chunk)]
         self.check_memory()
@@ -71,7 +75,9 @@ class Machine:
     def check_memory(self) -> None:
         filling = [s.key for fill in self.scheduler.filling for s in fill.sequences]
         assert set(self.held) == set(self.scheduler.running)
-        assert len(self.slots) == len(self.held) + len(filling) <= self.scheduler.budget.max_sequences
+        assert (
+            len(self.slots) == len(self.held) + len(filling) <= self.scheduler.budget.max_sequences
+        )
         assert all(len(tokens) <= self.slots.capacity for tokens in self.held.values())
         apart = sum(len(prefix.tokens) for prefix in self.scheduler.prefixes.values())
         assert self.slots.tokens == len(self.slots) * self.slots.capacity + apart
@@ -93,7 +99,9 @@ class Machine:
     def forget(self, *, only_unused: bool = False) -> None:
         if not only_unused:
             self.held.clear()
-        self.parts = {fill: part for fill, part in self.parts.items() if fill in self.scheduler.filling}
+        self.parts = {
+            fill: part for fill, part in self.parts.items() if fill in self.scheduler.filling
+        }
 
 
 def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
@@ -103,8 +111,11 @@ def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
 @settings(max_examples=150, deadline=None)
 @given(
     shapes=st.lists(
-        st.tuples(st.sampled_from([0, 70, 130]), st.integers(1, 90), st.integers(1, 90), st.integers(1, 3)),
-        min_size=1, max_size=8,
+        st.tuples(
+            st.sampled_from([0, 70, 130]), st.integers(1, 90), st.integers(1, 90), st.integers(1, 3)
+        ),
+        min_size=1,
+        max_size=8,
     ),
     max_sequences=st.integers(1, 6),
     max_tokens=st.integers(310, 900),
@@ -112,13 +123,23 @@ def sequence(id: str, k: int = 0, prompt: int = 3, limit: int = 4) -> Sequence:
     least_spared=st.sampled_from([None, 1, 256]),
     unit=st.sampled_from([1, 16]),
     divides=st.booleans(),
-    events=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["restart", "abort"])), max_size=3),
-)  # fmt: skip
+    events=st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from(["restart", "abort"])), max_size=3
+    ),
+)
 def test_everything_submitted_finishes_within_the_budget(
-    shapes: list[tuple[int, int, int, int]], max_sequences: int, max_tokens: int, max_prefill: int,
-    least_spared: int | None, unit: int, divides: bool, events: list[tuple[int, str]],
-) -> None:  # fmt: skip
-    """Prompts of a system part that some share and a part of their own, at mixed lengths, with restarts and aborts between."""
+    shapes: list[tuple[int, int, int, int]],
+    max_sequences: int,
+    max_tokens: int,
+    max_prefill: int,
+    least_spared: int | None,
+    unit: int,
+    divides: bool,
+    events: list[tuple[int, str]],
+) -> None:
+    """Prompts of a system part that some share and a part of their own, at mixed lengths, with
+    restarts and aborts between.
+    """
     machine = Machine(Budget(max_sequences, max_tokens, max_prefill, divides), least_spared, unit)
     wanted = [
         Sequence(f"p{i}", k, (*range(system), *range(500 * i, 500 * i + own)), limit)
@@ -137,12 +158,18 @@ def test_everything_submitted_finishes_within_the_budget(
         if machine.scheduler.idle:
             break
         plan = machine.step()
-        assert plan.chunks or plan.decodes or plan.preempted, "a step that does nothing would go on for ever"
+        assert plan.chunks or plan.decodes or plan.preempted, (
+            "a step that does nothing would go on for ever"
+        )
         computed = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         assert computed <= max_prefill or (len(plan.chunks) == 1 and not divides)
     assert sorted(machine.done) == sorted({one.key for one in wanted} - aborted)
     machine.scheduler.plan()
-    assert all(one.tokens == [1000 * one.k + i for i in range(one.limit)] for one in wanted if one.key not in aborted)
+    assert all(
+        one.tokens == [1000 * one.k + i for i in range(one.limit)]
+        for one in wanted
+        if one.key not in aborted
+    )
     assert (len(machine.slots), machine.slots.tokens) == (0, 0)
 
 
@@ -164,12 +191,22 @@ def test_a_long_prompt_does_not_hold_up_what_runs(long: int, budget: int, runnin
 
 
 def test_what_fits_into_one_step_is_not_cut() -> None:
-    """A prompt above the budget takes the room that is there; the others wait for a step that has room for all of them."""
+    """A prompt above the budget takes the room that is there; the others wait for a step that has
+    room for all of them.
+    """
     machine = Machine(Budget(max_prefill_tokens=10))
     for name, tokens in (("a", 6), ("b", 7), ("long", 23), ("c", 3)):
         machine.scheduler.submit(sequence(name, prompt=tokens, limit=9))
-    parts = [[(len(c.fill.tokens), c.start, c.stop) for c in machine.step().chunks] for _ in range(5)]
-    assert parts == [[(6, 0, 6)], [(7, 0, 7), (23, 0, 3)], [(23, 3, 13)], [(23, 13, 23)], [(3, 0, 3)]]
+    parts = [
+        [(len(c.fill.tokens), c.start, c.stop) for c in machine.step().chunks] for _ in range(5)
+    ]
+    assert parts == [
+        [(6, 0, 6)],
+        [(7, 0, 7), (23, 0, 3)],
+        [(23, 3, 13)],
+        [(23, 13, 23)],
+        [(3, 0, 3)],
+    ]
 
 
 def test_samples_that_come_while_their_prompt_waits_join_it() -> None:
@@ -239,7 +276,8 @@ def test_a_completion_is_submitted_once() -> None:
 def test_what_could_never_fit_is_refused_at_once() -> None:
     scheduler = Scheduler(Budget(max_tokens=20), Slots(4, 20))
     with pytest.raises(
-        RunError, match=r"'a': prompt and completion may need 21 tokens.*20 are held.*gen\.max_new_tokens"
+        RunError,
+        match=r"'a': prompt and completion may need 21 tokens.*20 are held.*gen\.max_new_tokens",
     ):
         scheduler.submit(sequence("a", prompt=17, limit=4))
 
@@ -289,11 +327,14 @@ def shared(count: int, system: int, own: int, samples: int = 1) -> list[Sequence
 @pytest.mark.parametrize(
     ("count", "system", "own", "samples", "apart", "computed"),
     [
-        (1, 200, 0, 8, [199], 200),  # the samples of one prompt: all but the last token is held once
+        # the samples of one prompt: all but the last token is held once
+        (1, 200, 0, 8, [199], 200),
         (6, 128, 10, 1, [128], 188),  # a system prompt
-        (3, 128, 100, 4, [227] * 3, 3 * 228),  # samples share the whole prompt rather than the system prompt
+        # samples share the whole prompt rather than the system prompt
+        (3, 128, 100, 4, [227] * 3, 3 * 228),
         (4, 0, 100, 1, [], 400),  # nobody begins alike
-        (4, 40, 10, 2, [], 4 * 50),  # too short to be stored apart: equal prompts are computed once and copied
+        # too short to be stored apart: equal prompts are computed once and copied
+        (4, 40, 10, 2, [], 4 * 50),
         (2, 0, 200, 2, [], 2 * 200),  # too few sequences, likewise
     ],
 )
@@ -334,7 +375,9 @@ def test_a_prefix_leaves_with_the_last_that_begins_with_it() -> None:
 
 
 def test_a_prefix_in_the_making_leaves_with_the_last_admitted() -> None:
-    """Else the step after would plan nothing: what waits is not taken in while the prefix is to be computed."""
+    """Else the step after would plan nothing: what waits is not taken in while the prefix is to be
+    computed.
+    """
     machine = Machine(Budget(max_sequences=1, max_prefill_tokens=1), least_spared=1)
     for one in shared(2, 70, 1):
         machine.scheduler.submit(one)

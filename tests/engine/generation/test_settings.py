@@ -54,7 +54,9 @@ def test_each_request_is_sampled_as_if_the_generator_had_its_settings(record: bo
 def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
     network = build()
     asked = [
-        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling or OWN, top_logprobs=3 if r.k else 0))
+        dataclasses.replace(
+            r, sampling=dataclasses.replace(r.sampling or OWN, top_logprobs=3 if r.k else 0)
+        )
         for r in requests(own=True)
     ]
     plain, told = generate(network, OWN, requests(own=True)), generate(network, OWN, asked)
@@ -69,7 +71,9 @@ def test_likely_ids_are_told_to_those_who_ask_and_change_no_draw() -> None:
             known = dict(event.top).get(event.token)
             assert known is None or known == pytest.approx(event.logprob, abs=1e-6)
             assert known is not None or not k or event.logprob <= values[-1] + 1e-6
-    assert any(len(event.top) < 3 for event in told["min-p", 1]) and all(len(e.top) == 3 for e in told["plain", 1])
+    assert any(len(event.top) < 3 for event in told["min-p", 1]) and all(
+        len(e.top) == 3 for e in told["plain", 1]
+    )
     assert all(event.top == () for row in plain.values() for event in row)
 
 
@@ -80,7 +84,9 @@ def test_steps_with_likely_ids_are_in_no_graph_and_none_is_computed_ahead() -> N
     assert table.in_graph(np.array([0, asked, 0]), kinds) is None
     alike = [Request("a", k, [9], sampling=table.specs[asked]) for k in range(4)]
     rows = generate(build(dtype=torch.float32), OWN, alike)
-    assert max(map(len, rows.values())) > 5 and all(len(event.top) == 2 for row in rows.values() for event in row)
+    assert max(map(len, rows.values())) > 5 and all(
+        len(event.top) == 2 for row in rows.values() for event in row
+    )
 
 
 def test_ends_of_a_request_add_to_those_of_the_generator() -> None:

@@ -66,7 +66,10 @@ def test_what_was_aborted_goes_on_exactly() -> None:
         known = {(request.id, request.k): request for request in REQUESTS}
         again = [known[p.id, p.k] for p in partials]
         generator.submit(
-            [Request(r.id, r.k, r.prompt, r.step, generated=p) for r, p in zip(again, partials, strict=True)]
+            [
+                Request(r.id, r.k, r.prompt, r.step, generated=p)
+                for r, p in zip(again, partials, strict=True)
+            ]
         )
         assert_same_rows(drain(generator, events), expected)
         assert not generator._homes and not generator._left

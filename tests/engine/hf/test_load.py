@@ -20,7 +20,9 @@ META = torch.device("meta")  # stands for a device with memory of its own
 
 
 class Held(TorchDispatchMode):
-    """The most bytes of tensors that the host held whenever one of its tensors was copied to the device."""
+    """The most bytes of tensors that the host held whenever one of its tensors was copied to the
+    device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +41,11 @@ class Held(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if isinstance(made, Tensor) and made.is_meta and any(x.is_cpu and x.numel() > 1 for x in given):
+        if (
+            isinstance(made, Tensor)
+            and made.is_meta
+            and any(x.is_cpu and x.numel() > 1 for x in given)
+        ):
             self.copies += 1
             alive = self._alive()
             self.most = max(self.most, sum(alive[place] for place in alive.keys() - self.known))
@@ -49,11 +55,15 @@ class Held(TorchDispatchMode):
     def _alive() -> dict[int, int]:
         """Bytes by address."""
         every = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]
-        return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in every if x.is_cpu}
+        return {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in every if x.is_cpu
+        }
 
 
 def read(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Held, int, int]:
-    """(what was held, bytes of the module, bytes of its largest parameter), read in this thread alone."""
+    """(what was held, bytes of the module, bytes of its largest parameter), read in this thread
+    alone.
+    """
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     with Held() as held:
         module = load.load(spec_of(path), str(path), META, torch.float32)
@@ -62,14 +72,18 @@ def read(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Held, int, int]:
     return held, sum(sizes), max(sizes)
 
 
-def test_the_host_never_holds_the_whole_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_never_holds_the_whole_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny(tmp_path / "hf", num_hidden_layers=6)
     held, whole, largest = read(path, monkeypatch)
     assert held.copies > 6 and largest <= held.most <= 2 * largest < whole / 2
     assert not hf._reading(spec_of(path), META)
 
 
-def test_without_accelerate_it_does_and_the_plan_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_accelerate_it_does_and_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny(tmp_path / "hf", num_hidden_layers=6)
     monkeypatch.setattr(load, "is_accelerate_available", lambda: False)
     held, whole, _ = read(path, monkeypatch)

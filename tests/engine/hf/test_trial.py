@@ -14,9 +14,18 @@ from weft.engine.hf.trial import _blocks, _in_float32, try_out
 
 LAYERS = 6
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 40, "max_position_embeddings": 64, "n_embd": 64, "n_head": 4, "n_layer": LAYERS, "n_positions": 64,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": LAYERS,
+    "n_positions": 64,
+}
 
 
 def decoder(kind: str, dtype: torch.dtype = torch.bfloat16) -> Any:

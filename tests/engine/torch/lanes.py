@@ -1,4 +1,6 @@
-"""A lane as late as a real one may be, on the CPU: it shows who reads, or writes, before a copy is done."""
+"""A lane as late as a real one may be, on the CPU: it shows who reads, or writes, before a copy is
+done.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from torch import Tensor
 
 @dataclass(repr=False)
 class Late:
-    """Implements `Lane`. A copy is made when a mark after it is held or waited for, and not before. Until then its target is
-    spoilt; whoever has written to its source meanwhile, or freed it, is told. What comes to the host is there for the host
-    when the host has waited. `log` has what was asked for, in order, with the bytes of copies."""
+    """Implements `Lane`.
+
+    A copy is made when a mark after it is held or waited for, and not before. Until then its target
+    is spoilt; whoever has written to its source meanwhile, or freed it, is told. What comes to the
+    host is there for the host when the host has waited. `log` has what was asked for, in order,
+    with the bytes of copies.
+    """
 
     apart: bool = True
     log: list[str] = field(default_factory=list)
@@ -31,11 +37,16 @@ class Late:
         self.log.append(f"{'down' if down else 'up'} {target.nbytes}")
         coming = self._asked[self._made :]
         unread = self._asked[self._read :]
-        in_use = any(_same_storage(x, target) for x in [c.target for c in coming] + [c.source for c in unread])
+        in_use = any(
+            _same_storage(x, target)
+            for x in [c.target for c in coming] + [c.source for c in unread]
+        )
         if not in_use:
             target.view(torch.uint8).fill_(255)  # NaN of every float
         late = any(_same_storage(each.target, source) for each in coming)
-        self._asked.append(_Copy(target, source, down, not in_use, None if late else source.clone()))
+        self._asked.append(
+            _Copy(target, source, down, not in_use, None if late else source.clone())
+        )
 
     def mark(self) -> _LateMark:
         return _LateMark(self, len(self._asked))
@@ -90,7 +101,9 @@ class _Copy:
         assert self.values is not None
         there = self.target.untyped_storage().nbytes()
         assert there, "freed before a copy came"
-        assert not self.spoilt or self.target.view(torch.uint8).eq(255).all(), "written to before a copy came"
+        assert not self.spoilt or self.target.view(torch.uint8).eq(255).all(), (
+            "written to before a copy came"
+        )
         self.target.copy_(self.values)
 
 

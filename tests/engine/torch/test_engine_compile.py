@@ -1,4 +1,6 @@
-"""`compile=true`: an engine whose blocks torch compiles trains, scores and generates as one without, or is refused."""
+"""`compile=true`: an engine whose blocks torch compiles trains, scores and generates as one
+without, or is refused.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ KINDS = {"whole": {}, "recomputed": {"recompute_every": 1}, "lora": {"lora": LOR
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch's compiler is given runs as it is."""
-    monkeypatch.setattr(torch_backend, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch_backend, "compile_blocks", partial(compile_blocks, backend="aot_eager")
+    )
 
 
 @pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -40,19 +44,27 @@ def test_it_trains_scores_and_generates_the_same(
     path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
-    plain, engine = engine_of(path, **SPEC, **changes), engine_of(path, compile=True, **SPEC, **changes)
+    plain, engine = (
+        engine_of(path, **SPEC, **changes),
+        engine_of(path, compile=True, **SPEC, **changes),
+    )
     assert all(block.compiled is not None for block in engine._network.blocks)
     assert sampled(engine) == sampled(plain)
     for step in range(2):
         batches = [batch_of(GROUPS, seed=2 * step + n) for n in (0, 1)]
-        one, other = ([s.metrics["loss"] for s in e.train(batches, Nll(), max_tokens=20)] for e in (engine, plain))
+        one, other = (
+            [s.metrics["loss"] for s in e.train(batches, Nll(), max_tokens=20)]
+            for e in (engine, plain)
+        )
         assert_close(one, other, rtol=1e-10, atol=0.0)
     for name, values in parameters(plain).items():
         assert_close(parameters(engine)[name], values, rtol=1e-8, atol=1e-10)
     assert_close(logprobs(engine), logprobs(plain), rtol=1e-6, atol=1e-6)
 
 
-def test_it_comes_back_from_host_memory(path: Path, eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_comes_back_from_host_memory(
+    path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = engine_of(path, compile=True, **SPEC)
     engine, _ = apart(path, monkeypatch, compile=True, offload=True, **SPEC)
     for step in range(2):
@@ -60,15 +72,22 @@ def test_it_comes_back_from_host_memory(path: Path, eager: None, monkeypatch: py
         assert torch.equal(logprobs(engine), logprobs(plain))
         engine.offload("weights")
         assert on_device(engine)["weights"] == 0
-        one, other = (e.train(batch, Nll(), max_tokens=20)[0].metrics["loss"] for e in (engine, plain))
+        one, other = (
+            e.train(batch, Nll(), max_tokens=20)[0].metrics["loss"] for e in (engine, plain)
+        )
         assert one == other
         engine.offload("weights")
 
 
-HEADS = [{}, {"sequence_parallel": False}, {"recompute_every": 1}]  # whose ranks wait for each other within a block
+# whose ranks wait for each other within a block
+HEADS = [{}, {"sequence_parallel": False}, {"recompute_every": 1}]
 
 
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [("d2f2", {}), ("d2f2", {"recompute_every": 1}), ("p2", {})]
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("d2f2", {}),
+    ("d2f2", {"recompute_every": 1}),
+    ("p2", {}),
+]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +99,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [("d2f2", {}), ("d2f2", {"recompute_
         *(pytest.param("t2", options, "inductor", marks=pytest.mark.slow) for options in HEADS),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_two_processes_are_as_one(
     layout: str, options: dict[str, Any], backend: str, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -93,7 +112,9 @@ def test_two_processes_are_as_one(
 
 
 def run_compiled_by(backend: str, *case: Any) -> layouts.Found | None:
-    """`layouts.run` with another backend of torch's compiler: "aot_eager" runs the graphs as they are."""
+    """`layouts.run` with another backend of torch's compiler: "aot_eager" runs the graphs as they
+    are.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_backend, "compile_blocks", partial(compile_blocks, backend=backend))
         return layouts.run(*case)
@@ -101,7 +122,9 @@ def run_compiled_by(backend: str, *case: Any) -> layouts.Found | None:
 
 def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"compile=true: backend=hf .* use backend=torch, or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"compile=true: backend=hf .* use backend=torch, or leave it out"
+    ):
         engine_of(path, backend="hf", compile=True)
     narrow = ModelSpec(path=str(path), compile=True, fp8=True)
     with pytest.raises(ConfigError, match=r"fp8=true, layout=.*tensor-parallel ranks .* write t1"):
@@ -110,28 +133,43 @@ def test_what_cannot_be_compiled_is_refused(path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"pipeline_schedule=zero_bubble halves backward passes"):
         common.check_compile(halved, Layout(pipeline=2), cpu)
     monkeypatch.setattr(kernels, "compiling_obstacle", lambda device: "there is no C++ compiler")
-    with pytest.raises(ConfigError, match=r"cannot compile for cpu here: there is no C\+\+ compiler; install it"):
+    with pytest.raises(
+        ConfigError, match=r"cannot compile for cpu here: there is no C\+\+ compiler; install it"
+    ):
         engine_of(path, compile=True)
     common.check_compile(ModelSpec(path=str(path)), Layout(tensor=2), cpu)
 
 
-def test_products_of_8_bits_are_refused_where_they_cannot_be(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_8_bits_are_refused_where_they_cannot_be(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu, changes = torch.device("cpu"), {"compile": True, "fp8": True, "dtype": "bfloat16"}
     for change, said in {
-        "adapters": ({"lora": LORA, "trained": True}, "fp8=true, lora.r above 0: .* leave one of them out"),
+        "adapters": (
+            {"lora": LORA, "trained": True},
+            "fp8=true, lora.r above 0: .* leave one of them out",
+        ),
         "dtype": ({"dtype": "float32"}, "fp8=true, dtype=float32: .* set dtype=bfloat16"),
-        "device": ({}, "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it out"),
+        "device": (
+            {},
+            "fp8=true: cpu has no such products; an H100 or a later GPU of NVIDIA has; leave it "
+            "out",
+        ),
     }.values():
         with pytest.raises(ConfigError, match=said):
             common.fp8_product(ModelSpec(path=str(path), **{**changes, **change}), cpu)
     assert common.fp8_product(ModelSpec(path=str(path)), cpu) is None
     for backend in ("torch", "hf"):
-        with pytest.raises(ConfigError, match=r"fp8=true: without compile=true .*; set it, or leave fp8 out"):
+        with pytest.raises(
+            ConfigError, match=r"fp8=true: without compile=true .*; set it, or leave fp8 out"
+        ):
             engine_of(path, backend=backend, fp8=True)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "fp8_obstacle", lambda device: None)
         patch.setitem(sys.modules, "torchao.float8", None)
-        with pytest.raises(ConfigError, match=r"fp8=true: torchao cannot be imported .*; run: .*\[fp8\]', or leave"):
+        with pytest.raises(
+            ConfigError, match=r"fp8=true: torchao cannot be imported .*; run: .*\[fp8\]', or leave"
+        ):
             engine_of(path, **changes)
     with pytest.raises(ConfigError, match="fp8=true: cpu has no such"):
         engine_of(path, **changes)

@@ -1,4 +1,6 @@
-"""What the engine computes equals what `transformers` computes for each sequence alone, however the batch is cut."""
+"""What the engine computes equals what `transformers` computes for each sequence alone, however the
+batch is cut.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,28 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("budget", [13, 20, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_each_sequence_alone(path: Path, budget: int, temperature: float) -> None:
+def test_logprobs_are_those_of_each_sequence_alone(
+    path: Path, budget: int, temperature: float
+) -> None:
     engine, batch = engine_of(path), batch_of(GROUPS)
-    out = engine.forward(batch, frozenset({"logprobs", "entropy"}), temperature=temperature, max_tokens=budget)
+    out = engine.forward(
+        batch, frozenset({"logprobs", "entropy"}), temperature=temperature, max_tokens=budget
+    )
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         wanted = plain_logprobs(model, batch, temperature)
     assert out.ids == batch.ids
-    assert [n.tolist() for n in out.seqlens["logprobs"]] == [n.tolist() for n in batch.seqlens["completion"]]
+    assert [n.tolist() for n in out.seqlens["logprobs"]] == [
+        n.tolist() for n in batch.seqlens["completion"]
+    ]
     for got, want in zip(out.sequences("logprobs"), wanted, strict=True):
         torch.testing.assert_close(got, want)
     first = out.sequences("entropy")[0]
     tokens, prompt = sequences(batch)[0]
     with torch.no_grad():
-        logp = torch.log_softmax(model(tokens[None]).logits[0, prompt - 1 : -1] / temperature, dim=-1)
+        logp = torch.log_softmax(
+            model(tokens[None]).logits[0, prompt - 1 : -1] / temperature, dim=-1
+        )
     torch.testing.assert_close(first, -(logp.exp() * logp).sum(-1))
 
 
@@ -80,13 +90,17 @@ def test_mean_pooling_averages_the_tokens(path: Path) -> None:
     whole = SequenceSample.from_groups(
         batch.ids,
         {"prompt": [[1], [1]], "completion": [[6], [2]]},
-        {"prompt": torch.stack([t[0] for t in tokens]), "completion": torch.cat([t[1:] for t in tokens])},
+        {
+            "prompt": torch.stack([t[0] for t in tokens]),
+            "completion": torch.cat([t[1:] for t in tokens]),
+        },
     )
     each = values.forward(whole, frozenset({"values"})).sequences("values")
     scores = mean.forward(batch, frozenset({"scores"})).data["scores"]
     torch.testing.assert_close(scores, torch.stack([v.mean() for v in each]))
     torch.testing.assert_close(
-        last.forward(batch, frozenset({"scores"})).data["scores"], torch.stack([v[-1] for v in each])
+        last.forward(batch, frozenset({"scores"})).data["scores"],
+        torch.stack([v[-1] for v in each]),
     )
 
 
@@ -95,7 +109,10 @@ def test_logprobs_are_normalised_over_the_recorded_support(path: Path) -> None:
     tokens = batch.data["completion"].tolist()
     support = [[tokens[0], 7], [tokens[1]], [tokens[2], 4, 5]]
     keys = {"support": [[3], [3]], "support_counts": [[2], [1]]}
-    data = {"support": torch.tensor([id for ids in support for id in ids]), "support_counts": torch.tensor([2, 1, 3])}
+    data = {
+        "support": torch.tensor([id for ids in support for id in ids]),
+        "support_counts": torch.tensor([2, 1, 3]),
+    }
     batch = batch.update(SequenceSample.from_groups(batch.ids, keys, data))
     engine = engine_of(path)
     got = engine.forward(batch, frozenset({"logprobs"}), temperature=2.0).data["logprobs"]
@@ -131,4 +148,5 @@ def test_frozen_roles_hold_their_dtype_alone(path: Path, dtype: str) -> None:
     out = engine.forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
     assert out.dtype == torch.float32
     exact = engine_of(path).forward(batch_of(GROUPS), frozenset({"logprobs"})).data["logprobs"]
-    torch.testing.assert_close(out, exact, rtol=0.02, atol=0.02)  # a few steps of bfloat16, eps 2^-8
+    # a few steps of bfloat16, eps 2^-8
+    torch.testing.assert_close(out, exact, rtol=0.02, atol=0.02)

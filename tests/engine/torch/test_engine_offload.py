@@ -1,4 +1,6 @@
-"""Weights, masters and optimizer state that leave the device and come back, on a lane whose copies come as late as may be."""
+"""Weights, masters and optimizer state that leave the device and come back, on a lane whose copies
+come as late as may be.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from tests.engine import layouts
 from tests.engine.common import Nll, batch_of, engine_of
 from tests.engine.layouts import Case
 from tests.engine.torch.lanes import Late, held
-from tests.engine.torch.test_engine_state import GROUPS, LORA, assert_equal, logprobs, parameters, path
+from tests.engine.torch.test_engine_state import (
+    GROUPS,
+    LORA,
+    assert_equal,
+    logprobs,
+    parameters,
+    path,
+)
 from tests.ranks import Ranks
 from weft.engine.base import Request
 from weft.engine.spec import GenerationSpec, LoRASpec, OptimizerSpec, Schedule
@@ -22,21 +31,32 @@ from weft.engine.torch.engine import TorchEngine
 from weft.topology import whole
 
 __all__ = ["path"]  # the fixture
-SPEC: dict[str, Any] = {"optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.1), "schedule": Schedule(8, 2)}
+SPEC: dict[str, Any] = {
+    "optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.1),
+    "schedule": Schedule(8, 2),
+}
 KINDS = {
-    "float32": {}, "bfloat16": {"dtype": "bfloat16"}, "float16": {"dtype": "float16"}, "lora": {"lora": LORA},
-    "lora-bfloat16": {"lora": LORA, "dtype": "bfloat16"}, "tied": {"init_from_scratch": True},
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "lora": {"lora": LORA},
+    "lora-bfloat16": {"lora": LORA, "dtype": "bfloat16"},
+    "tied": {"init_from_scratch": True},
     "states": {"optimizer": OptimizerSpec(lr=1e-2, weight_decay=0.1, state_dtype="bfloat16")},
-}  # fmt: skip
+}
 
 
-def apart(path: Path, patch: pytest.MonkeyPatch, *, home: bool = False, **spec: Any) -> tuple[TorchEngine, Late]:
+def apart(
+    path: Path, patch: pytest.MonkeyPatch, *, home: bool = False, **spec: Any
+) -> tuple[TorchEngine, Late]:
     """An engine of a device with memory of its own, which here is the host's too."""
     lane = Late()
     with patch.context() as patched:
         patched.setattr(torch_engine, "lane_of", lambda device: lane)
         if home:
-            patched.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
+            patched.setattr(
+                torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu")
+            )
         return engine_of(path, **spec), lane
 
 
@@ -78,7 +98,8 @@ def test_a_role_that_leaves_after_each_call_computes_the_same_bits(
         assert torch.equal(logprobs(engine), logprobs(plain))
         leave()
         one, other = (
-            [stats.metrics["loss"] for stats in each.train(batches, Nll(), max_tokens=20)] for each in (engine, plain)
+            [stats.metrics["loss"] for stats in each.train(batches, Nll(), max_tokens=20)]
+            for each in (engine, plain)
         )
         assert one == other
         leave()
@@ -96,11 +117,16 @@ def test_a_role_that_leaves_after_each_call_computes_the_same_bits(
         assert (tmp_path / "away" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
     engine.load_state(tmp_path / "plain")
     batch = [batch_of(GROUPS, seed=9)]
-    assert engine.train(batch, Nll())[0].metrics["loss"] == plain.train(batch, Nll())[0].metrics["loss"]
+    assert (
+        engine.train(batch, Nll())[0].metrics["loss"]
+        == plain.train(batch, Nll())[0].metrics["loss"]
+    )
     assert_equal(parameters(engine), parameters(plain))
 
 
-def test_blocks_begin_when_their_own_weights_are_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_begin_when_their_own_weights_are_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, lane = apart(path, monkeypatch, trained=False)
     before = logprobs(engine)
     engine.offload("weights")
@@ -112,11 +138,15 @@ def test_blocks_begin_when_their_own_weights_are_there(path: Path, monkeypatch: 
     for _ in range(2):
         done, start = len(lane._asked), len(lane.log)
         assert torch.equal(logprobs(engine), before)
-        counts = [len(engine._masters._mover.memory._groups[number]) for number in range(len(blocks) + 1)]
+        counts = [
+            len(engine._masters._mover.memory._groups[number]) for number in range(len(blocks) + 1)
+        ]
         expected = [done + sum(counts[: number + 2]) for number in range(len(blocks))]
         assert begun == expected, "of the copies those of the blocks before and its own"
         asked = lane.log[start:]
-        assert asked[0] == "follow" and asked.index("hold") == 1 + sum(counts), "all copies are asked for at once"
+        assert asked[0] == "follow" and asked.index("hold") == 1 + sum(counts), (
+            "all copies are asked for at once"
+        )
         assert asked.count("hold") == 1 + len(blocks) and "wait" not in asked
         assert torch.equal(logprobs(engine), before) and len(lane.log) == start + len(asked), (
             "later passes wait for nothing"
@@ -126,27 +156,37 @@ def test_blocks_begin_when_their_own_weights_are_there(path: Path, monkeypatch: 
         assert lane.log[-2:] == ["follow", "hold"], "frozen weights are in host memory already"
 
 
-def test_what_is_away_is_read_and_written_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_away_is_read_and_written_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for changes in ({"trained": False, "dtype": "bfloat16"}, {"dtype": "bfloat16"}, {}):
         plain = engine_of(path, **{**SPEC, **changes})
         engine, _ = apart(path, monkeypatch, **{**SPEC, **changes})
-        other, more = (parameters(engine_of(path, init_from_scratch=True, seed=seed)) for seed in (8, 9))
+        other, more = (
+            parameters(engine_of(path, init_from_scratch=True, seed=seed)) for seed in (8, 9)
+        )
         for eta in (1.0, 0.25):
             engine.offload("weights")
             for each in (engine, plain):
-                each.write(((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=3, eta=eta)
+                each.write(
+                    ((n, whole(tuple(v.shape)), v) for n, v in other.items()), version=3, eta=eta
+                )
             assert on_device(engine)["weights"] == 0
             assert_equal(parameters(engine), parameters(plain))
             assert on_device(engine)["weights"] == 0
             assert torch.equal(logprobs(engine), logprobs(plain))
             engine.onload("weights")
             for each in (engine, plain):
-                each.write(((n, whole(tuple(v.shape)), v) for n, v in more.items()), version=4, eta=eta)
+                each.write(
+                    ((n, whole(tuple(v.shape)), v) for n, v in more.items()), version=4, eta=eta
+                )
             engine.offload("weights")
             assert torch.equal(logprobs(engine), logprobs(plain))
 
 
-def test_weights_are_written_to_while_they_come(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_written_to_while_they_come(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, _ = apart(path, monkeypatch)
     other = parameters(engine_of(path, init_from_scratch=True, seed=8))
     engine.offload("weights")
@@ -177,7 +217,12 @@ def test_optimizer_state_comes_by_bucket_ahead_of_the_update(
 
     def watched() -> None:
         memory = optimizer._memory
-        seen.append((len(buckets) - len(memory._away), len(buckets) - len(memory._away) - len(memory._arriving)))
+        seen.append(
+            (
+                len(buckets) - len(memory._away),
+                len(buckets) - len(memory._away) - len(memory._arriving),
+            )
+        )
         step()
 
     monkeypatch.setattr(optimizer._optimizer, "step", watched)
@@ -204,7 +249,8 @@ def test_masters_in_host_memory_are_sent_while_others_are_updated(
     for step in range(2):
         batches = [batch_of(GROUPS, seed=2 * step + n) for n in (0, 1)]
         one, other = (
-            [stats.metrics["loss"] for stats in each.train(batches, Nll(), max_tokens=20)] for each in (engine, plain)
+            [stats.metrics["loss"] for stats in each.train(batches, Nll(), max_tokens=20)]
+            for each in (engine, plain)
         )
         assert one == other
         engine.offload("weights")
@@ -225,7 +271,9 @@ def test_masters_in_host_memory_are_sent_while_others_are_updated(
     monkeypatch.setattr(optimizer._optimizer, "step", watched)
     engine.train([batch_of(GROUPS, seed=7)], Nll())
     counts = [len(bucket) for bucket in optimizer._buckets]
-    assert done == [sum(counts[:n]) for n in range(len(counts))], "each bucket is on its way before the next is updated"
+    assert done == [sum(counts[:n]) for n in range(len(counts))], (
+        "each bucket is on its way before the next is updated"
+    )
     assert sum(word.startswith("up") for word in lane.log) == sum(counts), "and is sent once"
     assert sum(word.startswith("down") for word in lane.log) == sum(counts), "one gradient each"
 
@@ -237,15 +285,20 @@ def test_nothing_moves_on_a_device_that_works_in_the_host_s_memory(path: Path) -
     held_before = on_device(engine)["weights"]
     before = logprobs(engine)
     engine.train([batch_of(GROUPS)], Nll())
-    assert on_device(engine)["weights"] == held_before > 0 and not torch.equal(logprobs(engine), before)
+    assert on_device(engine)["weights"] == held_before > 0 and not torch.equal(
+        logprobs(engine), before
+    )
 
 
 # -- on several ranks
 
 
-def moved(path: Path, layout: str, case: Case, home: bool, leaves: bool) -> tuple[list[float], list[Any], list[Any]]:
-    """(losses and norms, this rank's parameters, what it samples) of three steps; with `leaves` weights and optimizer state go
-    to host memory after every call."""
+def moved(
+    path: Path, layout: str, case: Case, home: bool, leaves: bool
+) -> tuple[list[float], list[Any], list[Any]]:
+    """(losses and norms, this rank's parameters, what it samples) of three steps; with `leaves`
+    weights and optimizer state go to host memory after every call.
+    """
     with layouts.float64(), pytest.MonkeyPatch.context() as patch:
         lane = Late()
         if home or leaves:
@@ -269,24 +322,42 @@ def moved(path: Path, layout: str, case: Case, home: bool, leaves: bool) -> tupl
             scored = made.forward(part, frozenset({"logprobs"}), max_tokens=layouts.MOST)
             if leaves:  # what FSDP2 gathers on its own stream the host waits for
                 waits = sum(
-                    word == ("wait" if made._masters._shards is not None else "hold") for word in lane.log[start:]
+                    word == ("wait" if made._masters._shards is not None else "hold")
+                    for word in lane.log[start:]
                 )
                 assert waits == 1 + len(made._built.blocks)
             leave()
             [stats] = made.train([part], Nll(), max_tokens=layouts.MOST)
-            figures += [stats.metrics["loss"], stats.metrics["grad_norm"], float(scored.data["logprobs"].sum())]
+            figures += [
+                stats.metrics["loss"],
+                stats.metrics["grad_norm"],
+                float(scored.data["logprobs"].sum()),
+            ]
             leave()
         tokens = layouts.generated(made, ranks, index)
         leave()
-        return figures, [value.clone() for _, _, value in made.read(made.slices())], sorted(tokens.items())
+        return (
+            figures,
+            [value.clone() for _, _, value in made.read(made.slices())],
+            sorted(tokens.items()),
+        )
 
 
 def on_device_locally(made: TorchEngine) -> int:
     """Bytes of this rank's rows, and of whole parameters that a pass has left gathered."""
     masters, found = made._masters, 0
-    found += held([*masters._copies.values(), *(m for n, m in masters._masters.items() if n not in masters._homed)])
+    found += held(
+        [
+            *masters._copies.values(),
+            *(m for n, m in masters._masters.items() if n not in masters._homed),
+        ]
+    )
     for parameter in made._network.parameters():
-        here = parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+        here = (
+            parameter.to_local()
+            if isinstance(parameter, torch.distributed.tensor.DTensor)
+            else parameter
+        )
         found += here.untyped_storage().nbytes()
     return found
 

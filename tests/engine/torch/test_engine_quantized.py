@@ -1,4 +1,6 @@
-"""`quantize`: an engine whose frozen weights are held in few bits computes what one with the rounded weights does."""
+"""`quantize`: an engine whose frozen weights are held in few bits computes what one with the
+rounded weights does.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def of_rounded(engine: TorchEngine, path: Path, **changes: Any) -> TorchEngine:
     """An engine that holds the same values as they are."""
     plain = engine_of(path, **changes)
-    plain.write(((name, where, whole(values)) for name, where, values in engine.read(engine.slices())), version=0)
+    plain.write(
+        ((name, where, whole(values)) for name, where, values in engine.read(engine.slices())),
+        version=0,
+    )
     return plain
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_trains_scores_and_samples_as_the_rounded_weights_do(path: Path, kind: str, dtype: str) -> None:
+def test_it_trains_scores_and_samples_as_the_rounded_weights_do(
+    path: Path, kind: str, dtype: str
+) -> None:
     engine = engine_of(path, quantize=kind, lora=LORA, dtype=dtype)
     plain = of_rounded(engine, path, lora=LORA, dtype=dtype)
     far = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 2e-2, "atol": 2e-2}
@@ -53,10 +60,14 @@ def test_it_trains_scores_and_samples_as_the_rounded_weights_do(path: Path, kind
     if dtype == "float32":
         assert sampled(engine) == sampled(plain)
     for step in range(3):
-        one, other = (e.train([batch_of(GROUPS, seed=step)], Nll())[0].metrics for e in (engine, plain))
+        one, other = (
+            e.train([batch_of(GROUPS, seed=step)], Nll())[0].metrics for e in (engine, plain)
+        )
         assert_close(one["loss"], other["loss"], **far)
         assert_close(one["grad_norm"], other["grad_norm"], **far)
-    for (name, _, mine), (_, _, theirs) in zip(*(e.read(e.slices()) for e in (engine, plain)), strict=True):
+    for (name, _, mine), (_, _, theirs) in zip(
+        *(e.read(e.slices()) for e in (engine, plain)), strict=True
+    ):
         if lora.is_adapter(name) and dtype == "float32":
             assert_close(mine, theirs, **far)
 
@@ -94,7 +105,9 @@ def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path) -> None:
 
 def test_a_frozen_role_needs_no_adapters(path: Path) -> None:
     engine = engine_of(path, quantize="8bit", trained=False)
-    assert_close(logprobs(engine), logprobs(of_rounded(engine, path, trained=False)), rtol=1e-5, atol=1e-5)
+    assert_close(
+        logprobs(engine), logprobs(of_rounded(engine, path, trained=False)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_reference_shares_the_rounded_base() -> None:

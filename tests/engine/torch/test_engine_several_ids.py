@@ -1,4 +1,6 @@
-"""Outputs of several ids at each token: a teacher's scores, and a student's training on them, against `transformers`."""
+"""Outputs of several ids at each token: a teacher's scores, and a student's training on them,
+against `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from weft.interfaces.base import Model
 from weft.interfaces.train import Train
 from weft.models.network.packed import TopIds
 
-GROUPS = [(5, [4, 7, 1]), (0, [6]), (40, [3, 3]), (1, [12])]  # a prompt that is computed once, and none at all
+# a prompt that is computed once, and none at all
+GROUPS = [(5, [4, 7, 1]), (0, [6]), (40, [3, 3]), (1, [12])]
 TOKENS = sum(sum(lengths) for _, lengths in GROUPS)
 SGD = OptimizerSpec(type="sgd", lr=1.0, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
 TOP = frozenset({"top_ids", "top_logprobs"})
@@ -38,7 +41,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("teacher"), seed=1, initializer_range=0.2)
 
 
-def log_softmax(model: torch.nn.Module, batch: SequenceSample, temperature: float) -> list[torch.Tensor]:
+def log_softmax(
+    model: torch.nn.Module, batch: SequenceSample, temperature: float
+) -> list[torch.Tensor]:
     """[L, V] of every completion, each by itself; NaN where nothing precedes a token."""
     found = []
     for tokens, prompt in sequences(batch):
@@ -49,15 +54,22 @@ def log_softmax(model: torch.nn.Module, batch: SequenceSample, temperature: floa
 
 @pytest.mark.parametrize("budget", [45, 1000])
 @pytest.mark.parametrize("backend", ["torch", "hf"])
-def test_the_likeliest_ids_are_those_of_each_sequence_alone(teacher: Path, budget: int, backend: str) -> None:
+def test_the_likeliest_ids_are_those_of_each_sequence_alone(
+    teacher: Path, budget: int, backend: str
+) -> None:
     engine, batch = engine_of(teacher, backend=backend), batch_of(GROUPS)
     out = engine.forward(batch, TOP, temperature=0.7, top=TopIds(K, below=300), max_tokens=budget)
     assert out.ids == batch.ids and set(out.data) == TOP
-    assert (out.data["top_ids"].dtype, out.data["top_logprobs"].dtype) == (torch.int32, torch.float32)
+    assert (out.data["top_ids"].dtype, out.data["top_logprobs"].dtype) == (
+        torch.int32,
+        torch.float32,
+    )
     model = AutoModelForCausalLM.from_pretrained(teacher)
     with torch.no_grad():
         wanted = log_softmax(model, batch, 0.7)
-    for ids, logprobs, logp in zip(out.sequences("top_ids"), out.sequences("top_logprobs"), wanted, strict=True):
+    for ids, logprobs, logp in zip(
+        out.sequences("top_ids"), out.sequences("top_logprobs"), wanted, strict=True
+    ):
         assert (ids.shape, logprobs.shape) == ((len(logp), K), (len(logp), K + 1))
         there = ~logp[:, 0].isnan()
         best = logp[there, :300].topk(K)
@@ -72,7 +84,9 @@ def taught(teacher: Path, *, temperature: float = 1.0) -> SequenceSample:
     mask = (np.random.default_rng(0).random(TOKENS) > 0.3).astype(float).tolist()
     batch = batch_of(GROUPS, loss_mask=mask)
     made = engine_of(teacher).forward(batch, TOP, temperature=temperature, top=TopIds(K))
-    return batch.update(made.remap_keys({"top_ids": "given_ids", "top_logprobs": "teacher_logprobs"}))
+    return batch.update(
+        made.remap_keys({"top_ids": "given_ids", "top_logprobs": "teacher_logprobs"})
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -88,7 +102,10 @@ def test_a_training_step_is_that_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(path)
     parts = zip(
         log_softmax(model, batch, 0.8),
-        *(batch.sequences(key) for key in ("completion", "loss_mask", "given_ids", "teacher_logprobs")),
+        *(
+            batch.sequences(key)
+            for key in ("completion", "loss_mask", "given_ids", "teacher_logprobs")
+        ),
         strict=True,
     )
     total = torch.zeros(())
@@ -133,9 +150,17 @@ def test_evaluation_says_what_training_says(path: Path, teacher: Path) -> None:
     batch, engine = taught(teacher), engine_of(path)
     interface = Train(loss="gkd", loss_args={"divergence_beta": 0.5, "sft_coef": 0.1})
     tokenizer = Tokenizer.load(TokenizerSpec(), str(path))
-    evaluated = interface.evaluate(Model("actor", engine, tokenizer, tokenizer, "cpu", "float32"), batch).metrics
+    evaluated = interface.evaluate(
+        Model("actor", engine, tokenizer, tokenizer, "cpu", "float32"), batch
+    ).metrics
     trained = engine.train([batch], interface.loss)[0].metrics
-    assert {"kl_exact", "forward_kl", "teacher_mass", "teacher_agreement", "nll"} <= evaluated.keys()
+    assert {
+        "kl_exact",
+        "forward_kl",
+        "teacher_mass",
+        "teacher_agreement",
+        "nll",
+    } <= evaluated.keys()
     for name, value in evaluated.items():
         assert trained[name] == pytest.approx(value, rel=1e-5), name
 
@@ -152,5 +177,7 @@ def test_a_teacher_that_is_its_student_without_adapters(path: Path) -> None:
 def test_ids_that_are_not_there(path: Path) -> None:
     with pytest.raises(DataError, match="given_logprobs are those of the key 'given_ids'"):
         engine_of(path).train([batch_of(GROUPS)], GKDLoss())
-    with pytest.raises(ConfigError, match="a network with a value head gives values, not top_ids, top_logprobs"):
+    with pytest.raises(
+        ConfigError, match="a network with a value head gives values, not top_ids, top_logprobs"
+    ):
         engine_of(path, head="value").forward(batch_of(GROUPS), TOP, top=TopIds(K))

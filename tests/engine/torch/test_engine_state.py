@@ -93,7 +93,11 @@ def test_a_restart_goes_on_bit_for_bit(path: Path, tmp_path: Path, changes: dict
             assert one[name] == other[name]
     assert_equal(parameters(second), parameters(straight))
     assert second._optimizer.values() == straight._optimizer.values()
-    assert {p.name for p in tmp_path.iterdir()} == {"parameters.safetensors", "optimizer.safetensors", "state.json"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "parameters.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    }
 
 
 class ValueLoss(Nll):
@@ -122,7 +126,9 @@ def test_a_state_before_the_first_step_and_a_broken_one(path: Path, tmp_path: Pa
         engine.load_state(tmp_path)
 
 
-def test_frozen_weights_are_saved_only_where_somebody_wrote_to_them(path: Path, tmp_path: Path) -> None:
+def test_frozen_weights_are_saved_only_where_somebody_wrote_to_them(
+    path: Path, tmp_path: Path
+) -> None:
     frozen = engine_of(path, trained=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -152,7 +158,9 @@ def test_a_moving_average_follows_its_source(path: Path, tmp_path: Path, dtype: 
     for seed in range(5):
         source.train([batch_of(GROUPS, seed)], Nll())
         target.write(source.read(source.slices()), version=source.version, eta=eta)
-        wanted = {name: eta * v + (1 - eta) * wanted[name] for name, v in parameters(source).items()}
+        wanted = {
+            name: eta * v + (1 - eta) * wanted[name] for name, v in parameters(source).items()
+        }
     assert target.version == 5
     held = parameters(target)
     for name, values in wanted.items():
@@ -209,7 +217,9 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(path: Path, tmp_path: Pa
     merged = engine_of(tmp_path)
     torch.testing.assert_close(logprobs(merged), logprobs(engine))
     hf = AutoModelForCausalLM.from_pretrained(tmp_path)
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), tmp_path / "adapter"
+    )
     tokens = torch.arange(10, 20)[None]
     with torch.no_grad():
         torch.testing.assert_close(hf(tokens).logits, adapted(tokens).logits)
@@ -228,8 +238,12 @@ def test_a_prefix_is_trained_and_saved_as_peft_saves_it(path: Path, tmp_path: Pa
     assert losses[-1] < losses[0]
     after = parameters(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {f"blocks.{layer}.attention.prefix.{kind}" for layer in (0, 1) for kind in "kv"}
-    assert torch.equal(logprobs(reference), logprobs(plain)) and not torch.equal(logprobs(engine), logprobs(plain))
+    assert changed == {
+        f"blocks.{layer}.attention.prefix.{kind}" for layer in (0, 1) for kind in "kv"
+    }
+    assert torch.equal(logprobs(reference), logprobs(plain)) and not torch.equal(
+        logprobs(engine), logprobs(plain)
+    )
 
     engine.save_model(tmp_path / "saved", Tokenizer.load(TokenizerSpec(), str(path)))
     assert not list((tmp_path / "saved").glob("model*.safetensors"))
@@ -237,14 +251,18 @@ def test_a_prefix_is_trained_and_saved_as_peft_saves_it(path: Path, tmp_path: Pa
     torch.testing.assert_close(logprobs(again), logprobs(engine))
     module = AutoModelForCausalLM.from_pretrained(path)
     assert isinstance(PeftModel.from_pretrained(module, tmp_path / "saved"), PeftModel)
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):  # and not the model without its prefix
+    # and not the model without its prefix
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
     further = engine_of(tmp_path / "saved", prefix=PrefixSpec(4), optimizer=steps)
     assert further.train([batch_of(GROUPS)], Nll())[0].metrics["loss"] < losses[-1]
     further.save_model(tmp_path / "further", Tokenizer.load(TokenizerSpec(), str(path)))
     assert read_prefix(tmp_path / "further") == PrefixSettings(4, str(path.resolve()))
-    own, frozen = spec_of(tmp_path / "saved", prefix=PrefixSpec(4)), spec_of(tmp_path / "saved", trained=False)
+    own, frozen = (
+        spec_of(tmp_path / "saved", prefix=PrefixSpec(4)),
+        spec_of(tmp_path / "saved", trained=False),
+    )
     assert not shares_base(frozen, own)  # a reference has the prefix as it was
     assert shares_base(spec_of(path, trained=False), spec_of(path, prefix=PrefixSpec(4)))
 
@@ -269,7 +287,9 @@ def test_a_saved_reward_model_loads_in_transformers(path: Path, tmp_path: Path) 
     batch = batch_of([(3, [4])])
     tokens = torch.cat([batch.data["prompt"], batch.data["completion"]])[None]
     with torch.no_grad():
-        torch.testing.assert_close(engine.forward(batch, frozenset({"scores"})).data["scores"], model(tokens).logits[0])
+        torch.testing.assert_close(
+            engine.forward(batch, frozenset({"scores"})).data["scores"], model(tokens).logits[0]
+        )
 
 
 def test_weights_from_scratch_depend_on_the_seed_alone(path: Path) -> None:
@@ -314,16 +334,27 @@ def logprobs_of(engine: TorchEngine, batch: Any) -> torch.Tensor:
     return engine.forward(batch, frozenset({"logprobs"})).data["logprobs"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"dtype": "bfloat16"}, {"lora": LORA}], ids=["float32", "bfloat16", "lora"]
+)
 def test_masters_in_host_memory_train_to_the_same_bits(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     """On a CPU nothing need be apart, so the place that a GPU's masters have is asked for here."""
     batches = [batch_of(GROUPS, seed=seed) for seed in range(4)]
-    spec = {"optimizer": OptimizerSpec(lr=1e-2, offload=True, weight_decay=0.1), "schedule": Schedule(8, 2), **changes}
-    plain, on_cpu = engine_of(path, **spec), torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cpu"))
+    spec = {
+        "optimizer": OptimizerSpec(lr=1e-2, offload=True, weight_decay=0.1),
+        "schedule": Schedule(8, 2),
+        **changes,
+    }
+    plain, on_cpu = (
+        engine_of(path, **spec),
+        torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cpu")),
+    )
     assert on_cpu is None
-    assert torch_engine.home_of_masters(spec_of(path, **spec), torch.device("cuda")) == torch.device("cpu")
+    assert torch_engine.home_of_masters(
+        spec_of(path, **spec), torch.device("cuda")
+    ) == torch.device("cpu")
     monkeypatch.setattr(torch_engine, "home_of_masters", lambda spec, device: torch.device("cpu"))
     apart = engine_of(path, **spec)
     assert apart.notes == plain.notes and "in host memory already" in plain.notes[0]
@@ -336,9 +367,11 @@ def test_masters_in_host_memory_train_to_the_same_bits(
     apart.save_state(tmp_path / "s")
     again = engine_of(path, **spec)
     again.load_state(tmp_path / "s")
-    assert all(part.name in again._masters._masters for part in again._masters.trained.values())  # masters of their own
+    # masters of their own
+    assert all(part.name in again._masters._masters for part in again._masters.trained.values())
     rest = [
-        [stats.metrics["loss"] for stats in e.train(batches[2:], Nll(), max_tokens=20)] for e in (plain, apart, again)
+        [stats.metrics["loss"] for stats in e.train(batches[2:], Nll(), max_tokens=20)]
+        for e in (plain, apart, again)
     ]
     assert rest[0] == rest[1] == rest[2]
     assert_equal(parameters(plain), parameters(apart))
@@ -348,6 +381,9 @@ def test_masters_in_host_memory_train_to_the_same_bits(
 
 def test_offloading_that_changes_nothing_is_said(path: Path) -> None:
     offload = OptimizerSpec(lr=1e-2, offload=True)
-    assert engine_of(path).notes == () and engine_of(path, optimizer=offload, trained=False).notes == ()
+    assert (
+        engine_of(path).notes == ()
+        and engine_of(path, optimizer=offload, trained=False).notes == ()
+    )
     [note] = engine_of(path, optimizer=offload).description["notes"]
     assert note.startswith("optimizer.offload=true: on a CPU")

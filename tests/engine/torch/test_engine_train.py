@@ -1,4 +1,6 @@
-"""Training equals the plain loop, however a minibatch is cut; nothing steps where something speaks against it."""
+"""Training equals the plain loop, however a minibatch is cut; nothing steps where something speaks
+against it.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,14 @@ def parameters(engine: TorchEngine) -> dict[str, torch.Tensor]:
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, value in one.items():
-        torch.testing.assert_close(value, other[name], msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, other[name], msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-ADAMW = OptimizerSpec(lr=1e-3, weight_decay=0.1, beta2=0.99, lr_scheduler_type="linear", max_grad_norm=0.5)
+ADAMW = OptimizerSpec(
+    lr=1e-3, weight_decay=0.1, beta2=0.99, lr_scheduler_type="linear", max_grad_norm=0.5
+)
 SGD = OptimizerSpec(type="sgd", lr=0.1, beta1=0.5, lr_scheduler_type="constant", max_grad_norm=0.0)
 
 
@@ -73,14 +79,24 @@ def test_three_steps_equal_the_plain_loop_over_transformers(path: Path) -> None:
     assert engine.version == 3
     trained, held = model.state_dict(), parameters(engine)
     torch.testing.assert_close(held["embed.weight"], trained["model.embed_tokens.weight"])
-    torch.testing.assert_close(held["blocks.1.mlp.down.weight"], trained["model.layers.1.mlp.down_proj.weight"])
-    torch.testing.assert_close(held["blocks.0.attention.k.weight"], trained["model.layers.0.self_attn.k_proj.weight"])
-    torch.testing.assert_close(held["blocks.0.norm1.weight"], trained["model.layers.0.input_layernorm.weight"])
+    torch.testing.assert_close(
+        held["blocks.1.mlp.down.weight"], trained["model.layers.1.mlp.down_proj.weight"]
+    )
+    torch.testing.assert_close(
+        held["blocks.0.attention.k.weight"], trained["model.layers.0.self_attn.k_proj.weight"]
+    )
+    torch.testing.assert_close(
+        held["blocks.0.norm1.weight"], trained["model.layers.0.input_layernorm.weight"]
+    )
     torch.testing.assert_close(held["head.weight"], trained["lm_head.weight"])
 
 
-def test_clipping_decay_and_schedule_equal_torch_and_transformers(path: Path, float64: None) -> None:
-    """In float64, because Adam divides by the gradient's size: where a gradient is 0 but for rounding, so is its sign."""
+def test_clipping_decay_and_schedule_equal_torch_and_transformers(
+    path: Path, float64: None
+) -> None:
+    """In float64, because Adam divides by the gradient's size: where a gradient is 0 but for
+    rounding, so is its sign.
+    """
     engine = engine_of(path, optimizer=ADAMW, schedule=Schedule(10, 0))
     model = hf_io.load(path, "lm", dtype=torch.float64)
     matrices = [p for n, p in model.named_parameters() if p.dim() >= 2 and "embed" not in n]
@@ -106,7 +122,9 @@ def test_clipping_decay_and_schedule_equal_torch_and_transformers(path: Path, fl
     assert_same(parameters(engine), values(model))
 
 
-def test_rows_outside_the_loss_mask_never_meet_the_head(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_outside_the_loss_mask_never_meet_the_head(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mask = [float(i % 3 == 0) for i in range(TOKENS)]
     batch, seen = batch_of(GROUPS, loss_mask=mask), []
     project = token_outputs.token_outputs
@@ -133,13 +151,17 @@ def test_first_float32_loss_is_that_of_transformers(path: Path) -> None:
 
 
 groups = st.lists(
-    st.tuples(st.integers(0, 6), st.lists(st.integers(1, 7), min_size=1, max_size=3)), min_size=1, max_size=4
+    st.tuples(st.integers(0, 6), st.lists(st.integers(1, 7), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=4,
 )
 
 
 @settings(max_examples=12, deadline=None)
 @given(shape=groups, budget=st.integers(13, 60), seed=st.integers(0, 1000), double=st.booleans())
-def test_gradient_does_not_depend_on_the_cut(path: Path, shape: Any, budget: int, seed: int, double: bool) -> None:
+def test_gradient_does_not_depend_on_the_cut(
+    path: Path, shape: Any, budget: int, seed: int, double: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if double:
             patch.setattr(common, "reading_dtype", lambda spec: torch.float64)
@@ -161,18 +183,25 @@ def test_dropout_masks_do_not_depend_on_the_cut(path: Path, float64: None) -> No
     assert [s.metrics["loss"] for s in one] == pytest.approx([s.metrics["loss"] for s in other])
     assert_same(parameters(whole), parameters(cut))
     assert one[0].metrics["loss"] != pytest.approx(none.train(batches, Nll())[0].metrics["loss"])
-    assert torch.equal(*(whole.forward(batches[0], frozenset({"logprobs"})).data["logprobs"] for _ in range(2)))
+    assert torch.equal(
+        *(whole.forward(batches[0], frozenset({"logprobs"})).data["logprobs"] for _ in range(2))
+    )
 
 
 def test_bfloat16_computes_and_float32_masters_learn(path: Path) -> None:
-    tiny_rate = OptimizerSpec(type="sgd", lr=1e-4, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0)
+    tiny_rate = OptimizerSpec(
+        type="sgd", lr=1e-4, beta1=0.0, lr_scheduler_type="constant", max_grad_norm=0.0
+    )
     engine = engine_of(path, dtype="bfloat16", optimizer=tiny_rate)
     before = parameters(engine)
     assert {v.dtype for v in before.values()} == {torch.float32}
     assert {p.dtype for p in engine._network.parameters()} == {torch.bfloat16}
     exact = engine_of(path, optimizer=tiny_rate)
     for step in range(3):
-        [stats], [wanted] = engine.train([batch_of(GROUPS, step)], Nll()), exact.train([batch_of(GROUPS, step)], Nll())
+        [stats], [wanted] = (
+            engine.train([batch_of(GROUPS, step)], Nll()),
+            exact.train([batch_of(GROUPS, step)], Nll()),
+        )
         assert stats.metrics["loss"] == pytest.approx(wanted.metrics["loss"], rel=2e-3)
     after = parameters(engine)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
@@ -184,7 +213,10 @@ def test_bfloat16_computes_and_float32_masters_learn(path: Path) -> None:
 def test_float16_scales_the_loss_and_lowers_the_scale_on_overflow(path: Path) -> None:
     engine = engine_of(path, dtype="float16", optimizer=SGD)
     exact = engine_of(path, optimizer=SGD)
-    [stats], [wanted] = engine.train([batch_of(GROUPS)], Nll()), exact.train([batch_of(GROUPS)], Nll())
+    [stats], [wanted] = (
+        engine.train([batch_of(GROUPS)], Nll()),
+        exact.train([batch_of(GROUPS)], Nll()),
+    )
     assert stats.skipped is None
     assert stats.metrics["grad_norm"] == pytest.approx(wanted.metrics["grad_norm"], rel=0.02)
     engine._optimizer.loss_scale = 2.0**40
@@ -232,10 +264,13 @@ def test_a_veto_sees_reduced_statistics_and_keeps_the_optimizer_from_stepping(pa
         seen.append(dict(stats))
         return "ratio too large" if len(seen) == 1 else None
 
-    first, second = engine.train([batch_of(GROUPS), batch_of(GROUPS)], Nll(), veto=veto, max_tokens=20)
+    first, second = engine.train(
+        [batch_of(GROUPS), batch_of(GROUPS)], Nll(), veto=veto, max_tokens=20
+    )
     assert (first.skipped, second.skipped) == ("ratio too large", None)
     assert seen[0]["nll"] == pytest.approx(first.metrics["loss"])
-    assert second.metrics["loss"] == pytest.approx(first.metrics["loss"])  # the first one changed nothing
+    # the first one changed nothing
+    assert second.metrics["loss"] == pytest.approx(first.metrics["loss"])
     assert any(not torch.equal(before[name], values) for name, values in parameters(engine).items())
     assert engine.version == 1
 
@@ -271,9 +306,13 @@ def test_metrics_of_a_step(path: Path) -> None:
 def test_mfu_is_a_share_of_the_rate_of_the_role_s_dtype(
     dtype: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters to train are float32 when they are handed to the engine; passes compute in another dtype."""
+    """Parameters to train are float32 when they are handed to the engine; passes compute in another
+    dtype.
+    """
     asked: list[torch.dtype] = []
-    monkeypatch.setattr("weft.engine.torch.engine.matmul_rate", lambda _, of: asked.append(of) or 1e15)
+    monkeypatch.setattr(
+        "weft.engine.torch.engine.matmul_rate", lambda _, of: asked.append(of) or 1e15
+    )
     [stats] = engine_of(path, dtype=dtype).train([batch_of(GROUPS)], Nll())
     assert asked == [getattr(torch, dtype)] and 0.0 < stats.metrics["mfu"] < 1e-3
 
@@ -285,7 +324,9 @@ def test_evaluate_gives_the_loss_and_its_statistics_without_a_step(path: Path, b
     metrics = engine.evaluate(batch, losses.get("sft")(), temperature=0.7, max_tokens=budget)
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        nll = -(torch.cat(plain_logprobs(model, batch, 0.7)) * torch.tensor(mask)).sum().item() / sum(mask)
+        nll = -(
+            torch.cat(plain_logprobs(model, batch, 0.7)) * torch.tensor(mask)
+        ).sum().item() / sum(mask)
     assert metrics["loss"] == pytest.approx(nll, rel=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(nll), rel=1e-5)
     assert 0.0 <= metrics["accuracy"] <= 1.0
@@ -295,7 +336,10 @@ def test_evaluate_gives_the_loss_and_its_statistics_without_a_step(path: Path, b
 
 def test_gradient_checkpointing_changes_no_number(path: Path) -> None:
     plain, recomputed = engine_of(path), engine_of(path, gradient_checkpointing=True)
-    [one], [other] = plain.train([batch_of(GROUPS)], Nll()), recomputed.train([batch_of(GROUPS)], Nll())
+    [one], [other] = (
+        plain.train([batch_of(GROUPS)], Nll()),
+        recomputed.train([batch_of(GROUPS)], Nll()),
+    )
     assert one.metrics["grad_norm"] == pytest.approx(other.metrics["grad_norm"])
     assert_same(parameters(plain), parameters(recomputed))
 
@@ -303,14 +347,17 @@ def test_gradient_checkpointing_changes_no_number(path: Path) -> None:
 @pytest.mark.parametrize("backend", ["torch", "hf"])
 def test_layers_to_recompute_that_there_are_not_are_refused(path: Path, backend: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"recompute_every=3: the network has 2 layers.* write 1 to 2, or leave it out"
+        ConfigError,
+        match=r"recompute_every=3: the network has 2 layers.* write 1 to 2, or leave it out",
     ):
         engine_of(path, backend=backend, recompute_every=3)
     engine_of(path, backend=backend, recompute_every=2)
 
 
 def test_two_words_on_recomputation_are_refused(path: Path) -> None:
-    with pytest.raises(ConfigError, match="recompute_every=2 and gradient_checkpointing=true exclude each other"):
+    with pytest.raises(
+        ConfigError, match="recompute_every=2 and gradient_checkpointing=true exclude each other"
+    ):
         spec_of(path, gradient_checkpointing=True, recompute_every=2)
 
 

@@ -11,7 +11,9 @@ from weft.engine.torch.host_memory import HostMemory
 
 
 def tensors() -> list[list[Tensor]]:
-    """Two groups; in the second one of two views of a storage with padding, and one without elements."""
+    """Two groups; in the second one of two views of a storage with padding, and one without
+    elements.
+    """
     padded = torch.arange(12.0)
     return [[torch.arange(6.0).view(2, 3)], [padded[:8].view(2, 4), padded[2:6], torch.empty(0)]]
 
@@ -48,12 +50,17 @@ def test_the_host_reads_and_writes_what_is_away() -> None:
     memory.fetch(1)
     memory.hold(1)
     assert groups[1][0].flatten().tolist() == [0.0, 1.0, 12.0, 13.0, 14.0, 15.0, 6.0, 7.0]
-    assert memory.away and memory.on_host(groups[1][1]) is None and memory.on_host(groups[0][0]) is not None
+    assert (
+        memory.away
+        and memory.on_host(groups[1][1]) is None
+        and memory.on_host(groups[0][0]) is not None
+    )
 
 
 def test_what_is_constant_is_copied_once_and_host_memory_taken_once() -> None:
     lane, groups = Late(), tensors()
-    memory = HostMemory(groups, lane, constant=[groups[0][0], groups[1][0]])  # the other view of its storage is not
+    # the other view of its storage is not
+    memory = HostMemory(groups, lane, constant=[groups[0][0], groups[1][0]])
     for _ in range(3):
         memory.leave()
         memory.fetch()
@@ -82,7 +89,9 @@ def test_leaving_again_on_the_way_back_loses_nothing() -> None:
     memory.fetch()
     memory.wait(0)
     memory.wait(1)
-    assert all(torch.equal(a, b) for a, b in zip([each for g in groups for each in g], before, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip([each for g in groups for each in g], before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("broken", ["written", "freed"])

@@ -28,15 +28,20 @@ from weft.registry import backends
 from weft.topology import Mesh
 
 SPEC = OptimizerSpec(lr=1e-2, lr_scheduler_type="constant", max_grad_norm=0.0)
-LARGE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160}  # whose matrices have states in 8 bits
+# whose matrices have states in 8 bits
+LARGE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160}
 in_8_bits = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes, the extra 8bit"
 )
 
 
-def optimizer_of(spec: OptimizerSpec, start: torch.Tensor, **options: Any) -> tuple[Optimizer, nn.Parameter]:
+def optimizer_of(
+    spec: OptimizerSpec, start: torch.Tensor, **options: Any
+) -> tuple[Optimizer, nn.Parameter]:
     parameter = nn.Parameter(start.clone())
-    return Optimizer(spec, Schedule(10**6, 0), {"w": StoredParameter("w", parameter)}, (), **options), parameter
+    return Optimizer(
+        spec, Schedule(10**6, 0), {"w": StoredParameter("w", parameter)}, (), **options
+    ), parameter
 
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
@@ -63,7 +68,9 @@ def test_what_is_cut_off_is_the_chance_to_round_up() -> None:
 
 
 def test_a_small_update_of_a_moving_average_is_not_lost() -> None:
-    """beta2 = 0.999: the average falls by a thousandth a step, and bfloat16's neighbours are 0.4% or more apart."""
+    """beta2 = 0.999: the average falls by a thousandth a step, and bfloat16's neighbours are 0.4%
+    or more apart.
+    """
     spec = replace(SPEC, beta2=0.999, state_dtype="bfloat16")
     optimizer, w = optimizer_of(spec, torch.zeros(4000))
     step(optimizer, w, torch.full((4000,), 100.0))
@@ -100,7 +107,8 @@ def test_a_step_in_bfloat16_is_adamws_up_to_the_rounding_of_what_is_kept() -> No
     torch.testing.assert_close(w, v, rtol=1e-6, atol=1e-7)
     for name in ("exp_avg", "exp_avg_sq"):
         kept, exact = (each.tensors()[f"w/{name}"].float() for each in (ours, theirs))
-        assert float(((kept - exact) / exact).abs().max()) <= 2**-7  # one place of bfloat16's 8 bits
+        # one place of bfloat16's 8 bits
+        assert float(((kept - exact) / exact).abs().max()) <= 2**-7
 
 
 def test_copies_on_several_ranks_round_alike_and_other_parameters_do_not() -> None:
@@ -128,12 +136,17 @@ def test_pieces_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- 8 bits
 
 
-LEVELS = torch.cat([-(2.0 ** -torch.arange(0.0, 64.0)), torch.zeros(1), 2.0 ** -torch.arange(63.0, -1.0, -1.0)])
-LEVELS = torch.cat([LEVELS, torch.linspace(1.1, 2.0, 256 - len(LEVELS))]).sort().values  # 256 that rise
+LEVELS = torch.cat(
+    [-(2.0 ** -torch.arange(0.0, 64.0)), torch.zeros(1), 2.0 ** -torch.arange(63.0, -1.0, -1.0)]
+)
+# 256 that rise
+LEVELS = torch.cat([LEVELS, torch.linspace(1.1, 2.0, 256 - len(LEVELS))]).sort().values
 
 
 def test_codes_come_out_as_they_were_where_the_scales_are_known() -> None:
-    codes = torch.randint(60, 129, (7, 100), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    codes = torch.randint(60, 129, (7, 100), generator=torch.Generator().manual_seed(0)).to(
+        torch.uint8
+    )
     scales = draw(1, 3).abs() + 0.1
     values = decoded(codes, scales, LEVELS)
     assert float(values[0, 3]) == float(LEVELS[int(codes[0, 3])] * scales[0])
@@ -142,8 +155,12 @@ def test_codes_come_out_as_they_were_where_the_scales_are_known() -> None:
     shifted = scales.clone()
     shifted[1] *= 3.0  # of other blocks
     others, own = coded(values, shifted, LEVELS)
-    assert float(own[1]) == float(values.view(-1)[BLOCK : 2 * BLOCK].abs().max()), "a block has its largest magnitude"
-    assert torch.equal(own[::2], scales[::2]) and torch.equal(others.view(-1)[:BLOCK], codes.view(-1)[:BLOCK])
+    assert float(own[1]) == float(values.view(-1)[BLOCK : 2 * BLOCK].abs().max()), (
+        "a block has its largest magnitude"
+    )
+    assert torch.equal(own[::2], scales[::2]) and torch.equal(
+        others.view(-1)[:BLOCK], codes.view(-1)[:BLOCK]
+    )
     near = decoded(others, own, LEVELS).view(-1)[BLOCK : 2 * BLOCK]
     assert float((near - values.view(-1)[BLOCK : 2 * BLOCK]).abs().max()) <= float(own[1]) * 0.5
 
@@ -158,13 +175,17 @@ def test_a_step_in_8_bits_is_adamws_and_the_library_reads_the_codes_as_we_do() -
     torch.testing.assert_close(w, v, rtol=1e-5, atol=1e-6)
     state = ours._optimizer.state[w]
     assert {k: (x.dtype, x.numel()) for k, x in state.items() if x.dim()} == {
-        "exp_avg": (torch.uint8, 8000), "exp_avg_sq": (torch.uint8, 8000),
-        "exp_avg:scales": (torch.float32, 32), "exp_avg_sq:scales": (torch.float32, 32),
-    }  # fmt: skip
+        "exp_avg": (torch.uint8, 8000),
+        "exp_avg_sq": (torch.uint8, 8000),
+        "exp_avg:scales": (torch.float32, 32),
+        "exp_avg_sq:scales": (torch.float32, 32),
+    }
     from bitsandbytes.functional import dequantize_blockwise
 
     levels = CodedMoments().levels("exp_avg", torch.device("cpu"))
-    read = dequantize_blockwise(state["exp_avg"], absmax=state["exp_avg:scales"], code=levels, blocksize=BLOCK)
+    read = dequantize_blockwise(
+        state["exp_avg"], absmax=state["exp_avg:scales"], code=levels, blocksize=BLOCK
+    )
     assert torch.equal(read, ours.tensors()["w/exp_avg"])
     exact = theirs.tensors()["w/exp_avg"]
     assert float((read - exact).abs().max()) < 0.02 * float(exact.abs().max())
@@ -177,10 +198,13 @@ def test_embeddings_and_small_parameters_keep_float32(tmp_path: Path) -> None:
     optimizer = engine._optimizer
     assert optimizer is not None
     kept = {
-        name: optimizer._optimizer.state[part.parameter]["exp_avg"].dtype for name, part in optimizer._trained.items()
+        name: optimizer._optimizer.state[part.parameter]["exp_avg"].dtype
+        for name, part in optimizer._trained.items()
     }
     assert kept["embed.weight"] == torch.float32
-    assert all(kept[name] == torch.float32 for name in kept if "norm" in name) and any("norm" in name for name in kept)
+    assert all(kept[name] == torch.float32 for name in kept if "norm" in name) and any(
+        "norm" in name for name in kept
+    )
     assert kept["blocks.0.mlp.up.weight"] == kept["blocks.1.attention.q.weight"] == torch.uint8
 
 
@@ -199,7 +223,9 @@ def test_a_run_in_8_bits_goes_on_bit_for_bit_and_its_states_leave_the_device(
     path = tiny(tmp_path / "m", **LARGE)
     spec = {"optimizer": replace(SPEC, state_dtype="8bit"), "schedule": Schedule(8, 2), **changes}
     straight, second = (engine_of(path, **spec) for _ in range(2))
-    first, _ = apart(path, monkeypatch, home="host" in str(changes) or bool(spec["optimizer"].offload), **spec)
+    first, _ = apart(
+        path, monkeypatch, home="host" in str(changes) or bool(spec["optimizer"].offload), **spec
+    )
     batches = [batch_of(GROUPS, seed) for seed in range(4)]
     wanted = [straight.train([b], Nll())[0].metrics["loss"] for b in batches]
     got = []
@@ -220,8 +246,15 @@ def test_a_run_in_8_bits_goes_on_bit_for_bit_and_its_states_leave_the_device(
 @in_8_bits
 def test_states_go_on_in_another_dtype(tmp_path: Path) -> None:
     path = tiny(tmp_path / "m", **LARGE)
-    for saved, taken in (("8bit", "float32"), ("float32", "8bit"), ("bfloat16", "8bit"), ("float32", "bfloat16")):
-        one, other = (engine_of(path, optimizer=replace(SPEC, state_dtype=dtype)) for dtype in (saved, taken))
+    for saved, taken in (
+        ("8bit", "float32"),
+        ("float32", "8bit"),
+        ("bfloat16", "8bit"),
+        ("float32", "bfloat16"),
+    ):
+        one, other = (
+            engine_of(path, optimizer=replace(SPEC, state_dtype=dtype)) for dtype in (saved, taken)
+        )
         for seed in range(3):
             one.train([batch_of(GROUPS, seed)], Nll())
         folder = tmp_path / f"{saved}-{taken}"
@@ -229,12 +262,15 @@ def test_states_go_on_in_another_dtype(tmp_path: Path) -> None:
         one.save_state(folder)
         other.load_state(folder)
         losses = [
-            [each.train([batch_of(GROUPS, seed)], Nll())[0].metrics["loss"] for seed in (3, 4)] for each in (one, other)
+            [each.train([batch_of(GROUPS, seed)], Nll())[0].metrics["loss"] for seed in (3, 4)]
+            for each in (one, other)
         ]
         assert losses[0] == pytest.approx(losses[1], rel=1e-3), (saved, taken)
 
 
-def spread(path: Path, layout: str, dtype: str, folder: Path, resumes: bool) -> tuple[list[float], dict[str, Any]]:
+def spread(
+    path: Path, layout: str, dtype: str, folder: Path, resumes: bool
+) -> tuple[list[float], dict[str, Any]]:
     """Two steps and the state, or what the state goes on to."""
     import torch.distributed as dist
 
@@ -245,7 +281,10 @@ def spread(path: Path, layout: str, dtype: str, folder: Path, resumes: bool) -> 
     parsed = spec.resolve_layout()
     mesh = RankMesh(Mesh.first(parsed), dist.get_rank(), ProcessGroups())
     engine: TorchEngine = backends.get(spec.backend)(spec, parsed, mesh)
-    parts = [over_ranks(batch_of(GROUPS, seed), parsed.data, "sequence")[mesh.at.data] for seed in range(4)]
+    parts = [
+        over_ranks(batch_of(GROUPS, seed), parsed.data, "sequence")[mesh.at.data]
+        for seed in range(4)
+    ]
     if resumes:
         engine.load_state(folder)
         losses = [step.metrics["loss"] for step in engine.train(parts[2:], Nll())]

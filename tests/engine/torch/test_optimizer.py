@@ -38,7 +38,10 @@ def test_schedules_by_hand() -> None:
 def test_linear_and_cosine_are_those_of_transformers() -> None:
     from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
-    for name, make in (("linear", get_linear_schedule_with_warmup), ("cosine", get_cosine_schedule_with_warmup)):
+    for name, make in (
+        ("linear", get_linear_schedule_with_warmup),
+        ("cosine", get_cosine_schedule_with_warmup),
+    ):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
         theirs, schedule = make(optimizer, 0, 7), Schedule(7, 0)
         for step in range(7):
@@ -50,7 +53,9 @@ def test_linear_and_cosine_are_those_of_transformers() -> None:
 
 def optimizer_of(spec: OptimizerSpec, start: list[float]) -> tuple[Optimizer, nn.Parameter]:
     parameter = nn.Parameter(torch.tensor(start))
-    return Optimizer(spec, Schedule(10, 0), {"w": StoredParameter("w", parameter)}, {"w"}), parameter
+    return Optimizer(
+        spec, Schedule(10, 0), {"w": StoredParameter("w", parameter)}, {"w"}
+    ), parameter
 
 
 def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -> float:
@@ -61,7 +66,9 @@ def step(optimizer: Optimizer, parameter: nn.Parameter, gradient: list[float]) -
 
 
 def test_lion_by_hand() -> None:
-    spec = OptimizerSpec(type="lion", lr=0.1, beta1=0.9, beta2=0.5, weight_decay=0.5, lr_scheduler_type="constant")
+    spec = OptimizerSpec(
+        type="lion", lr=0.1, beta1=0.9, beta2=0.5, weight_decay=0.5, lr_scheduler_type="constant"
+    )
     optimizer, w = optimizer_of(spec, [1.0, -1.0])
     step(optimizer, w, [0.3, -0.2])
     torch.testing.assert_close(w.detach(), torch.tensor([0.95 - 0.1, -0.95 + 0.1]))
@@ -74,7 +81,12 @@ def test_lion_by_hand() -> None:
 
 def test_sgd_decays_weights_and_not_the_momentum() -> None:
     spec = OptimizerSpec(
-        type="sgd", lr=0.1, beta1=0.5, weight_decay=1.0, lr_scheduler_type="constant", max_grad_norm=0.0
+        type="sgd",
+        lr=0.1,
+        beta1=0.5,
+        weight_decay=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
     )
     optimizer, w = optimizer_of(spec, [1.0])
     step(optimizer, w, [2.0])
@@ -118,13 +130,17 @@ def test_clipping_inside_adamw_is_clipping_before_it(most: float) -> None:
     inside, before = (nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(2))
     divided, clipped = (torch.optim.AdamW([each], lr=0.1, fused=True) for each in (inside, before))
     for step in range(3):
-        inside.grad, before.grad = (torch.tensor([3.0, -4.0, 0.5, 2.0, -1.0, 7.0]) * (step + 1) for _ in range(2))
+        inside.grad, before.grad = (
+            torch.tensor([3.0, -4.0, 0.5, 2.0, -1.0, 7.0]) * (step + 1) for _ in range(2)
+        )
         norm = before.grad.norm()
         divided.grad_scale = clip_divisor(norm, most)  # type: ignore[attr-defined]
         nn.utils.clip_grads_with_norm_([before], most, norm)
         for optimizer in (divided, clipped):
             optimizer.step()
-    torch.testing.assert_close(divided.state[inside]["exp_avg"], clipped.state[before]["exp_avg"], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(
+        divided.state[inside]["exp_avg"], clipped.state[before]["exp_avg"], rtol=1e-6, atol=0.0
+    )
     torch.testing.assert_close(inside, before, rtol=1e-6, atol=0.0)
 
 
@@ -156,18 +172,30 @@ def test_state_of_another_network_is_refused() -> None:
 def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_as_one(
     rule: str, tmp_path: Path
 ) -> None:
-    """As runs saved it when each parameter was stored by itself: q, k and v, gate and up. Their sizes are whole vectors: what
-    is left at the end of a tensor torch's fused rules may round in another way."""
-    network = build(replace(LLAMA, head_dim=8, intermediate_size=48, qkv_bias=True), dtype=torch.float32)
-    spec = OptimizerSpec(type=rule, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, lr_scheduler_type="constant")
-    apart = {name: StoredParameter(name, nn.Parameter(value.clone())) for name, value in values(network).items()}
+    """As runs saved it when each parameter was stored by itself: q, k and v, gate and up.
+
+    Their sizes are whole vectors: what is left at the end of a tensor torch's fused rules may round
+    in another way.
+    """
+    network = build(
+        replace(LLAMA, head_dim=8, intermediate_size=48, qkv_bias=True), dtype=torch.float32
+    )
+    spec = OptimizerSpec(
+        type=rule, lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, lr_scheduler_type="constant"
+    )
+    apart = {
+        name: StoredParameter(name, nn.Parameter(value.clone()))
+        for name, value in values(network).items()
+    }
     together = canonical(network)
     assert len({part.name for part in together.values()}) < len(apart)
     draw = torch.Generator().manual_seed(0)
 
     def train(optimizers: list[tuple[Optimizer, dict[str, StoredParameter]]], steps: int) -> None:
         for _ in range(steps):
-            gradients = {name: torch.randn(part.data.shape, generator=draw) for name, part in apart.items()}
+            gradients = {
+                name: torch.randn(part.data.shape, generator=draw) for name, part in apart.items()
+            }
             for optimizer, parts in optimizers:
                 for name, part in parts.items():
                     if part.parameter.grad is None:
@@ -185,6 +213,10 @@ def test_state_saved_with_a_tensor_a_parameter_goes_on_where_several_are_stored_
     saved = checkpoint.Saved(tmp_path, "optimizer")
     new.load({name: saved.read(name, None) for name in saved.names}, old.values())
     train([(old, apart), (new, together)], 3)
-    assert [name for name, part in together.items() if not torch.equal(part.data, apart[name].data)] == []
+    assert [
+        name for name, part in together.items() if not torch.equal(part.data, apart[name].data)
+    ] == []
     assert new.values() == old.values() and new.tensors().keys() == old.tensors().keys()
-    assert [key for key, value in new.tensors().items() if not torch.equal(value, old.tensors()[key])] == []
+    assert [
+        key for key, value in new.tensors().items() if not torch.equal(value, old.tensors()[key])
+    ] == []

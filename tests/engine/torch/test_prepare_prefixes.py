@@ -22,7 +22,9 @@ from weft.engine.torch import prepare
 CPU = torch.device("cpu")
 
 
-def computed(network: Any, batch: Any, how: prepare.Pass, device: torch.device) -> tuple[PackLayout, Any]:
+def computed(
+    network: Any, batch: Any, how: prepare.Pass, device: torch.device
+) -> tuple[PackLayout, Any]:
     """(the layout of the pack, the outputs of all its rows)."""
     made = prepare.prepare(network, batch, how, device)
     given = made.given
@@ -43,12 +45,18 @@ def test_what_another_pass_scored_is_shared_by_id_alone(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "rest", "spared"), [("cpu", 948, 20), ("cpu", 949, 0), ("cuda", 28, 20), ("cuda", 29, 0)]
+    ("device", "rest", "spared"),
+    [("cpu", 948, 20), ("cpu", 949, 0), ("cuda", 28, 20), ("cuda", 29, 0)],
 )
 def test_what_ids_share_must_spare_some_of_all_tokens(device: str, rest: int, spared: int) -> None:
     """Of two ids that begin with 20 tokens a fiftieth, on an accelerator a quarter."""
     batch = templated([(21, [5]), (21, [5 + rest])], [0, 0])
-    assert prepare.sharing_in_training(PackLayout.of(batch), batch.data, batch, torch.device(device)).spared == spared
+    assert (
+        prepare.sharing_in_training(
+            PackLayout.of(batch), batch.data, batch, torch.device(device)
+        ).spared
+        == spared
+    )
 
 
 def test_a_training_pass_computes_once_what_ids_begin_with() -> None:
@@ -67,12 +75,18 @@ def test_sequences_that_drop_something_share_nothing() -> None:
     assert not computed(network, batch, replace(how, dropout=(0, 0)), CPU)[0].spared
 
 
-def test_operations_are_counted_as_they_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts of 40 tokens that share 20, with 5 and 6 tokens after them, all of which are trained."""
+def test_operations_are_counted_as_they_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts of 40 tokens that share 20, with 5 and 6 tokens after them, all of which are
+    trained.
+    """
     counted = []
     training = Cost.training
 
-    def counting(self: Cost, lengths: Any, *, rows: float | None = None, across: float = 0.0) -> float:
+    def counting(
+        self: Cost, lengths: Any, *, rows: float | None = None, across: float = 0.0
+    ) -> float:
         counted.append((lengths.tolist(), rows, across))
         return training(self, lengths, rows=rows, across=across)
 

@@ -1,4 +1,6 @@
-"""Networks that differ from their config.json by option (added tokens, longer positions), and how `transformers` reads them."""
+"""Networks that differ from their config.json by option (added tokens, longer positions), and how
+`transformers` reads them.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,24 @@ def test_new_tokens_have_the_mean_of_the_old_rows(tied: bool, tmp_path: Path) ->
     old = len(AutoTokenizer.from_pretrained(path))
     engine = engine_of(path, tokenizer=ADDED)
     stored, held = load_file(path / "model.safetensors"), parameters(engine)
-    for name, theirs in (("embed.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
+    for name, theirs in (
+        ("embed.weight", "model.embed_tokens.weight"),
+        ("head.weight", "lm_head.weight"),
+    ):
         if name in held:
             rows = stored[theirs]
             assert len(held[name]) % 16 == 0 and 0 < len(held[name]) - old < 18
             torch.testing.assert_close(held[name][:old], rows[:old], rtol=0, atol=0)
             mean = rows[:old].double().mean(0).float()
-            torch.testing.assert_close(held[name][old:], mean.expand(len(held[name]) - old, -1), rtol=0, atol=0)
+            torch.testing.assert_close(
+                held[name][old:], mean.expand(len(held[name]) - old, -1), rtol=0, atol=0
+            )
     assert ("head.weight" in held) is not tied
     ours = saved(engine, tmp_path / "ours")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(ours), AutoTokenizer.from_pretrained(ours)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(ours),
+        AutoTokenizer.from_pretrained(ours),
+    )
     assert model.config.vocab_size == len(held["embed.weight"]) and len(tokenizer) == old + 2
     assert tokenizer.convert_tokens_to_ids("<|new|>") == old + 1
     batch = batch_of(GROUPS)
@@ -70,7 +80,9 @@ def test_new_tokens_have_the_mean_of_the_old_rows(tied: bool, tmp_path: Path) ->
         ):
             torch.testing.assert_close(one, wanted)
     again = engine_of(ours)  # no option any more: the checkpoint has all of it
-    torch.testing.assert_close(parameters(again)["embed.weight"], held["embed.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        parameters(again)["embed.weight"], held["embed.weight"], rtol=0, atol=0
+    )
 
 
 def test_rows_that_a_larger_vocabulary_had_for_nobody_are_new_too(tmp_path: Path) -> None:
@@ -100,7 +112,9 @@ def test_adapters_train_and_save_the_grown_matrices(tmp_path: Path) -> None:
     settings = json.loads((ours / "adapter" / "adapter_config.json").read_text())
     assert settings["modules_to_save"] == ["lm_head", "model.embed_tokens"]
     network = hf_io.load(ours)
-    torch.testing.assert_close(dict(network.named_parameters())["embed.weight"], after["embed.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(network.named_parameters())["embed.weight"], after["embed.weight"], rtol=0, atol=0
+    )
     base = engine_of(path, tokenizer=ADDED, trained=False)._network
     peft_io.load_adapter(ours / "adapter", base)
     torch.testing.assert_close(base.embed.weight, after["embed.weight"], rtol=0, atol=0)
@@ -129,7 +143,9 @@ def test_peft_loads_adapters_with_added_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["t2", "d2"])
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_grown_vocabulary_over_ranks(lora: bool, layout: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_a_grown_vocabulary_over_ranks(
+    lora: bool, layout: str, ranks: Ranks, tmp_path: Path
+) -> None:
     case = Case(lora=lora, options={"tokenizer": ADDED})
     path = layouts.write_model(case, tmp_path / "hf")
     alone = layouts.run(path, "d1", case, tmp_path / "alone")
@@ -139,8 +155,12 @@ def test_a_grown_vocabulary_over_ranks(lora: bool, layout: str, ranks: Ranks, tm
 
 
 @pytest.mark.parametrize("layout", ["d2", "t2"])
-@pytest.mark.parametrize("options", [{"tokenizer": ADDED}, {"freeze_layers": 1}], ids=["added", "frozen"])
-def test_bfloat16_on_two_processes(options: dict[str, Any], layout: str, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"tokenizer": ADDED}, {"freeze_layers": 1}], ids=["added", "frozen"]
+)
+def test_bfloat16_on_two_processes(
+    options: dict[str, Any], layout: str, ranks: Ranks, tmp_path: Path
+) -> None:
     """Matrices that are trained beside adapters have float32 masters, frozen layers none."""
     case = Case(lora="tokenizer" in options, options={"dtype": "bfloat16", **options})
     path = layouts.write_model(case, tmp_path / "hf")
@@ -150,7 +170,12 @@ def test_bfloat16_on_two_processes(options: dict[str, Any], layout: str, ranks: 
 
 
 @pytest.mark.parametrize(
-    "value", [{"type": "linear", "factor": 4}, {"type": "dynamic", "factor": 2.0}, {"type": "ntk", "alpha": 3}]
+    "value",
+    [
+        {"type": "linear", "factor": 4},
+        {"type": "dynamic", "factor": 2.0},
+        {"type": "ntk", "alpha": 3},
+    ],
 )
 def test_longer_positions_as_transformers_reads_them(value: dict[str, Any], tmp_path: Path) -> None:
     path = tiny(tmp_path / "hf", max_position_embeddings=16, initializer_range=0.5)
@@ -166,7 +191,10 @@ def test_longer_positions_as_transformers_reads_them(value: dict[str, Any], tmp_
             torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-5)
     config = json.loads((ours / "config.json").read_text())
     if value["type"] == "ntk":
-        assert config["rope_theta"] == pytest.approx(10000.0 * 3 ** (8 / 6)) and config["rope_scaling"] is None
+        assert (
+            config["rope_theta"] == pytest.approx(10000.0 * 3 ** (8 / 6))
+            and config["rope_scaling"] is None
+        )
         assert config["max_position_embeddings"] == 48
     else:
         assert config["rope_scaling"]["factor"] == value["factor"]
@@ -177,7 +205,9 @@ def test_longer_positions_as_transformers_reads_them(value: dict[str, Any], tmp_
 def test_what_is_refused(tmp_path: Path) -> None:
     path = tiny(tmp_path / "hf")
     with pytest.raises(ConfigError, match="has rope_scaling of type linear already"):
-        scaled = saved(engine_of(path, rope_scaling={"type": "linear", "factor": 2}), tmp_path / "scaled")
+        scaled = saved(
+            engine_of(path, rope_scaling={"type": "linear", "factor": 2}), tmp_path / "scaled"
+        )
         engine_of(scaled, rope_scaling={"type": "linear", "factor": 2})
     for options in ({"residual_dropout": 0.1}, {"freeze_layers": 0}, {"tokenizer": ADDED}):
         with pytest.raises(ConfigError, match="use backend=torch"):
@@ -185,7 +215,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_values_of_rope_scaling() -> None:
-    assert rope_scaling.problem(None) is None and rope_scaling.problem({"type": "ntk", "alpha": 2}) is None
+    assert (
+        rope_scaling.problem(None) is None
+        and rope_scaling.problem({"type": "ntk", "alpha": 2}) is None
+    )
     for wrong in (
         "linear",
         {"type": "linear"},
@@ -194,21 +227,34 @@ def test_values_of_rope_scaling() -> None:
         {"type": "x"},
     ):
         assert "rope_scaling=" in str(rope_scaling.problem(wrong))
-    assert rope_scaling.context({"type": "linear", "factor": 2}, 512) == 1024 and rope_scaling.context(None, 512) == 512
+    assert (
+        rope_scaling.context({"type": "linear", "factor": 2}, 512) == 1024
+        and rope_scaling.context(None, 512) == 512
+    )
 
 
 def test_prefixes_that_do_not_go_with_a_model(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base")
-    engine_of(base, prefix=PrefixSpec(5)).save_model(tmp_path / "prefix", Tokenizer.load(TokenizerSpec(), str(base)))
+    engine_of(base, prefix=PrefixSpec(5)).save_model(
+        tmp_path / "prefix", Tokenizer.load(TokenizerSpec(), str(base))
+    )
     with pytest.raises(
-        ConfigError, match=r"is a prefix of 5 tokens, and prefix\.num_tokens=0; write prefix\.num_tokens=5"
+        ConfigError,
+        match=r"is a prefix of 5 tokens, and prefix\.num_tokens=0; write prefix\.num_tokens=5",
     ):
         engine_of(tmp_path / "prefix")
     with pytest.raises(ConfigError, match=r"is a prefix of 5 tokens, and prefix\.num_tokens=2"):
         engine_of(tmp_path / "prefix", prefix=PrefixSpec(2))
-    spec, tokenizer = spec_of(base, prefix=PrefixSpec(2)), Tokenizer.load(TokenizerSpec(), str(base))
+    spec, tokenizer = (
+        spec_of(base, prefix=PrefixSpec(2)),
+        Tokenizer.load(TokenizerSpec(), str(base)),
+    )
     bigcode = tiny_config("gpt_bigcode", vocab_size=tokenizer.vocab_size)
-    with pytest.raises(ConfigError, match=r"no form to save a prefix of a gpt_bigcode model in; use lora\.r"):
+    with pytest.raises(
+        ConfigError, match=r"no form to save a prefix of a gpt_bigcode model in; use lora\.r"
+    ):
         role_config.changed(spec, bigcode, tokenizer)
-    with pytest.raises(ConfigError, match=r"prefix\.num_tokens=2: leaves no room in the 2 positions"):
+    with pytest.raises(
+        ConfigError, match=r"prefix\.num_tokens=2: leaves no room in the 2 positions"
+    ):
         role_config.changed(spec, replace(bigcode, family="gpt2", learned_positions=2), tokenizer)

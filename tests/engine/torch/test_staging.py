@@ -22,7 +22,9 @@ def test_gradients_are_summed_on_the_host_in_float32() -> None:
     bring.finish()
     assert torch.equal(sums, wanted)
     assert lane.pinned == 32 and lane.log.count("down 16") == 8 and lane.log.count("down 8") == 4
-    assert lane.log.index("wait") > lane.log.index("down 16") + 1, "two are on their way before the host waits"
+    assert lane.log.index("wait") > lane.log.index("down 16") + 1, (
+        "two are on their way before the host waits"
+    )
     assert lane.log.count("follow") == 4, "each copy comes after the gradient was made"
     bring.add(torch.ones(5, 4), sums, fresh=True)
     bring.finish()
@@ -75,6 +77,10 @@ def test_masters_are_rounded_on_the_host_and_no_buffer_is_overwritten_on_its_way
     again = torch.randn(5, 4)
     put.put(copies[0], again)
     put.hold()
-    assert torch.equal(copies[0], again.bfloat16()) and lane.log.count("follow") == 2 and lane.pinned == 32
+    assert (
+        torch.equal(copies[0], again.bfloat16())
+        and lane.log.count("follow") == 2
+        and lane.pinned == 32
+    )
     put.hold()
     assert lane.log.count("hold") == 2

@@ -20,16 +20,24 @@ from weft.errors import ConfigError
 from weft.models.network.aux_loss import MoEAuxLoss, aux_loss_weight
 from weft.models.network.packed import pack
 
-SGD = OptimizerSpec(type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0)
+SGD = OptimizerSpec(
+    type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0
+)
 GROUPS = [(3, [4, 2]), (0, [6]), (5, [1, 3, 2]), (2, [5])]
 
 
 def make_mixtral(directory: Path, **changes: Any) -> Path:
     tokenizer = make_tokenizer(directory)
     shape = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
     torch.manual_seed(0)
     config = MixtralConfig(vocab_size=len(tokenizer), **{**shape, **changes})
     MixtralForCausalLM(config).save_pretrained(directory)
@@ -46,7 +54,9 @@ def float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "reading_dtype", lambda spec: torch.float64)
 
 
-def trained(path: Path, budget: int = DEFAULT_MAX_TOKENS, **changes: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def trained(
+    path: Path, budget: int = DEFAULT_MAX_TOKENS, **changes: Any
+) -> tuple[dict[str, torch.Tensor], Any]:
     engine = engine_of(path, optimizer=SGD, **changes)
     [stats] = engine.train([batch_of(GROUPS)], Nll(), max_tokens=budget)
     return {name: values.clone() for name, _, values in engine.read(list(engine.slices()))}, stats
@@ -56,7 +66,9 @@ def test_one_sequence_and_one_layer_are_those_of_transformers(tmp_path: Path) ->
     path = make_mixtral(tmp_path, num_hidden_layers=1)
     tokens = torch.arange(10, 31)
     theirs = MixtralForCausalLM.from_pretrained(path)
-    found = theirs(tokens[None], output_router_logits=True, attention_mask=torch.ones(1, len(tokens))).aux_loss
+    found = theirs(
+        tokens[None], output_router_logits=True, attention_mask=torch.ones(1, len(tokens))
+    ).aux_loss
     found.backward()
     ours = hf_io.load(str(path), "lm").requires_grad_(True)
     packed = pack([tokens])
@@ -75,7 +87,9 @@ def test_the_gradient_does_not_depend_on_the_cut(path: Path, float64: None, budg
     cut, other = trained(path, budget, router_aux_loss_coef=0.5)
     without, _ = trained(path)
     assert one.metrics["balance_loss"] == pytest.approx(other.metrics["balance_loss"], rel=1e-12)
-    assert one.metrics["loss"] == pytest.approx(one.metrics["nll"] + 0.5 * one.metrics["balance_loss"], rel=1e-12)
+    assert one.metrics["loss"] == pytest.approx(
+        one.metrics["nll"] + 0.5 * one.metrics["balance_loss"], rel=1e-12
+    )
     for name, values in whole.items():
         torch.testing.assert_close(values, cut[name])
     router = "blocks.0.mlp.router.weight"
@@ -91,7 +105,9 @@ def test_recomputed_layers_give_the_same_gradient(path: Path, float64: None) -> 
 
 def test_the_weight_is_the_options_or_the_models(tmp_path: Path, path: Path) -> None:
     plain = hf_io.read_config(str(path))[1]
-    asking = hf_io.read_config(str(make_mixtral(tmp_path, output_router_logits=True, router_aux_loss_coef=0.02)))[1]
+    asking = hf_io.read_config(
+        str(make_mixtral(tmp_path, output_router_logits=True, router_aux_loss_coef=0.02))
+    )[1]
     assert [aux_loss_weight(plain, None), aux_loss_weight(asking, None)] == [0.0, 0.02]
     assert [aux_loss_weight(plain, 0.1), aux_loss_weight(asking, 0.0)] == [0.1, 0.0]
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.1: .* a mixtral model has none"):

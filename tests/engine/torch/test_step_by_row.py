@@ -1,4 +1,6 @@
-"""Losses whose gradient belongs to a row alone: the head makes it at once, and it is that of a second pass over the logits."""
+"""Losses whose gradient belongs to a row alone: the head makes it at once, and it is that of a
+second pass over the logits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from weft.models.network import token_outputs
 
 GROUPS = [(4, [5, 3]), (2, [7]), (200, [1, 4, 6])]  # the last prompt is computed once
 ROWS = sum(sum(lengths) for _, lengths in GROUPS)
-SGD = OptimizerSpec(type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0)
+SGD = OptimizerSpec(
+    type="sgd", lr=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0
+)
 LOSSES: dict[str, Loss] = {
     "sft": SFTLoss(),
     "sft by sequence": SFTLoss(average="sequence"),
@@ -42,11 +46,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def batch() -> SequenceSample:
     random = np.random.default_rng(0)
-    keys = {name: random.normal(size=ROWS).tolist() for name in ("advantages", "ref_logprobs", "logprobs")}
+    keys = {
+        name: random.normal(size=ROWS).tolist()
+        for name in ("advantages", "ref_logprobs", "logprobs")
+    }
     return batch_of(GROUPS, **keys, loss_mask=(random.random(ROWS) > 0.3).astype(float).tolist())
 
 
-def trained(path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, torch.Tensor], int]:
+def trained(
+    path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, torch.Tensor], int]:
     """Parameters after a step, and how often logits were computed, two rows at a time."""
     calls: list[int] = []
     project = token_outputs._project
@@ -59,7 +68,9 @@ def trained(path: Path, loss: Loss, monkeypatch: pytest.MonkeyPatch) -> tuple[di
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_step_is_that_of_a_second_pass(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_is_that_of_a_second_pass(
+    name: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loss = LOSSES[name]
     assert loss.by_row
     at_once, once = trained(path, loss, monkeypatch)
@@ -112,21 +123,34 @@ class Smoothed(Nll):
     by_row = True
 
     def __call__(self, out: Any, batch: Any, total: Any) -> Any:
-        return (out["logprobs"] * torch.roll(out["logprobs"], 1) * batch.mask).sum() / total["tokens"], {}
+        return (out["logprobs"] * torch.roll(out["logprobs"], 1) * batch.mask).sum() / total[
+            "tokens"
+        ], {}
 
 
-def test_a_wrong_declaration_is_an_error_at_its_first_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every device: an accelerator does not compare the gradients that were made with those that are due."""
+def test_a_wrong_declaration_is_an_error_at_its_first_use(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every device: an accelerator does not compare the gradients that were made with those that
+    are due.
+    """
     monkeypatch.setattr(token_outputs, "same", lambda one, other: True)
-    with pytest.raises(ConfigError, match=r"loss 'Smoothed' declares by_row=True, but .* set by_row to False"):
+    with pytest.raises(
+        ConfigError, match=r"loss 'Smoothed' declares by_row=True, but .* set by_row to False"
+    ):
         engine_of(path, optimizer=SGD).train([batch()], Smoothed())
 
 
 def test_the_declaration_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[Loss] = []
     check = by_row.check
-    monkeypatch.setattr(by_row, "check", lambda loss, *given: (checked.append(loss), check(loss, *given)))
-    engine, losses = engine_of(path, optimizer=SGD), (SFTLoss(), PPOActorLoss(entropy_coef=0.3), Nll())
+    monkeypatch.setattr(
+        by_row, "check", lambda loss, *given: (checked.append(loss), check(loss, *given))
+    )
+    engine, losses = (
+        engine_of(path, optimizer=SGD),
+        (SFTLoss(), PPOActorLoss(entropy_coef=0.3), Nll()),
+    )
     for loss in losses * 2:
         engine.train([batch()], loss)
     assert checked == list(losses[:2])

@@ -28,14 +28,24 @@ def trained(kind: type[torch.optim.Optimizer], options: dict[str, object]) -> li
         assert torch.is_grad_enabled()
         optimizer.zero_grad(set_to_none=True)
         assert all(parameter.grad is None for parameter in parameters)
-    kept = [value for parameter in parameters for value in optimizer.state[parameter].values() if value is not None]
+    kept = [
+        value
+        for parameter in parameters
+        for value in optimizer.state[parameter].values()
+        if value is not None
+    ]
     return [*(parameter.detach() for parameter in parameters), *kept]
 
 
 @pytest.mark.parametrize(("name", "options"), RULES)
 def test_a_rule_is_torchs_own(name: str, options: dict[str, object]) -> None:
-    ours, theirs = trained(getattr(update_rules, name), options), trained(getattr(torch.optim, name), options)
-    assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ours, theirs = (
+        trained(getattr(update_rules, name), options),
+        trained(getattr(torch.optim, name), options),
+    )
+    assert len(ours) == len(theirs) and all(
+        torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])

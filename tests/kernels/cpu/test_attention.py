@@ -1,4 +1,6 @@
-"""Attention by segments against torch in float64: values and gradients; and bits that no company changes."""
+"""Attention by segments against torch in float64: values and gradients; and bits that no company
+changes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from weft.kernels.cpu import attention
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own: Tensor,
+    across: Tensor | None,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """The same, a row at a time."""
     group, outs = q.shape[1] // k.shape[1], []
@@ -33,14 +41,22 @@ def plain(
     return torch.stack(outs)
 
 
-def tensors(tokens: int, heads: int, kv: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    tokens: int, heads: int, kv: int, dim: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
     qk = torch.randn(tokens, heads + kv, dim)
     return qk[:, :heads], qk[:, heads:], torch.randn(tokens, kv, dim)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, own: Tensor, across: Tensor | None, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own: Tensor,
+    across: Tensor | None,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """The kernels on queries, keys and values side by side."""
     seen = VarlenSegments(own, across, window)
@@ -54,15 +70,22 @@ def packed(lengths: list[int]) -> Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([(4, 4), (6, 2), (3, 1)]),
-    st.sampled_from([3, 8, 16, 24, 40, 64, 100]), st.sampled_from([None, 1, 5, 33]), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from([(4, 4), (6, 2), (3, 1)]),
+    st.sampled_from([3, 8, 16, 24, 40, 64, 100]),
+    st.sampled_from([None, 1, 5, 33]),
+    st.booleans(),
+)
 def test_values_and_gradients(
     lengths: list[int], heads: tuple[int, int], dim: int, window: int | None, prefixed: bool
 ) -> None:
     q, k, v = tensors(sum(lengths), *heads, dim)
     own = packed(lengths)
-    across = torch.tensor([(lengths[0], sum(lengths[1:]), 0, lengths[0])]) if prefixed and len(lengths) > 1 else None
+    across = (
+        torch.tensor([(lengths[0], sum(lengths[1:]), 0, lengths[0])])
+        if prefixed and len(lengths) > 1
+        else None
+    )
     window = None if across is not None else window
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -71,7 +94,9 @@ def test_values_and_gradients(
     assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     grad_out = torch.randn_like(out)
     for one, other in zip(
-        torch.autograd.grad(out, leaves, grad_out), torch.autograd.grad(expected, wide, grad_out.double()), strict=True
+        torch.autograd.grad(out, leaves, grad_out),
+        torch.autograd.grad(expected, wide, grad_out.double()),
+        strict=True,
     ):
         assert_close(one.double(), other, atol=1e-5, rtol=1e-4)
 
@@ -79,11 +104,15 @@ def test_values_and_gradients(
 def test_heads_and_gradients_may_lie_otherwise() -> None:
     side_by_side, seen = torch.randn(9, 6, 16), VarlenSegments(packed([9]))
     strided = side_by_side.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    out, same = (attention.attend(x, 2, None, seen, 0.2) for x in (strided, side_by_side.requires_grad_()))
+    out, same = (
+        attention.attend(x, 2, None, seen, 0.2) for x in (strided, side_by_side.requires_grad_())
+    )
     assert strided.stride(2) != 1 and torch.equal(out, same)
     for grad_out in (torch.randn(16, 2, 9).permute(2, 1, 0), torch.randn(9, 1, 1).expand(9, 2, 16)):
         (made,) = torch.autograd.grad(out, strided, grad_out, retain_graph=True)
-        (wanted,) = torch.autograd.grad(same, side_by_side, grad_out.contiguous(), retain_graph=True)
+        (wanted,) = torch.autograd.grad(
+            same, side_by_side, grad_out.contiguous(), retain_graph=True
+        )
         assert torch.equal(made, wanted)
 
 
@@ -127,11 +156,15 @@ def test_more_keys_than_are_held_at_once(length: int, window: int | None) -> Non
     q = q * 2  # so that the largest score moves from chunk to chunk
     leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, expected = (of(*x, packed([length]), None, 0.2, window) for of, x in ((attend, leaves), (plain, wide)))
+    out, expected = (
+        of(*x, packed([length]), None, 0.2, window) for of, x in ((attend, leaves), (plain, wide))
+    )
     assert_close(out.double(), expected, atol=3e-6, rtol=1e-5)
     grad_out = torch.randn_like(out)
     for one, other in zip(
-        torch.autograd.grad(out, leaves, grad_out), torch.autograd.grad(expected, wide, grad_out.double()), strict=True
+        torch.autograd.grad(out, leaves, grad_out),
+        torch.autograd.grad(expected, wide, grad_out.double()),
+        strict=True,
     ):
         assert_close(one.double(), other, atol=2e-5, rtol=1e-4)
 
@@ -144,28 +177,48 @@ def test_a_row_has_the_same_bits_alone_and_in_a_pass(kv: int, dim: int, window: 
     whole = attention.attend_to(q, k, v, packed([570]), 0.3, causal=True, window=window)
     for row in (0, 1, 15, 16, 255, 256, 300, 569):
         segment = torch.tensor([(0, 1, 0, row + 1)])
-        alone = attention.attend_to(q[row : row + 1], k, v, segment, 0.3, causal=True, window=window)
-        assert torch.equal(alone.out[0], whole.out[row]) and torch.equal(alone.lse[0], whole.lse[row])
+        alone = attention.attend_to(
+            q[row : row + 1], k, v, segment, 0.3, causal=True, window=window
+        )
+        assert torch.equal(alone.out[0], whole.out[row]) and torch.equal(
+            alone.lse[0], whole.lse[row]
+        )
 
 
 @pytest.mark.parametrize("kv", [2, 4])
 def test_a_cache_is_read_where_it_lies(kv: int) -> None:
     slots, room, dim = 3, 50, 16
-    keys, values, q = torch.randn(slots, kv, room, dim), torch.randn(slots, kv, room, dim), torch.randn(3, 4, dim)
+    keys, values, q = (
+        torch.randn(slots, kv, room, dim),
+        torch.randn(slots, kv, room, dim),
+        torch.randn(3, 4, dim),
+    )
     keys[:, :, 40:] = torch.nan  # what no row sees is never read
     values[:, :, 40:] = torch.nan
     segments = torch.tensor(
-        [(i, 1, slot * kv * room, used) for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)])]
+        [
+            (i, 1, slot * kv * room, used)
+            for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)])
+        ]
     )
     found = attention.attend_to(
         q, keys[0].transpose(0, 1), values[0].transpose(0, 1), segments, 0.25, causal=True
-    )  # fmt: skip
+    )
     for i, (slot, used) in enumerate([(2, 40), (0, 1), (1, 17)]):
         mine, theirs = (x[slot, :, :used].transpose(0, 1) for x in (keys, values))
         whole = torch.tensor([(0, 1, 0, used)])
-        assert_close(found.out[i], plain(q[i : i + 1], mine, theirs, whole, None, 0.25, None)[0], atol=1e-6, rtol=1e-5)
+        assert_close(
+            found.out[i],
+            plain(q[i : i + 1], mine, theirs, whole, None, 0.25, None)[0],
+            atol=1e-6,
+            rtol=1e-5,
+        )
 
 
 def test_values_of_another_size_are_left_to_torch() -> None:
     q, k, v = torch.ones(3, 4, 24), torch.ones(3, 4, 24), torch.ones(3, 4, 16)
-    assert attention.serves(q, k, k) and not attention.serves(q, k, v) and not attention.serves(q, k.double(), k)
+    assert (
+        attention.serves(q, k, k)
+        and not attention.serves(q, k, v)
+        and not attention.serves(q, k.double(), k)
+    )

@@ -32,7 +32,9 @@ class OneCall:
     def __call__(self, *given: Any) -> torch.Tensor:
         run = cached_forward.CachedForward.run
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cached_forward.CachedForward, "run", lambda *all: self._counted(run, *all))
+            patch.setattr(
+                cached_forward.CachedForward, "run", lambda *all: self._counted(run, *all)
+            )
             return self._passes.hidden(*given)
 
     def _counted(self, run: Hidden, *given: Any) -> torch.Tensor:
@@ -54,7 +56,11 @@ def five_slots(network: Transformer, shared: bool) -> tuple[KVCache, list[int]]:
 def held(cache: KVCache) -> list[torch.Tensor]:
     """The keys and values of every slot."""
     lengths = cache.used[: cache.num_active].tolist()
-    return [stored[slot, :, :length] for stored in (*cache.keys, *cache.values) for slot, length in enumerate(lengths)]
+    return [
+        stored[slot, :, :length]
+        for stored in (*cache.keys, *cache.values)
+        for slot, length in enumerate(lengths)
+    ]
 
 
 def steps(network: Transformer, hidden: Hidden, shared: bool) -> tuple[torch.Tensor, ...]:
@@ -72,7 +78,8 @@ def steps(network: Transformer, hidden: Hidden, shared: bool) -> tuple[torch.Ten
 @torch.no_grad()
 def test_the_bits_are_those_of_the_modules(name: str, shared: bool) -> None:
     network = tiny(name)
-    shared = shared and network.shares_prefixes(100)  # not where windows are shorter than the sequences
+    # not where windows are shorter than the sequences
+    shared = shared and network.shares_prefixes(100)
     by_kernel = OneCall(network)
     at_once = steps(network, by_kernel, shared)
     assert by_kernel.count == 6
@@ -85,7 +92,9 @@ def test_the_bits_are_those_of_the_modules(name: str, shared: bool) -> None:
 WANTED = [[2, 92, 93, 150, 180], [180, 7, 7, 40], [0], [], [5, 4] * 91]
 
 
-def prefill(network: Transformer, hidden: Hidden, shared: bool, wanted: list[int]) -> tuple[torch.Tensor, ...]:
+def prefill(
+    network: Transformer, hidden: Hidden, shared: bool, wanted: list[int]
+) -> tuple[torch.Tensor, ...]:
     """Hidden states of some of many tokens, and what the cache then holds."""
     cache, slots = five_slots(network, shared)
     packed = cache.extend(slots, sequences([3, 90, 1, 57, 30]))
@@ -110,7 +119,12 @@ def test_the_last_block_computes_what_is_wanted(name: str, shared: bool, wanted:
 FORMS: dict[str, dict[str, Any]] = {
     "no rotation": {"rope": None},
     "half rotated": {"rope": Rope(theta=10000.0, dim=4)},
-    "wide heads": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 12, "rope": Rope(theta=10000.0, dim=12)},
+    "wide heads": {
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "rope": Rope(theta=10000.0, dim=12),
+    },
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "one key head": {"num_kv_heads": 1},
     "weights from one": {"norm": "rms_plus_one"},
@@ -128,7 +142,8 @@ def test_networks_of_other_sizes(form: str) -> None:
         torch.nn.init.normal_(parameter, std=0.3)
     by_kernel, by_module = OneCall(network), network.hidden
     at_once, expected = (
-        (*prefill(network, hidden, True, WANTED[1]), *steps(network, hidden, True)) for hidden in (by_kernel, by_module)
+        (*prefill(network, hidden, True, WANTED[1]), *steps(network, hidden, True))
+        for hidden in (by_kernel, by_module)
     )
     assert by_kernel.count >= 7
     assert all(torch.equal(one, other) for one, other in zip(at_once, expected, strict=True))
@@ -167,7 +182,9 @@ with torch.no_grad():
     except MemoryError as error:
         print("said:", error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert found.stdout == "said: not enough memory for a pass over 100000 tokens\n", found.stderr
 
 
@@ -177,7 +194,9 @@ def test_rows_that_are_not_there(row: int) -> None:
     network = tiny("llama")
     cache = KVCache(network.config, "cpu", torch.float32)
     with pytest.raises(IndexError, match=f"there is no row {row} in 3"):
-        Passes(network).hidden(cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])]), torch.tensor([0, row]))
+        Passes(network).hidden(
+            cache.extend(cache.allocate(), [torch.tensor([5, 3, 6])]), torch.tensor([0, row])
+        )
 
 
 def replace_parameter(network: Transformer) -> None:
@@ -191,7 +210,9 @@ def move_parameter(network: Transformer) -> None:
 
 
 def read_others(network: Transformer) -> None:
-    network.load_state_dict({key: value * 1.1 for key, value in network.state_dict().items()}, assign=True)
+    network.load_state_dict(
+        {key: value * 1.1 for key, value in network.state_dict().items()}, assign=True
+    )
 
 
 def adapt(network: Transformer) -> None:
@@ -211,7 +232,9 @@ def hook(network: Transformer) -> None:
     network.blocks[0].register_forward_hook(lambda _, __, states: states * 2)
 
 
-@pytest.mark.parametrize("change", [replace_parameter, move_parameter, read_others, adapt, cast, hook])
+@pytest.mark.parametrize(
+    "change", [replace_parameter, move_parameter, read_others, adapt, cast, hook]
+)
 @torch.no_grad()
 def test_a_network_that_changed_is_prepared_again(change: Callable[[Transformer], None]) -> None:
     network, (first, second) = tiny("llama"), sequences([9, 1])
@@ -225,7 +248,9 @@ def test_a_network_that_changed_is_prepared_again(change: Callable[[Transformer]
     assert not over.is_ready(cache)
     after = over.hidden(cache.extend([0], second))
     cache.truncate(0, 9)
-    assert torch.equal(after, network.hidden(cache.extend([0], second))) and not torch.equal(after, before)
+    assert torch.equal(after, network.hidden(cache.extend([0], second))) and not torch.equal(
+        after, before
+    )
 
 
 @torch.no_grad()
@@ -246,7 +271,10 @@ def test_a_cache_that_moved_is_read_where_it_is() -> None:
 @torch.no_grad()
 def test_another_network_over_the_same_cache() -> None:
     networks, (first, second) = (tiny("llama"), tiny("llama", seed=1)), sequences([9, 1])
-    cache, over = KVCache(networks[0].config, "cpu", torch.float32), [Passes(network) for network in networks]
+    cache, over = (
+        KVCache(networks[0].config, "cpu", torch.float32),
+        [Passes(network) for network in networks],
+    )
     over[0].hidden(cache.extend(cache.allocate(), [first]))
     made = []
     for each in over:
@@ -280,17 +308,23 @@ def test_a_field_that_nobody_allowed_turns_the_kernel_off(monkeypatch: pytest.Mo
     for field in dataclasses.fields(config):
         if field.name not in passes.SERVED:
             assert getattr(config, field.name) == field.default
-            assert not passes.serves(dataclasses.replace(config, **{field.name: not field.default})), field.name
+            assert not passes.serves(
+                dataclasses.replace(config, **{field.name: not field.default})
+            ), field.name
     changed = dataclasses.replace(config, qkv_bias=True)
     assert passes.serves(changed)
-    monkeypatch.setattr(passes, "SERVED", {key: rule for key, rule in passes.SERVED.items() if key != "qkv_bias"})
+    monkeypatch.setattr(
+        passes, "SERVED", {key: rule for key, rule in passes.SERVED.items() if key != "qkv_bias"}
+    )
     assert not passes.serves(changed) and passes.serves(config)
 
 
 @pytest.mark.parametrize("by", [OneCall, lambda network: network.hidden], ids=["kernel", "modules"])
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral", "gpt2"])
 @torch.no_grad()
-def test_a_first_token_sees_the_prefix_before_it(name: str, by: Callable[[Transformer], Hidden]) -> None:
+def test_a_first_token_sees_the_prefix_before_it(
+    name: str, by: Callable[[Transformer], Hidden]
+) -> None:
     """Each row's only token, after a prefix, has the state that it has in the whole sequence."""
     network, before = tiny(name), sequences([21])[0]
     hidden = by(network)

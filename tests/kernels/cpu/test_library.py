@@ -25,7 +25,9 @@ SOURCES = native.FOLDER
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache folder, and a library that was not asked for yet: of one source, since the others take long."""
+    """An empty cache folder, and a library that was not asked for yet: of one source, since the
+    others take long.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("WEFT_NATIVE", raising=False)
     monkeypatch.setattr(native, "library", native.library.__wrapped__)
@@ -43,7 +45,9 @@ def few_sources(folder: Path) -> Path:
 
 def in_a_process(umask: int = 0o022) -> BaseProcess:
     """A started process that compiles and loads the library of the same sources."""
-    process = fork_server().Process(target=load_library, args=(native.FOLDER, os.environ["XDG_CACHE_HOME"], umask))
+    process = fork_server().Process(
+        target=load_library, args=(native.FOLDER, os.environ["XDG_CACHE_HOME"], umask)
+    )
     process.start()
     return process
 
@@ -60,13 +64,17 @@ def ended(process: BaseProcess) -> int | None:
     return process.exitcode
 
 
-def test_a_second_process_finds_what_the_first_compiled(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_process_finds_what_the_first_compiled(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert native.library() is not None
     (kept,) = fresh.iterdir()
     assert kept.suffix == ".so" and fresh.stat().st_mode & 0o777 == 0o700
     commands: list[list[str]] = []
     run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more)
+    )
     assert native.library() is not None
     assert [command[1:] for command in commands] == [["-v"]]
 
@@ -112,28 +120,44 @@ def test_a_variant_is_compiled_for_its_instructions_alone(
     """Each lies in a file of its own; the compiler is told no other instruction set."""
     commands: list[list[str]] = []
     run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more))
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **more: commands.append(command) or run(command, **more)
+    )
     for value in ("native", asked.upper()):
         monkeypatch.setenv("WEFT_NATIVE", value)
         assert native.library() is not None
     assert len(list(fresh.iterdir())) == 2
-    told = [[word for word in command if word.startswith("-m")] for command in commands if "-c" in command]
+    told = [
+        [word for word in command if word.startswith("-m")]
+        for command in commands
+        if "-c" in command
+    ]
     assert told[0] == ["-march=native"] and told[-1][0] == "-march=x86-64"
     assert [f"-m{name}" in told[-1] for name in ("avx2", "avx512f", "amx-bf16")] == [
-        asked != "sse2", asked in ("avx512", "amx"), asked == "amx"
-    ]  # fmt: skip
+        asked != "sse2",
+        asked in ("avx512", "amx"),
+        asked == "amx",
+    ]
 
 
 def test_an_unknown_variant_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_NATIVE", "avx3")
-    with pytest.raises(ConfigError, match=r"WEFT_NATIVE=avx3 names no variant .*sse2, avx2, avx512, amx, or 0"):
+    with pytest.raises(
+        ConfigError, match=r"WEFT_NATIVE=avx3 names no variant .*sse2, avx2, avx512, amx, or 0"
+    ):
         native.library()
 
 
-def test_a_variant_that_the_processor_lacks_is_refused(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_processor", lambda: ["flags\t\t: sse2 avx2 fma f16c bmi1 bmi2", "model name : a"])
+def test_a_variant_that_the_processor_lacks_is_refused(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        native, "_processor", lambda: ["flags\t\t: sse2 avx2 fma f16c bmi1 bmi2", "model name : a"]
+    )
     monkeypatch.setenv("WEFT_NATIVE", "avx512")
-    with pytest.raises(ConfigError, match=r"WEFT_NATIVE=avx512 needs avx512f, avx512bw.* does not have"):
+    with pytest.raises(
+        ConfigError, match=r"WEFT_NATIVE=avx512 needs avx512f, avx512bw.* does not have"
+    ):
         native.library()
     assert native.lacks("avx2") == []
 
@@ -151,7 +175,9 @@ def test_an_empty_file_is_compiled_again(fresh: Path) -> None:
     assert native.library() is not None and kept.stat().st_size > 10_000
 
 
-def test_others_may_write_to_nothing_whatever_the_umask(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_may_write_to_nothing_whatever_the_umask(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ended(in_a_process(umask=0)) == 0
     (kept,) = fresh.iterdir()
     assert {path.stat().st_mode & 0o777 for path in (fresh, kept)} == {0o700}
@@ -169,20 +195,32 @@ def test_the_users_own_compiler_comes_first_and_need_not_serve(
 def test_all_sources_make_one_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "FOLDER", SOURCES)
     kernels = native.library()
-    assert kernels is not None and hasattr(kernels, "weft_matmul") and hasattr(kernels, "weft_forward")
+    assert (
+        kernels is not None and hasattr(kernels, "weft_matmul") and hasattr(kernels, "weft_forward")
+    )
 
 
 @pytest.mark.parametrize("structure", structures.SHARED, ids=lambda structure: structure.__name__)
 def test_a_structure_of_another_size_than_in_cpp_is_refused(
     structure: type[ctypes.Structure], fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longer = type(structure.__name__, (ctypes.Structure,), {"_fields_": (*structure._fields_, ("more", ctypes.c_long))})
+    longer = type(
+        structure.__name__,
+        (ctypes.Structure,),
+        {"_fields_": (*structure._fields_, ("more", ctypes.c_long))},
+    )
     shared = tuple(longer if each is structure else each for each in structures.SHARED)
     monkeypatch.setattr(native, "SHARED", shared)
-    with pytest.raises(AssertionError, match=rf"other sizes in C\+\+ than in structures.py: {structure.__name__}$"):
+    with pytest.raises(
+        AssertionError, match=rf"other sizes in C\+\+ than in structures.py: {structure.__name__}$"
+    ):
         native.library()
 
 
 def test_every_structure_is_compared() -> None:
-    made = {each for each in vars(structures).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    made = {
+        each
+        for each in vars(structures).values()
+        if isinstance(each, type) and issubclass(each, ctypes.Structure)
+    }
     assert made == set(structures.SHARED)

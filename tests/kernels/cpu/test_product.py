@@ -1,4 +1,6 @@
-"""Products against torch in float64, at sizes that fill no vector; and a row's bits do not depend on its company."""
+"""Products against torch in float64, at sizes that fill no vector; and a row's bits do not depend
+on its company.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,29 @@ def laid(x: Tensor, transposed: bool, gap: int) -> Tensor:
 @pytest.mark.usefixtures("products_by")
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(1, 300), st.integers(1, 330), st.integers(1, 1100), st.tuples(*[st.booleans()] * 2),
-    st.tuples(*[st.integers(0, 3)] * 2), st.booleans(), st.integers(0, 9),
-)  # fmt: skip
+    st.integers(1, 300),
+    st.integers(1, 330),
+    st.integers(1, 1100),
+    st.tuples(*[st.booleans()] * 2),
+    st.tuples(*[st.integers(0, 3)] * 2),
+    st.booleans(),
+    st.integers(0, 9),
+)
 def test_products(
-    count: int, size: int, terms: int, transposed: tuple[bool, bool], gaps: tuple[int, int], biased: bool, seed: int
+    count: int,
+    size: int,
+    terms: int,
+    transposed: tuple[bool, bool],
+    gaps: tuple[int, int],
+    biased: bool,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    x, weight, bias = torch.randn(count, terms), torch.randn(size, terms), torch.randn(size) if biased else None
+    x, weight, bias = (
+        torch.randn(count, terms),
+        torch.randn(size, terms),
+        torch.randn(size) if biased else None,
+    )
     left, right = map(laid, (x, weight), transposed, gaps)
     assert product.serves(left, right)
     made = product.product(left, right, bias)
@@ -64,7 +81,8 @@ def test_products(
 @pytest.mark.usefixtures("products_by")
 def test_products_do_not_depend_on_the_threads() -> None:
     left, right = torch.randn(400, 500), torch.randn(300, 500)
-    other, many = left.T.contiguous().T, torch.randn(1700, 500)  # many: which threads share row by row
+    # many: which threads share row by row
+    other, many = left.T.contiguous().T, torch.randn(1700, 500)
     threads = torch.get_num_threads()
     try:
         made = []
@@ -115,7 +133,8 @@ def test_products_are_as_exact_as_float32(rows: int) -> None:
     assert error < 1e-5  # of 25; with two parts instead of three 1e-4
     positive, other = torch.rand(rows, 640), torch.rand(200, 640)
     exact = positive.double() @ other.double().T
-    assert abs((product.product(positive, other) / exact - 1).mean()) < 2e-8  # what is left out has no sign of its own
+    # what is left out has no sign of its own
+    assert abs((product.product(positive, other) / exact - 1).mean()) < 2e-8
     one = torch.zeros(rows, 640)
     one[:, 7] = 1 + 2**-23  # all digits of either side reach the result
     assert torch.equal(product.product(one, weight), one[:, 7:8] * weight[:, 7])

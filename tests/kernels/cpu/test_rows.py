@@ -24,7 +24,9 @@ def test_rms_norm(shape: tuple[int, ...], offset: float) -> None:
     grad_y = torch.randn(shape)
     wanted = torch.autograd.grad(normed, (wide, scale), grad_y.double())
     for want_x, want_weight in [(True, True), (True, False), (False, True)]:
-        found = rows.rms_norm_gradients(x, weight, inverse, grad_y, offset, want_x=want_x, want_weight=want_weight)
+        found = rows.rms_norm_gradients(
+            x, weight, inverse, grad_y, offset, want_x=want_x, want_weight=want_weight
+        )
         for one, other, there in zip(found, wanted, (want_x, want_weight), strict=True):
             assert (one is not None) == there
             if one is not None:
@@ -36,8 +38,15 @@ def test_rotations_go_there_and_back(half: int) -> None:
     whole = torch.randn(6, 5, 33)
     x, angles = whole[:, 1:4], torch.randn(6, 1, half)
     rotated = rows.rotate(x, angles.cos(), angles.sin(), 1.0)
-    as_complex = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
-    assert_close(rotated[..., : 2 * half], torch.cat([as_complex.real, as_complex.imag], -1), atol=1e-6, rtol=1e-6)
+    as_complex = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
+    assert_close(
+        rotated[..., : 2 * half],
+        torch.cat([as_complex.real, as_complex.imag], -1),
+        atol=1e-6,
+        rtol=1e-6,
+    )
     assert torch.equal(rotated[..., 2 * half :], x[..., 2 * half :])
     assert_close(rows.rotate(rotated, angles.cos(), angles.sin(), -1.0), x, atol=1e-6, rtol=1e-6)
     part = rows.rotate(x, angles.cos(), angles.sin(), 1.0, rotated=2)
@@ -71,5 +80,7 @@ def test_keys_and_values_come_to_their_places() -> None:
     where = [(2, 0), (0, 9), (0, 3), (1, 4)]
     rows.store(k, v, keys, values, torch.tensor([slot * 30 + place for slot, place in where]))
     for token, (slot, place) in enumerate(where):
-        assert torch.equal(keys[slot, :, place], k[token]) and torch.equal(values[slot, :, place], v[token])
+        assert torch.equal(keys[slot, :, place], k[token]) and torch.equal(
+            values[slot, :, place], v[token]
+        )
     assert (keys != 0).sum() == k.numel()

@@ -32,7 +32,9 @@ def test_statistics_and_gradients_of_logits(size: int) -> None:
     logp = finite.log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
     for wanted_entropy in (grad_entropy, None):
-        value = (grad_logprob * at_label).sum() + (0.0 if wanted_entropy is None else (wanted_entropy * entropy).sum())
+        value = (grad_logprob * at_label).sum() + (
+            0.0 if wanted_entropy is None else (wanted_entropy * entropy).sum()
+        )
         (expected,) = torch.autograd.grad(value, wide, retain_graph=True)
         made = x.clone()
         softmax.to_gradients(made, found, labels, grad_logprob, wanted_entropy)
@@ -56,7 +58,11 @@ def test_logits_that_are_no_numbers_show() -> None:
     x[1, 7], x[2, 39] = torch.nan, torch.inf
     lse = softmax.statistics(x).lse
     assert lse.isfinite().tolist() == [True, False, False]
-    assert softmax.draw(x, torch.full((3,), 0.5, dtype=torch.float64))[1].isfinite().tolist() == [True, False, False]
+    assert softmax.draw(x, torch.full((3,), 0.5, dtype=torch.float64))[1].isfinite().tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 @settings(max_examples=60, deadline=None)

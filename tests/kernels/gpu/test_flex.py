@@ -1,6 +1,8 @@
-"""FlexAttention's masks: who sees whom, the blocks that follow, and the outputs and gradients of a shared prefix.
+"""FlexAttention's masks: who sees whom, the blocks that follow, and the outputs and gradients of a
+shared prefix.
 
-A CPU runs it unfused, and torch refuses gradients there only because its fused kernel has none: the check is lifted here.
+A CPU runs it unfused, and torch refuses gradients there only because its fused kernel has none: the
+check is lifted here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
 
@@ -39,7 +42,10 @@ def prefixed(device: str = "cpu") -> Prefixed:
 
 def inputs(dtype: torch.dtype = torch.float32, device: str = "cpu", dim: int = 16) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(CUTS[-1], h, dim, dtype=dtype, device=device, requires_grad=True) for h in (4, 2, 2)]
+    return [
+        torch.randn(CUTS[-1], h, dim, dtype=dtype, device=device, requires_grad=True)
+        for h in (4, 2, 2)
+    ]
 
 
 def visible(context: Dense | Prefixed, window: int | None) -> Tensor:
@@ -54,7 +60,9 @@ def visible(context: Dense | Prefixed, window: int | None) -> Tensor:
     return seen
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec) -> Tensor:
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec
+) -> Tensor:
     """Attention by the definition, all scores at once."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
@@ -65,14 +73,20 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec
 
 
 def joins_of(context: Dense | Prefixed) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    return [(join.prefix, join.rest) for join in context.joins] if isinstance(context, Prefixed) else []
+    return (
+        [(join.prefix, join.rest) for join in context.joins]
+        if isinstance(context, Prefixed)
+        else []
+    )
 
 
 def spans_of(context: Dense | Prefixed, length: int, window: int | None) -> flex.Spans:
     return flex.Spans.of(context.dense.cu_seqlens, joins_of(context), length, window)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: Dense | Prefixed, spec: AttentionSpec
+) -> Tensor:
     """By FlexAttention."""
     mask = flex.pack_mask(context.dense.cu_seqlens, joins_of(context), len(q), spec.window)
     return flex.packed(q, k, v, mask, spec)
@@ -83,8 +97,12 @@ def full_mask(spans: flex.Spans) -> Tensor:
     return spans.mask_mod(None, None, index[:, None], index[None])
 
 
-@pytest.mark.parametrize(("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)])
-def test_the_mask_is_the_definition_and_filling_sees_itself(context: Dense | Prefixed, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)]
+)
+def test_the_mask_is_the_definition_and_filling_sees_itself(
+    context: Dense | Prefixed, window: int | None
+) -> None:
     spans = spans_of(context, CUTS[-1], window)
     mask, length = full_mask(spans), CUTS[-1]
     assert mask.shape == (1024, 1024)
@@ -94,8 +112,12 @@ def test_the_mask_is_the_definition_and_filling_sees_itself(context: Dense | Pre
     assert mask.any(1).all(), "a query that sees nothing has no softmax"
 
 
-@pytest.mark.parametrize(("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)])
-def test_no_block_with_a_visible_key_is_left_out(context: Dense | Prefixed, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("context", "window"), [(dense(), None), (dense(), 40), (prefixed(), None)]
+)
+def test_no_block_with_a_visible_key_is_left_out(
+    context: Dense | Prefixed, window: int | None
+) -> None:
     spans = spans_of(context, CUTS[-1], window)
     cells = full_mask(spans).view(8, flex.BLOCK, 8, flex.BLOCK)
     some, every = spans.blocks()
@@ -104,8 +126,9 @@ def test_no_block_with_a_visible_key_is_left_out(context: Dense | Prefixed, wind
     block_mask = spans.mask()
     listed = torch.zeros(8, 8, dtype=torch.bool)
     for count, order in (
-        (block_mask.kv_num_blocks, block_mask.kv_indices), (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    ):  # fmt: skip
+        (block_mask.kv_num_blocks, block_mask.kv_indices),
+        (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
         for row in range(8):
             listed[row, order[0, 0, row, : count[0, 0, row]].long()] = True
     assert torch.equal(listed, some)
@@ -113,7 +136,9 @@ def test_no_block_with_a_visible_key_is_left_out(context: Dense | Prefixed, wind
 
 def test_a_block_that_only_a_prefix_fills_is_full() -> None:
     context = Prefixed(
-        Dense(torch.tensor([0, 256, 512], dtype=torch.int32), 256), (Join((0, 256), (256, 512)),), torch.tensor([511])
+        Dense(torch.tensor([0, 256, 512], dtype=torch.int32), 256),
+        (Join((0, 256), (256, 512)),),
+        torch.tensor([511]),
     )
     some, every = spans_of(context, 512, None).blocks()
     assert some.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
@@ -127,12 +152,16 @@ def test_a_shared_prefix_is_that_of_the_joined_parts_forward_and_backward() -> N
     assert_close(out, expected)
     weights = torch.randn_like(out)
     for a, b in zip(
-        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, theirs, weights), strict=True
+        torch.autograd.grad(out, ours, weights),
+        torch.autograd.grad(expected, theirs, weights),
+        strict=True,
     ):
         assert_close(a, b)
 
 
-@pytest.mark.parametrize("spec", [AttentionSpec(0.25, softcap=2.0), AttentionSpec(0.25, window=40, softcap=2.0)])
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(0.25, softcap=2.0), AttentionSpec(0.25, window=40, softcap=2.0)]
+)
 def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) -> None:
     ours, theirs = inputs(torch.float64), inputs(torch.float64)
     out = attend(*ours, dense(), spec)
@@ -140,13 +169,17 @@ def test_capped_scores_are_those_of_the_written_out_form(spec: AttentionSpec) ->
     assert_close(out, expected)
     weights = torch.randn_like(out)
     for a, b in zip(
-        torch.autograd.grad(out, ours, weights), torch.autograd.grad(expected, theirs, weights), strict=True
+        torch.autograd.grad(out, ours, weights),
+        torch.autograd.grad(expected, theirs, weights),
+        strict=True,
     ):
         assert_close(a, b)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 6, 7])
-def test_groups_of_decoding_are_filled_up_to_a_power_of_two(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
+def test_groups_of_decoding_are_filled_up_to_a_power_of_two(
+    monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
     """The kernel for few queries takes no others; what is filled in changes no number."""
     asked: list[int] = []
     attend = flex.attention
@@ -161,45 +194,73 @@ def test_groups_of_decoding_are_filled_up_to_a_power_of_two(monkeypatch: pytest.
         :, : 2 * group
     ]  # not contiguous, as after a joint product
     keys, values = (torch.randn(4, 16, 2, 16, dtype=torch.float64) for _ in range(2))
-    table, used = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
-    out = flex.paged(q, keys, values, flex.page_mask(table, used, (4, 16), None), AttentionSpec(0.25))
+    table, used = (
+        torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
+        torch.tensor([20, 7], dtype=torch.int32),
+    )
+    out = flex.paged(
+        q, keys, values, flex.page_mask(table, used, (4, 16), None), AttentionSpec(0.25)
+    )
     for row, count in enumerate(used.tolist()):
-        k, v = (x[table[row].long()].flatten(0, 1)[:count].repeat_interleave(group, 1) for x in (keys, values))
+        k, v = (
+            x[table[row].long()].flatten(0, 1)[:count].repeat_interleave(group, 1)
+            for x in (keys, values)
+        )
         weights = torch.softmax(torch.einsum("hd,khd->hk", q[row], k) * 0.25, -1)
         assert_close(out[row], torch.einsum("hk,khd->hd", weights, v), rtol=1e-12, atol=1e-12)
     assert asked == [{1: 1, 2: 2, 3: 4, 6: 8, 7: 8}[group]]
 
 
 def test_few_sizes_are_compiled() -> None:
-    assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [128, 128, 256, 1024, 1024, 8192]
+    assert [flex.padded(n) for n in (1, 128, 129, 1000, 1024, 8000)] == [
+        128,
+        128,
+        256,
+        1024,
+        1024,
+        8192,
+    ]
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    compiled = torch.compile(
+        torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True
+    )
     for length, cut in ((300, 40), (300, 90), (280, 33), (500, 33), (130, 20)):
         context = Dense(torch.tensor([0, cut, length], dtype=torch.int32), length)
         q, k, v = (torch.randn(1, heads, flex.padded(length), 16) for heads in (4, 2, 2))
-        compiled(q, k, v, block_mask=spans_of(context, length, None).mask(), scale=0.25, enable_gqa=True)
-    assert counter.frame_count == 2, "one for 512 tokens and one for 256, whatever the sequences in them"
+        compiled(
+            q, k, v, block_mask=spans_of(context, length, None).mask(), scale=0.25, enable_gqa=True
+        )
+    assert counter.frame_count == 2, (
+        "one for 512 tokens and one for 256, whatever the sequences in them"
+    )
 
 
 @torch.no_grad()
 def test_a_ragged_run_compiles_each_size_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding over one number of pages, by layers that differ in their scale, as rows end one after the other; and packs of
-    many lengths."""
+    """Decoding over one number of pages, by layers that differ in their scale, as rows end one
+    after the other; and packs of many lengths.
+    """
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    compiled = torch.compile(
+        torch_flex.flex_attention, backend=counter, dynamic=False, fullgraph=True
+    )
     monkeypatch.setattr(flex, "_runs_unfused", lambda _: False)
     monkeypatch.setattr(flex, "_compiled", lambda: compiled)
     keys, values = (torch.randn(16, 16, 2, 16) for _ in range(2))
     for length in (40, 30, 20, 12, 3):
         for rows in (4, 2, 1):
             table = torch.arange(1, 1 + 3 * rows, dtype=torch.int32).view(rows, 3)
-            mask = flex.page_mask(table, torch.full((rows,), length, dtype=torch.int32), (16, 16), None)
+            mask = flex.page_mask(
+                table, torch.full((rows,), length, dtype=torch.int32), (16, 16), None
+            )
             for layer in range(1, 4):
-                flex.paged(torch.randn(rows, 6, 16), keys, values, mask, AttentionSpec(0.25 / layer))
+                flex.paged(
+                    torch.randn(rows, 6, 16), keys, values, mask, AttentionSpec(0.25 / layer)
+                )
     assert counter.frame_count == 3, "one for each number of rows"
     for length in (200, 150, 130, 100, 40):
         context = Dense(torch.tensor([0, 7, length], dtype=torch.int32), length)
@@ -220,8 +281,9 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
-    """Compiled for a CPU, the forward pass skips blocks that are not listed, as it does on a GPU: a shared prefix, and pages of
-    which each row reads its own."""
+    """Compiled for a CPU, the forward pass skips blocks that are not listed, as it does on a GPU: a
+    shared prefix, and pages of which each row reads its own.
+    """
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
     q, k, v = (torch.randn(1, heads, 1024, 32) for heads in (4, 2, 2))
     mask = spans_of(prefixed(), CUTS[-1], None).mask()
@@ -229,7 +291,11 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
     assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
     table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
     used = torch.tensor([300, 256, 700, 1], dtype=torch.int32)
-    q, k, v = torch.randn(4, 4, 1, 32), torch.randn(1, 2, 7 * 256, 32), torch.randn(1, 2, 7 * 256, 32)
+    q, k, v = (
+        torch.randn(4, 4, 1, 32),
+        torch.randn(1, 2, 7 * 256, 32),
+        torch.randn(1, 2, 7 * 256, 32),
+    )
     for window in (None, 100):
         settings["block_mask"] = flex.page_mask(table, used, (7, 256), window)
         assert_close(compiled(q, k, v, **settings), torch_flex.flex_attention(q, k, v, **settings))
@@ -237,9 +303,14 @@ def test_a_fused_kernel_reads_the_listed_blocks_alone() -> None:
 
 @needs_cuda
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, None), (torch.bfloat16, 2e-2)])
-def test_the_fused_kernel_agrees_with_the_exact_form(dtype: torch.dtype, allowed: float | None) -> None:
+def test_the_fused_kernel_agrees_with_the_exact_form(
+    dtype: torch.dtype, allowed: float | None
+) -> None:
     """Float32 within what torch allows it; bfloat16 keeps 8 bits of each of up to 300 terms."""
-    for spec, context in ((AttentionSpec(0.25), prefixed), (AttentionSpec(0.25, window=40, softcap=2.0), dense)):
+    for spec, context in (
+        (AttentionSpec(0.25), prefixed),
+        (AttentionSpec(0.25, window=40, softcap=2.0), dense),
+    ):
         ours = [x.detach().cuda().requires_grad_() for x in inputs(dtype)]
         theirs = [x.detach().double().cpu().requires_grad_() for x in ours]
         out, expected = attend(*ours, context("cuda"), spec), written_out(*theirs, context(), spec)

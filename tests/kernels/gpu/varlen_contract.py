@@ -1,4 +1,6 @@
-"""`torch.nn.attention.varlen.varlen_attn` as documented, written out row by row: what weft's calls may rely on."""
+"""`torch.nn.attention.varlen.varlen_attn` as documented, written out row by row: what weft's calls
+may rely on.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,40 @@ from torch import Tensor
 
 
 def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool = False, seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int | None = None,
-) -> Tensor:  # fmt: skip
-    """query [T, H, D]; key and value [U, Hkv, D], or [pages, page, Hkv, D] with a table int32 [S, W]. The last query of a
-    sequence stands at its last key; each sees `window_size[0]` keys to the left of its place and `window_size[1]` to the right
-    (-1: all)."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """query [T, H, D]; key and value [U, Hkv, D], or [pages, page, Hkv, D] with a table int32 [S,
+    W]. The last query of a sequence stands at its last key; each sees `window_size[0]` keys to the
+    left of its place and `window_size[1]` to the right (-1: all).
+    """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     heads = key.shape[-2]
     assert enable_gqa or query.shape[1] == heads
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
     if block_table is not None:
         assert num_splits == 1 and block_table.dtype == torch.int32 and seqused_k is not None
-        assert seqused_k.dtype == torch.int32 and block_table.is_contiguous() and cu_seq_k.shape == cu_seq_q.shape
+        assert (
+            seqused_k.dtype == torch.int32
+            and block_table.is_contiguous()
+            and cu_seq_k.shape == cu_seq_q.shape
+        )
     outputs = []
-    for row, (start, stop) in enumerate(zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)):
+    for row, (start, stop) in enumerate(
+        zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True)
+    ):
         if block_table is None:
             span = slice(int(cu_seq_k[row]), int(cu_seq_k[row + 1]))
             k, v = key[span], value[span]

@@ -14,7 +14,8 @@ from weft.models.attention.inputs import AttentionInputs
 
 @torch.no_grad()
 def test_layers_of_one_pass_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
     monkeypatch.setattr(flex, "serves", lambda *_: True)
     context = Dense(torch.tensor([0, 150, 290, 700], dtype=torch.int32), 410)

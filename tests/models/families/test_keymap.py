@@ -38,7 +38,10 @@ def test_pieces_cover_a_slice_exactly_once(layout: str, data: st.DataObject) -> 
 
 
 def read(
-    key: Key, shape: tuple[int, ...], stored: dict[str, torch.Tensor], where: tuple[slice, ...] | None
+    key: Key,
+    shape: tuple[int, ...],
+    stored: dict[str, torch.Tensor],
+    where: tuple[slice, ...] | None,
 ) -> torch.Tensor:
     out, count = torch.zeros(shape), torch.zeros(shape)
     for piece in pieces(key, shape, where):
@@ -67,7 +70,9 @@ def test_parts_and_layers() -> None:
     keymap = families.get("llama").keymap(tiny_config("llama"))
     assert keymap.names("embedding") == ["embed.weight"]
     assert keymap.names("head") == ["norm.weight", "head.weight"]
-    assert len(keymap.names("block", layer=1)) == 9 and all(n.startswith("blocks.1.") for n in keymap.names(layer=1))
+    assert len(keymap.names("block", layer=1)) == 9 and all(
+        n.startswith("blocks.1.") for n in keymap.names(layer=1)
+    )
     assert set(keymap.select(["embed.weight"]).keys) == {"embed.weight"}
     with pytest.raises(KeyError):
         keymap.select(["nothing"])

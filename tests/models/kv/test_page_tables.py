@@ -1,4 +1,7 @@
-"""The accounting of pages: who uses which, when one is copied, and that none is lost. No tensors."""
+"""The accounting of pages: who uses which, when one is copied, and that none is lost.
+
+No tensors.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ def test_a_shared_page_is_copied_by_all_who_write_but_the_last() -> None:
     copies = tables.extend(rows(0, 1, 2), rows(6, 6, 6), rows(7, 7, 7))
     assert copies.source.tolist() == [2, 2] and copies.target.tolist() == [3, 4]
     assert [tables.of(row).tolist() for row in range(3)] == [[1, 3], [1, 4], [1, 2]]
-    assert not len(tables.extend(rows(0, 1, 2), rows(7, 7, 7), rows(8, 8, 8)).source), "each has its own now"
+    assert not len(tables.extend(rows(0, 1, 2), rows(7, 7, 7), rows(8, 8, 8)).source), (
+        "each has its own now"
+    )
 
 
 def test_a_full_shared_page_is_never_copied() -> None:
@@ -59,13 +64,18 @@ def test_a_full_shared_page_is_never_copied() -> None:
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["grow", "fork", "cut", "end"]), st.integers(0, 7), st.integers(1, 9)), max_size=40
+    st.tuples(
+        st.sampled_from(["grow", "fork", "cut", "end"]), st.integers(0, 7), st.integers(1, 9)
+    ),
+    max_size=40,
 )
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps)
-def test_rows_read_back_what_they_wrote_and_no_page_is_lost(todo: list[tuple[str, int, int]]) -> None:
+def test_rows_read_back_what_they_wrote_and_no_page_is_lost(
+    todo: list[tuple[str, int, int]],
+) -> None:
     """A memory of numbers in place of keys: every row finds its own tokens, whatever others did."""
     tables, memory = Tables(Pages(PAGE, count=2), rows=1, width=1), np.zeros(4096, np.int64)
     held: list[list[int]] = [[] for _ in range(8)]
@@ -96,7 +106,11 @@ def test_rows_read_back_what_they_wrote_and_no_page_is_lost(todo: list[tuple[str
             assert memory[places].tolist() == tokens
     for row in range(8):
         tables.clear(row)
-    assert tables.pages.num_used == 0 and (tables.pages.users[1:] == 0).all() and (tables.table == SCRATCH).all()
+    assert (
+        tables.pages.num_used == 0
+        and (tables.pages.users[1:] == 0).all()
+        and (tables.table == SCRATCH).all()
+    )
 
 
 def test_order() -> None:

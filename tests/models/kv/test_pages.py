@@ -1,4 +1,6 @@
-"""The paged cache: whatever rows share, copy and give back, what is computed stays what the whole pass computes."""
+"""The paged cache: whatever rows share, copy and give back, what is computed stays what the whole
+pass computes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PAGE = 16
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()  # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    # unfused, it is traced with sizes that vary; other tests' sizes would make more of them vary
+    torch._dynamo.reset()
     monkeypatch.setattr(torch_flex, "_warn_once", lambda *_, **__: None)
 
 
@@ -46,7 +49,9 @@ def test_sequences_come_and_go(name: str) -> None:
         for slot, token in zip(order, tokens, strict=True):
             held[slot] = torch.cat([held[slot], token[None]])
         assert packed.positions.tolist() == [len(held[slot]) - 1 for slot in order]
-        assert_close(network.hidden(packed)[packed.rows], last_states(network, [held[s] for s in order]))
+        assert_close(
+            network.hidden(packed)[packed.rows], last_states(network, [held[s] for s in order])
+        )
 
     step(1)
     step(2)
@@ -81,7 +86,9 @@ def test_samples_share_pages_until_they_write() -> None:
 
 @torch.no_grad()
 def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
-    """A prefix computed in two parts, cut back as the generator does, then gone on from by two rows and taken over by one."""
+    """A prefix computed in two parts, cut back as the generator does, then gone on from by two rows
+    and taken over by one.
+    """
     network = tiny()
     pool = pool_of(network)
     prefix, cache = PagedCache(pool), PagedCache(pool)
@@ -102,11 +109,15 @@ def test_a_prefix_of_its_own_precedes_what_rows_hold() -> None:
     prefix.close()
     tokens = torch.tensor([8, 9, 10])
     packed = cache.extend([0, 1, taken], tokens)
-    expected = [torch.cat([row, token[None]]) for row, token in zip([*whole, text], tokens, strict=True)]
+    expected = [
+        torch.cat([row, token[None]]) for row, token in zip([*whole, text], tokens, strict=True)
+    ]
     assert_close(network.hidden(packed)[packed.rows], last_states(network, expected))
     cache.truncate(1, 2)
     packed = cache.extend([1], [rests[1][2:6]])
-    assert_close(network.hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])]))
+    assert_close(
+        network.hidden(packed)[-1:], last_states(network, [torch.cat([text, rests[1][:6]])])
+    )
 
 
 @torch.no_grad()
@@ -141,7 +152,9 @@ def test_the_pool_grows_and_keeps_what_it_holds() -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_listed_blocks_hold_every_visible_key(window: int | None) -> None:
-    """The fused kernel reads the listed pages alone; the unfused form, which the other tests run, all of them."""
+    """The fused kernel reads the listed pages alone; the unfused form, which the other tests run,
+    all of them.
+    """
     table = torch.tensor([[3, 5, 0], [1, 0, 0], [4, 2, 6], [0, 0, 0]], dtype=torch.int32)
     used = torch.tensor([20, 16, 33, 1], dtype=torch.int32)
     mask = flex.page_mask(table, used, (7, PAGE), window)

@@ -1,4 +1,6 @@
-"""The slot cache: growing, forking, releasing, going back; what is computed stays what the whole pass computes."""
+"""The slot cache: growing, forking, releasing, going back; what is computed stays what the whole
+pass computes.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,23 @@ Hidden = Callable[..., torch.Tensor]
 
 @pytest.fixture(params=["modules", "passes"])
 def by(request: pytest.FixtureRequest) -> Callable[[Transformer], Hidden]:
-    """A network's passes module by module; or those of a generator, in one call where a kernel serves it."""
-    return (lambda network: network.hidden) if request.param == "modules" else (lambda network: Passes(network).hidden)
+    """A network's passes module by module; or those of a generator, in one call where a kernel
+    serves it.
+    """
+    return (
+        (lambda network: network.hidden)
+        if request.param == "modules"
+        else (lambda network: Passes(network).hidden)
+    )
 
 
 def cache_of(network: Transformer, rectangle: bool, *, slots: int = 1, room: int = 2) -> KVCache:
     """Where it is no `rectangle` it holds no numbers where no token was written."""
     if not rectangle and not reads_only_written(network):
         pytest.skip("this network's attention reads all slots as one rectangle")
-    cache = KVCache(network.config, "cpu", torch.float32, slots=slots, room=room, rectangle=rectangle)
+    cache = KVCache(
+        network.config, "cpu", torch.float32, slots=slots, room=room, rectangle=rectangle
+    )
     if not rectangle:
         for stored in (*cache.keys, *cache.values):
             stored.fill_(torch.nan)
@@ -41,7 +51,9 @@ def cache_of(network: Transformer, rectangle: bool, *, slots: int = 1, room: int
 
 
 def lie_elsewhere(cache: KVCache, rectangle: bool) -> None:
-    """Slots 0 and 1 are active and hold nothing; where they may lie anywhere, they do not lie in order."""
+    """Slots 0 and 1 are active and hold nothing; where they may lie anywhere, they do not lie in
+    order.
+    """
     assert cache.allocate(4) == [0, 1, 2, 3]
     for _ in range(2):
         cache.release(0)
@@ -51,8 +63,12 @@ def lie_elsewhere(cache: KVCache, rectangle: bool) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_sequences_come_and_go(name: str, rectangle: bool, by: Callable[[Transformer], Hidden]) -> None:
-    """Prefill some, decode, release one in the middle, admit others, decode on: always the states of the whole pass."""
+def test_sequences_come_and_go(
+    name: str, rectangle: bool, by: Callable[[Transformer], Hidden]
+) -> None:
+    """Prefill some, decode, release one in the middle, admit others, decode on: always the states
+    of the whole pass.
+    """
     network = tiny(name)
     hidden = by(network)
     cache = cache_of(network, rectangle)
@@ -96,13 +112,17 @@ def test_one_prompt_many_samples(rectangle: bool, by: Callable[[Transformer], Hi
     assert slots == [0, 2, 3, 4] and cache.num_slots == 8 and cache.used[slots].tolist() == [9] * 4
     tokens = torch.tensor([3, 50, 7, 99, 20])
     packed = cache.extend([*slots, 1], tokens)
-    expected = [torch.cat([text, t[None]]) for text, t in zip([*[prompt] * 4, other], tokens, strict=True)]
+    expected = [
+        torch.cat([text, t[None]]) for text, t in zip([*[prompt] * 4, other], tokens, strict=True)
+    ]
     assert_close(hidden(packed)[packed.rows], last_states(network, expected))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
-def test_what_another_cache_holds_is_taken(rectangle: bool, by: Callable[[Transformer], Hidden]) -> None:
+def test_what_another_cache_holds_is_taken(
+    rectangle: bool, by: Callable[[Transformer], Hidden]
+) -> None:
     network, (prompt, own) = tiny(), sequences([9, 6])
     hidden = by(network)
     cache, other = (cache_of(network, rectangle, slots=8, room=32) for _ in range(2))
@@ -117,7 +137,9 @@ def test_what_another_cache_holds_is_taken(rectangle: bool, by: Callable[[Transf
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [(12, 32), (8, 64), (2, 32)], ids=["more slots", "more room", "fewer slots"])
+@pytest.mark.parametrize(
+    "size", [(12, 32), (8, 64), (2, 32)], ids=["more slots", "more room", "fewer slots"]
+)
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
 def test_another_size_keeps_what_is_held(
     rectangle: bool, size: tuple[int, int], by: Callable[[Transformer], Hidden]
@@ -128,14 +150,18 @@ def test_another_size_keeps_what_is_held(
     lie_elsewhere(cache, rectangle)
     hidden(cache.extend([0, 1], texts))
     cache.resize(*size)
-    assert (cache.num_slots, cache.capacity) == size and cache.places.tolist() == list(range(size[0]))
+    assert (cache.num_slots, cache.capacity) == size and cache.places.tolist() == list(
+        range(size[0])
+    )
     packed = cache.extend([0, 1], torch.tensor([8, 9]))
     expected = [torch.cat([text, torch.tensor([t])]) for text, t in zip(texts, (8, 9), strict=True)]
     assert_close(hidden(packed)[packed.rows], last_states(network, expected))
 
 
 @pytest.mark.parametrize("rectangle", [True, False], ids=["rectangle", "anywhere"])
-def test_a_slot_that_is_given_back_moves_no_keys_where_slots_may_lie_anywhere(rectangle: bool) -> None:
+def test_a_slot_that_is_given_back_moves_no_keys_where_slots_may_lie_anywhere(
+    rectangle: bool,
+) -> None:
     cache = KVCache(tiny().config, "cpu", torch.float32, slots=4, rectangle=rectangle)
     slots = cache.allocate(3)
     cache.extend(slots, [torch.arange(3 + slot) for slot in slots])
@@ -143,7 +169,9 @@ def test_a_slot_that_is_given_back_moves_no_keys_where_slots_may_lie_anywhere(re
     assert cache.release(0) == 2 and cache.used.tolist() == [5, 4, 0, 0]
     assert cache.keys[0][:, 0, 4, 0].tolist() == ([2, 1, 2, 3] if rectangle else [0, 1, 2, 3])
     packed = cache.extend([0, 1], torch.tensor([1, 2]))
-    assert isinstance(packed.attention, Cached) and packed.attention.slots.tolist() == ([0, 1] if rectangle else [2, 1])
+    assert isinstance(packed.attention, Cached) and packed.attention.slots.tolist() == (
+        [0, 1] if rectangle else [2, 1]
+    )
 
 
 @torch.no_grad()
@@ -171,7 +199,9 @@ def test_slots_in_any_order_and_with_gaps(by: Callable[[Transformer], Hidden]) -
     tokens = torch.tensor([8, 9])
     packed = cache.extend([2, 0], tokens)
     assert isinstance(packed.attention, Cached) and packed.attention.span is None
-    expected = last_states(network, [torch.cat([rows[2], tokens[:1]]), torch.cat([rows[0], tokens[1:]])])
+    expected = last_states(
+        network, [torch.cat([rows[2], tokens[:1]]), torch.cat([rows[0], tokens[1:]])]
+    )
     assert_close(hidden(packed)[packed.rows], expected)
 
 
@@ -186,7 +216,10 @@ def test_room_grows_by_doubling() -> None:
     assert cache.capacity == 32
     cache.extend([1], [torch.arange(50)])
     assert cache.capacity == 80, "whole vectors, and no more than is needed beyond twice the room"
-    assert cache.num_bytes == 2 * config.num_layers * 4 * config.num_kv_heads * 80 * config.head_dim * 4
+    assert (
+        cache.num_bytes
+        == 2 * config.num_layers * 4 * config.num_kv_heads * 80 * config.head_dim * 4
+    )
 
 
 def test_a_decode_step_reads_consecutive_slots_without_a_copy() -> None:
@@ -218,7 +251,9 @@ def test_frequencies_that_would_change_under_cached_keys_are_refused() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_prefix_is_stored_once_and_joined(name: str, by: Callable[[Transformer], Hidden]) -> None:
-    """Two slots after one prefix, one after another, one after none: prefilled, decoded, moved and forked."""
+    """Two slots after one prefix, one after another, one after none: prefilled, decoded, moved and
+    forked.
+    """
     network = tiny(name)
     hidden = by(network)
     first, second, *rests = sequences([21, 9, 5, 2, 1, 7])
@@ -231,7 +266,10 @@ def test_a_prefix_is_stored_once_and_joined(name: str, by: Callable[[Transformer
     slots = cache.allocate(4)
     cache.link(slots[:2], prefixes[0])
     cache.link(slots[2:3], prefixes[1])
-    held = [torch.cat([head, rest]) for head, rest in zip([first, first, second, rests[3][:0]], rests, strict=True)]
+    held = [
+        torch.cat([head, rest])
+        for head, rest in zip([first, first, second, rests[3][:0]], rests, strict=True)
+    ]
     packed = cache.extend(slots, rests)
     assert_close(hidden(packed)[packed.rows], last_states(network, held))
 

@@ -1,4 +1,6 @@
-"""Blocks over packs: by weft's kernels what they are by torch; gradients whatever is frozen, recomputed or done in between."""
+"""Blocks over packs: by weft's kernels what they are by torch; gradients whatever is frozen,
+recomputed or done in between.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def prefixed(scale: int = 1) -> Packed:
     sizes = [scale * n for n in (6, 3, 5, 14, 2, 4)]
     ends = torch.tensor([0, *sizes]).cumsum(0)
     starts = [0, sizes[0], sizes[0], 0, 0, sizes[4]]
-    positions = torch.cat([torch.arange(first, first + n) for first, n in zip(starts, sizes, strict=True)])
+    positions = torch.cat(
+        [torch.arange(first, first + n) for first, n in zip(starts, sizes, strict=True)]
+    )
     at = ends.tolist()
     joins = (Join((at[0], at[1]), (at[1], at[3])), Join((at[4], at[5]), (at[5], at[6])))
     attention = Prefixed(Dense(ends.int(), max(sizes)), joins, ends[[2, 3, 4, 6]] - 1)
@@ -59,7 +63,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "no rotation": {"rope": None},
     "half rotated": {"rope": Rope(theta=10000.0, dim=4)},
-    "wide heads": {"num_heads": 6, "num_kv_heads": 2, "head_dim": 12, "rope": Rope(theta=10000.0, dim=12)},
+    "wide heads": {
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 12,
+        "rope": Rope(theta=10000.0, dim=12),
+    },
     "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
     "one key head": {"num_kv_heads": 1},
     "weights from one": {"norm": "rms_plus_one"},
@@ -77,7 +86,9 @@ def network_of(form: str) -> Transformer:
 
 
 def weighted(states: Tensor) -> Tensor:
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    weights = torch.randn(
+        states.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
     return (states * weights.to(states.dtype)).sum()
 
 
@@ -90,7 +101,10 @@ def results(network: Transformer, x: Packed, rows: list[int] | None) -> dict[str
     network.zero_grad()
     states = network.hidden(x, None if rows is None else torch.tensor(rows))
     weighted(states).backward()
-    return {"states": states.detach(), **{name: value.clone() for name, value in gradients(network).items()}}
+    return {
+        "states": states.detach(),
+        **{name: value.clone() for name, value in gradients(network).items()},
+    }
 
 
 def exact(network: Transformer, x: Packed, rows: list[int] | None) -> dict[str, Tensor]:
@@ -98,17 +112,28 @@ def exact(network: Transformer, x: Packed, rows: list[int] | None) -> dict[str, 
     return results(copy.deepcopy(network).double(), x, rows)
 
 
-def check(network: Transformer, x: Packed, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Float32 against float64, up to what so many roundings probably lose of each tensor's largest number. Some gradients
-    cancel to nothing beside the others: they lose two units in the last place of the largest of all."""
+def check(
+    network: Transformer, x: Packed, ours: dict[str, Tensor], theirs: dict[str, Tensor]
+) -> None:
+    """Float32 against float64, up to what so many roundings probably lose of each tensor's largest
+    number. Some gradients cancel to nothing beside the others: they lose two units in the last
+    place of the largest of all.
+    """
     assert ours.keys() == theirs.keys()
-    # The way back multiplies the same matrices once for the states and once for the parameters, and computes the softmax again.
+    # The way back multiplies the same matrices once for the states and once for the parameters, and
+    # computes the softmax again.
     lost = probable_gamma(3 * roundings(network, len(x.tokens)))
     largest = max(float(value.abs().max()) for value in theirs.values())
     for key, value in ours.items():
         assert value.dtype == torch.float32
         allowed = lost * float(theirs[key].abs().max()) + 2 * unit(torch.float32) * largest
-        assert_close(value.double(), theirs[key], rtol=0.0, atol=allowed, msg=lambda said, key=key: f"{key}: {said}")
+        assert_close(
+            value.double(),
+            theirs[key],
+            rtol=0.0,
+            atol=allowed,
+            msg=lambda said, key=key: f"{key}: {said}",
+        )
 
 
 @pytest.fixture
@@ -127,7 +152,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-WINDOWED = [(name, packs) for name in ("qwen2", "mistral") for packs in ("few", "many")]  # they share no prefix
+# they share no prefix
+WINDOWED = [(name, packs) for name in ("qwen2", "mistral") for packs in ("few", "many")]
 KERNELS = {
     "weft_rms_norm",
     "weft_rms_norm_backward",
@@ -140,7 +166,9 @@ KERNELS = {
 
 @pytest.mark.parametrize("wanted", WANTED)
 @pytest.mark.parametrize(("name", "packs"), [*(("llama", packs) for packs in PACKS), *WINDOWED])
-def test_the_kernels_compute_what_torch_does(name: str, packs: str, wanted: str, ran: list[str]) -> None:
+def test_the_kernels_compute_what_torch_does(
+    name: str, packs: str, wanted: str, ran: list[str]
+) -> None:
     network, x = tiny(name), PACKS[packs]()
     rows = WANTED[wanted](len(x.tokens))
     ours = results(network, x, rows)
@@ -149,7 +177,9 @@ def test_the_kernels_compute_what_torch_does(name: str, packs: str, wanted: str,
     check(network, x, ours, exact(network, x, rows))
     assert not ran
     with torch.no_grad():  # where nothing is kept
-        assert torch.equal(network.hidden(x, None if rows is None else torch.tensor(rows)), ours["states"])
+        assert torch.equal(
+            network.hidden(x, None if rows is None else torch.tensor(rows)), ours["states"]
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -169,7 +199,9 @@ def test_threads_change_no_bit(threads: int) -> None:
     expected = results(network, x, rows)
     torch.set_num_threads(threads)
     try:
-        assert all(torch.equal(value, expected[key]) for key, value in results(network, x, rows).items())
+        assert all(
+            torch.equal(value, expected[key]) for key, value in results(network, x, rows).items()
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -190,7 +222,9 @@ def test_rows_that_are_not_there_are_refused(row: int) -> None:
 
 def test_rows_may_be_of_another_type() -> None:
     network, x = tiny(), dense([9, 3])
-    assert torch.equal(network.hidden(x, torch.tensor([7, 2], dtype=torch.int32)), network.hidden(x)[[7, 2]])
+    assert torch.equal(
+        network.hidden(x, torch.tensor([7, 2], dtype=torch.int32)), network.hidden(x)[[7, 2]]
+    )
 
 
 def test_the_default_dtype_changes_nothing() -> None:
@@ -213,7 +247,9 @@ def test_other_passes_in_between_and_a_second_way_back() -> None:
     weighted(network.hidden(dense([40, 7]))).detach()
     for times in (1, 2):
         total.backward(retain_graph=True)
-        assert all(torch.equal(value, times * expected[name]) for name, value in gradients(network).items())
+        assert all(
+            torch.equal(value, times * expected[name]) for name, value in gradients(network).items()
+        )
 
 
 def test_gradients_of_biases_are_sums_of_blocks() -> None:
@@ -241,13 +277,17 @@ FROZEN = [
 
 @pytest.mark.parametrize("rows", [None, [33, 4]], ids=["all", "some"])
 @pytest.mark.parametrize("frozen", FROZEN, ids=" ".join)
-def test_what_is_frozen_gets_no_gradient_and_changes_no_other(frozen: list[str], rows: list[int] | None) -> None:
+def test_what_is_frozen_gets_no_gradient_and_changes_no_other(
+    frozen: list[str], rows: list[int] | None
+) -> None:
     network, x = network_of("biases"), PACKS["prefix"]()
     expected = results(network, x, rows)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not set(frozen) & set(name.split(".")))
     made = results(network, x, rows)
-    left = {name for name, at in canonical(network).items() if not set(frozen) & set(at.name.split("."))}
+    left = {
+        name for name, at in canonical(network).items() if not set(frozen) & set(at.name.split("."))
+    }
     assert made.keys() == {"states"} | left & expected.keys()
     assert all(torch.equal(value, expected[key]) for key, value in made.items())
 
@@ -266,7 +306,9 @@ def test_recomputed_blocks_have_the_same_gradients(every: int) -> None:
     network, x = tiny(), dense([9, 3, 14])
     expected = results(network, x, [3, 25])
     network.recompute_every = every
-    assert all(torch.equal(value, expected[name]) for name, value in results(network, x, [3, 25]).items())
+    assert all(
+        torch.equal(value, expected[name]) for name, value in results(network, x, [3, 25]).items()
+    )
 
 
 def test_weights_that_changed_between_the_passes_are_refused() -> None:
@@ -284,9 +326,15 @@ def strided(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "path",
-    ["blocks.0.norm1.weight", "blocks.1.norm2.weight", "blocks.1.attention.o.bias", "blocks.0.attention.qkv.bias",
-     "blocks.1.mlp.down.weight", "blocks.0.mlp.gate_up.weight"],
-)  # fmt: skip
+    [
+        "blocks.0.norm1.weight",
+        "blocks.1.norm2.weight",
+        "blocks.1.attention.o.bias",
+        "blocks.0.attention.qkv.bias",
+        "blocks.1.mlp.down.weight",
+        "blocks.0.mlp.gate_up.weight",
+    ],
+)
 def test_a_parameter_that_lies_otherwise_is_read_as_what_it_is(path: str) -> None:
     network, x = network_of("biases"), dense([9, 3])
     expected = results(network, x, None)

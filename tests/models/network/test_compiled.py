@@ -1,4 +1,6 @@
-"""Blocks that torch compiles compute what they compute without, and are compiled once for all lengths."""
+"""Blocks that torch compiles compute what they compute without, and are compiled once for all
+lengths.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FAMILIES = ("llama", "gpt2", "gpt_neox", "gemma2", "olmo2", "qwen3", "mixtral")
 
 
 class Counting:
-    """A backend that runs what it is given as it is, forward and backward, and counts how often it is asked."""
+    """A backend that runs what it is given as it is, forward and backward, and counts how often it
+    is asked.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -42,7 +46,9 @@ def anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def pair(make: Callable[..., Transformer], *given: Any, **changes: Any) -> tuple[Transformer, Transformer, Counting]:
+def pair(
+    make: Callable[..., Transformer], *given: Any, **changes: Any
+) -> tuple[Transformer, Transformer, Counting]:
     """(as it is, compiled, what counts)."""
     plain, other = (make(*given, dtype=torch.float64, **changes) for _ in range(2))
     counting = Counting()
@@ -55,7 +61,9 @@ def computed(network: Transformer, x: Packed) -> tuple[Tensor, dict[str, Tensor]
     network.zero_grad()
     out = network(x, WANT)["logprobs"]
     (out * torch.linspace(0.5, 1.5, len(out), dtype=out.dtype)).sum().backward()
-    return out.detach(), {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+    return out.detach(), {
+        name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None
+    }
 
 
 def alike(plain: Transformer, other: Transformer, x: Packed) -> None:
@@ -64,7 +72,13 @@ def alike(plain: Transformer, other: Transformer, x: Packed) -> None:
     assert_close(two, one, rtol=1e-10, atol=1e-10)
     assert by_one.keys() == by_two.keys() and by_one
     for name in by_one:
-        assert_close(by_two[name], by_one[name], rtol=1e-9, atol=1e-10, msg=lambda said, name=name: f"{name}: {said}")
+        assert_close(
+            by_two[name],
+            by_one[name],
+            rtol=1e-9,
+            atol=1e-10,
+            msg=lambda said, name=name: f"{name}: {said}",
+        )
     with torch.no_grad():
         assert_close(other(x, WANT)["logprobs"], plain(x, WANT)["logprobs"], rtol=1e-10, atol=1e-10)
 
@@ -85,10 +99,14 @@ def test_recomputed_blocks_and_shared_prefixes(every: int) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_adapters_on_and_off(dropout: float) -> None:
-    # The draws of dropout take long to trace, so that it has three adapters alone: before attention two, after it one.
+    # The draws of dropout take long to trace, so that it has three adapters alone: before attention
+    # two, after it one.
     targets = ("q", "v", "down") if dropout else ()
     plain, other, counting = pair(
-        lambda dtype, **changes: adapted(**changes).to(dtype), targets=targets, dropout=dropout, num_hidden_layers=4
+        lambda dtype, **changes: adapted(**changes).to(dtype),
+        targets=targets,
+        dropout=dropout,
+        num_hidden_layers=4,
     )
     x = pack(sequences([20, 9]))
     if dropout:
@@ -102,10 +120,13 @@ def test_adapters_on_and_off(dropout: float) -> None:
 
 def test_packs_of_all_lengths_share_what_is_compiled() -> None:
     plain, other, counting = pair(tiny, num_hidden_layers=3)
-    packs = [[33, 17, 5], [7], [64], [2, 3], [41, 8, 8, 1], [128]]  # 64 is the width of the states, too
+    # 64 is the width of the states, too
+    packs = [[33, 17, 5], [7], [64], [2, 3], [41, 8, 8, 1], [128]]
     for lengths in packs:
         alike(plain, other, pack(sequences(lengths)))
-    assert counting.count == 4, "what is before attention and what is after it, with gradients and without"
+    assert counting.count == 4, (
+        "what is before attention and what is after it, with gradients and without"
+    )
     third, *_ = pair(tiny, num_hidden_layers=2, seed=3)
     compile_blocks(third, counting)
     computed(third, pack(sequences([12, 3])))
@@ -121,7 +142,10 @@ def test_dropout_compiles_no_layer_by_itself() -> None:
         for block in network.blocks:
             block.dropout = 0.2
     for seed in range(2):
-        x = replace(pack(sequences([20, 9], seed=seed)), dropout=DropoutKeys.of(3, seed, [("a", 0), ("b", 1)]))
+        x = replace(
+            pack(sequences([20, 9], seed=seed)),
+            dropout=DropoutKeys.of(3, seed, [("a", 0), ("b", 1)]),
+        )
         alike(plain, other, x)
     assert counting.count == 4
 
@@ -129,7 +153,9 @@ def test_dropout_compiles_no_layer_by_itself() -> None:
 def test_what_keeps_torch_from_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("shutil.which", lambda command: "/usr/bin/g++" if command == "g++" else None)
+    monkeypatch.setattr(
+        "shutil.which", lambda command: "/usr/bin/g++" if command == "g++" else None
+    )
     assert kernels.compiling_obstacle(cpu) is None
     monkeypatch.setattr("shutil.which", lambda command: None)
     assert "no C++ compiler" in str(kernels.compiling_obstacle(cpu))

@@ -23,7 +23,9 @@ LOGPROBS = frozenset({"logprobs"})
 
 def test_threefry_is_the_hash_of_randomness() -> None:
     random = np.random.default_rng(0)
-    keys, counters = (random.integers(0, 2**32, (50, 2), dtype=np.uint64).astype(np.uint32) for _ in range(2))
+    keys, counters = (
+        random.integers(0, 2**32, (50, 2), dtype=np.uint64).astype(np.uint32) for _ in range(2)
+    )
     words = randomness.threefry(keys, counters)
     k, c = (torch.from_numpy(a.view(np.int32)) for a in (keys, counters))
     x, y = dropout.threefry(k[:, 0], k[:, 1], c[:, 0], c[:, 1])
@@ -50,14 +52,20 @@ def test_rates_and_independence() -> None:
     for rate in (0.1, 0.5):
         mask = (tokens.drop(torch.ones(800, 64), rate, 3) > 0).float()
         assert abs(mask.mean() - (1 - rate)) < 0.01
-        correlation = torch.corrcoef(torch.stack([mask[:400].flatten(), mask[400:].flatten()]))[0, 1]
+        correlation = torch.corrcoef(torch.stack([mask[:400].flatten(), mask[400:].flatten()]))[
+            0, 1
+        ]
         assert abs(correlation) < 0.02
     other = tokens.drop(torch.ones(800, 64), 0.5, 4) > 0
-    assert abs((other == (tokens.drop(torch.ones(800, 64), 0.5, 3) > 0)).float().mean() - 0.5) < 0.01
+    assert (
+        abs((other == (tokens.drop(torch.ones(800, 64), 0.5, 3) > 0)).float().mean() - 0.5) < 0.01
+    )
     assert tokens.drop(torch.ones(800, 64), 0.0, 3).equal(torch.ones(800, 64))
 
 
-def noisy(network: Transformer, rows: list[Tensor], ids: list[tuple[str, int]], step: int = 1) -> Tensor:
+def noisy(
+    network: Transformer, rows: list[Tensor], ids: list[tuple[str, int]], step: int = 1
+) -> Tensor:
     packed = replace(pack(rows), dropout=DropoutKeys.of(7, step, ids))
     return network(packed, LOGPROBS)["logprobs"]
 
@@ -78,7 +86,9 @@ def test_packing_changes_no_mask(name: str) -> None:
     network.recompute_every = 1
     gradient = torch.autograd.grad(noisy(network, rows, ids).sum(), list(network.parameters()))
     network.recompute_every = 0
-    for one, other in zip(gradient, torch.autograd.grad(together.sum(), list(network.parameters())), strict=True):
+    for one, other in zip(
+        gradient, torch.autograd.grad(together.sum(), list(network.parameters())), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -100,7 +110,9 @@ def test_adapters_drop_their_input(name: str) -> None:
                 value.fill_(0.1)
     rows, ids = sequences([9, 14]), [("a", 0), ("b", 0)]
     together = noisy(network, rows, ids)
-    assert_close(together, torch.cat([noisy(network, [r], [i]) for r, i in zip(rows, ids, strict=True)]))
+    assert_close(
+        together, torch.cat([noisy(network, [r], [i]) for r, i in zip(rows, ids, strict=True)])
+    )
     assert not torch.allclose(together, network(pack(rows), LOGPROBS)["logprobs"])
     with lora.adapters_off(network):
         assert torch.equal(noisy(network, rows, ids), network(pack(rows), LOGPROBS)["logprobs"])

@@ -1,4 +1,6 @@
-"""Outputs of several ids a row against the formulas written out: log-probs of K ids and of any other, and their gradients."""
+"""Outputs of several ids a row against the formulas written out: log-probs of K ids and of any
+other, and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,11 @@ def naive(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class Exactly:
-    """The formulas in float64 from float32 or float64 inputs, and the largest error that their arithmetic in `dtype` may make.
+    """The formulas in float64 from float32 or float64 inputs, and the largest error that their
+    arithmetic in `dtype` may make.
 
-    Bounds are first-order in u; the terms in u^2 are below the slack that `gamma(K + 8)` leaves for K + 4 roundings.
+    Bounds are first-order in u; the terms in u^2 are below the slack that `gamma(K + 8)` leaves for
+    K + 4 roundings.
     """
 
     def __init__(
@@ -60,32 +64,53 @@ class Exactly:
     ) -> None:
         self.dtype, self.ids, self.labels, self.temperature = dtype, ids.long(), labels, temperature
         self.hidden, self.weight = hidden.detach().double(), projection.weight.detach().double()
-        bias = torch.zeros(V).double() if projection.bias is None else projection.bias.detach().double()
+        bias = (
+            torch.zeros(V).double()
+            if projection.bias is None
+            else projection.bias.detach().double()
+        )
         logits = self.hidden @ self.weight.T + bias
-        # H products and the bias are added up; dividing by the temperature or the cap rounds once or twice more.
+        # H products and the bias are added up; dividing by the temperature or the cap rounds once
+        # or twice more.
         error = gamma(H + 3, dtype) * (self.hidden.abs() @ self.weight.abs().T + bias.abs())
         self.slope, slope_error = torch.ones_like(logits), torch.zeros_like(logits)
         if (cap := projection.softcap) is not None:
             bent = torch.tanh(logits / cap)
             # tanh moves by no more than its argument, is right within 2 u and is multiplied once.
             bent_error = error / cap + 4 * unit(dtype)
-            # The slope is 1 - tanh^2: it moves by 2 |tanh| times the error of tanh, and its own operations round at 1 or less.
-            self.slope, slope_error = 1 - bent.square(), 2 * bent.abs() * bent_error + 3 * unit(dtype)
+            # The slope is 1 - tanh^2: it moves by 2 |tanh| times the error of tanh, and its own
+            # operations round at 1 or less.
+            self.slope, slope_error = (
+                1 - bent.square(),
+                2 * bent.abs() * bent_error + 3 * unit(dtype),
+            )
             logits, error = cap * bent, cap * bent_error
         self.slope_error, self.logits = slope_error, logits / temperature
-        self.lost = softmax_bound(self.logits, error / temperature + unit(dtype) * self.logits.abs(), dtype)  # [N, 1]
+        # [N, 1]
+        self.lost = softmax_bound(
+            self.logits, error / temperature + unit(dtype) * self.logits.abs(), dtype
+        )
         logp = self.logits.log_softmax(-1)
-        self.values = {"given_logprobs": naive(self.logits, ids), "logprobs": logp.gather(1, labels[:, None])[:, 0]}
+        self.values = {
+            "given_logprobs": naive(self.logits, ids),
+            "logprobs": logp.gather(1, labels[:, None])[:, 0],
+        }
         self.p = logp.exp()
 
     def gradients(self, by_event: Tensor, by_square: float) -> list[tuple[Tensor, Tensor]]:
-        """Of sum(by_event * given) + by_square * sum(logprobs^2) by hidden, weight and bias: each exact, with its bound.
+        """Of sum(by_event * given) + by_square * sum(logprobs^2) by hidden, weight and bias: each
+        exact, with its bound.
 
-        By a logit it is d = sum over events of g (own share - p). Each term's factors, g of the label among them, are wrong by
-        at most twice `lost` relatively (of g 2 |by_square| (|logprob| + 1) counts as the size), and K + 4 roundings join them.
+        By a logit it is d = sum over events of g (own share - p). Each term's factors, g of the
+        label among them, are wrong by at most twice `lost` relatively (of g 2 |by_square|
+        (|logprob| + 1) counts as the size), and K + 4 roundings join them.
         """
         rest = self.p.scatter(1, self.ids, 0.0)
-        share = torch.zeros(N, K + 1, V).double().scatter(2, torch.cat([self.ids, self.ids[:, :1]], 1)[..., None], 1.0)
+        share = (
+            torch.zeros(N, K + 1, V)
+            .double()
+            .scatter(2, torch.cat([self.ids, self.ids[:, :1]], 1)[..., None], 1.0)
+        )
         share[:, -1] = rest / rest.sum(-1, keepdim=True)
         label = torch.nn.functional.one_hot(self.labels, V).double()[:, None]
         own, by = torch.cat([share, label], 1), by_event.double()
@@ -93,11 +118,20 @@ class Exactly:
         g = torch.cat([by, 2 * by_square * logprob], 1)[..., None]  # [N, K + 2, 1]
         size = torch.cat([by.abs(), 2 * abs(by_square) * (logprob.abs() + 1)], 1)[..., None]
         d = (g * (own - self.p[:, None])).sum(1)
-        d_error = (size * (own + self.p[:, None])).sum(1) * (2 * self.lost + gamma(K + 8, self.dtype))
+        d_error = (size * (own + self.p[:, None])).sum(1) * (
+            2 * self.lost + gamma(K + 8, self.dtype)
+        )
         d_error = d_error * self.slope + d.abs() * self.slope_error
         d, d_error = d * self.slope / self.temperature, d_error / self.temperature
-        sums = ((d, d_error, self.weight), (d.T, d_error.T, self.hidden), (d.T, d_error.T, torch.ones(N).double()))
-        return [(left @ right, product_bound(left, right, self.dtype, 3) + e @ right.abs()) for left, e, right in sums]
+        sums = (
+            (d, d_error, self.weight),
+            (d.T, d_error.T, self.hidden),
+            (d.T, d_error.T, torch.ones(N).double()),
+        )
+        return [
+            (left @ right, product_bound(left, right, self.dtype, 3) + e @ right.abs())
+            for left, e, right in sums
+        ]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
@@ -110,7 +144,9 @@ def test_given_logprobs_and_gradients_are_the_formula(
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
     projection, ids = Projection(weight, bias if with_bias else None, softcap), some_ids()
-    ours = given_outputs(hidden, labels, ids, projection, temperature=temperature, labelled=True, chunk=chunk)
+    ours = given_outputs(
+        hidden, labels, ids, projection, temperature=temperature, labelled=True, chunk=chunk
+    )
     exact = Exactly(hidden, projection, temperature, ids, labels, dtype)
     for name, value in exact.values.items():
         assert ours[name].dtype == dtype
@@ -118,9 +154,13 @@ def test_given_logprobs_and_gradients_are_the_formula(
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
     by_event = torch.randn(N, K + 1, generator=torch.Generator().manual_seed(2), dtype=dtype)
     for by_given, by_label in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
-        loss = (by_given * by_event * ours["given_logprobs"]).sum() + by_label * ours["logprobs"].square().sum()
+        loss = (by_given * by_event * ours["given_logprobs"]).sum() + by_label * ours[
+            "logprobs"
+        ].square().sum()
         made = torch.autograd.grad(loss, leaves, retain_graph=True)
-        for value, (right, bound) in zip(made, exact.gradients(by_given * by_event, by_label), strict=False):
+        for value, (right, bound) in zip(
+            made, exact.gradients(by_given * by_event, by_label), strict=False
+        ):
             assert_within(value, right, bound)
 
 
@@ -129,7 +169,9 @@ def test_gradcheck() -> None:
     ids = some_ids()
 
     def both(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        out = given_outputs(h, labels, ids, Projection(w, b, 2.0), temperature=0.8, labelled=True, chunk=2)
+        out = given_outputs(
+            h, labels, ids, Projection(w, b, 2.0), temperature=0.8, labelled=True, chunk=2
+        )
         return out["given_logprobs"], out["logprobs"]
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
@@ -160,10 +202,12 @@ def test_what_is_left_over_keeps_its_digits() -> None:
     out = given_outputs(hidden, torch.tensor([0]), ids, Projection(weight))["given_logprobs"]
     exact = math.log(9.0) - 65.0
     assert out[0].tolist() == pytest.approx([0.0, -65.0, exact], abs=1e-4)
-    out[0, 2].backward()  # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
+    # d log(rest) / d hidden = W^T (q - p), and q is uniform over the nine others
+    out[0, 2].backward()
     assert hidden.grad is not None
-    # q = exp(-60 - lse) of an lse of -60 + log 9, rounded by u |lse|, which is then q's relative error: of what sums to 60. The
-    # difference, exp (within 4 u), lse's own sum of nine and the sum of eleven products round too, at 65 at most.
+    # q = exp(-60 - lse) of an lse of -60 + log 9, rounded by u |lse|, which is then q's relative
+    # error: of what sums to 60. The difference, exp (within 4 u), lse's own sum of nine and the sum
+    # of eleven products round too, at 65 at most.
     bound = 60 * unit(torch.float32) * (60 - math.log(9.0)) + 65 * gamma(1 + 4 + 9 + V)
     assert_within(hidden.grad[0, 0], torch.tensor(-65.0), bound)
 
@@ -172,7 +216,9 @@ def test_what_is_left_over_keeps_its_digits() -> None:
 @pytest.mark.parametrize("count", [1, K, V + 5])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_likeliest_ids_with_their_logprobs(count: int, below: int | None, chunk: int, dtype: torch.dtype) -> None:
+def test_the_likeliest_ids_with_their_logprobs(
+    count: int, below: int | None, chunk: int, dtype: torch.dtype
+) -> None:
     hidden, weight, bias, labels = inputs(dtype)
     projection = Projection(weight, bias, 1.5)
     out = top_outputs(hidden, projection, TopIds(count, below), temperature=0.7, chunk=chunk)
@@ -182,15 +228,20 @@ def test_the_likeliest_ids_with_their_logprobs(count: int, below: int | None, ch
     assert out["top_ids"].dtype == torch.int32 and out["top_ids"].tolist() == wanted.tolist()
     assert_close(out["top_logprobs"], naive(logits, wanted).detach())
     assert not out["top_logprobs"].requires_grad
-    given = given_outputs(hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk)["given_logprobs"]
-    assert torch.equal(given, out["top_logprobs"]), "a student that is its teacher is not apart from it"
+    given = given_outputs(hidden, labels, out["top_ids"], projection, temperature=0.7, chunk=chunk)[
+        "given_logprobs"
+    ]
+    assert torch.equal(given, out["top_logprobs"]), (
+        "a student that is its teacher is not apart from it"
+    )
 
 
 def test_half_precision_is_normalised_in_float32() -> None:
     hidden, weight, _, labels = inputs(torch.bfloat16)
     out = given_outputs(hidden, labels, some_ids(), Projection(weight))["given_logprobs"]
     assert out.dtype == torch.float32
-    assert_close(out, naive(hidden.float() @ weight.float().T, some_ids()))  # nor are the logits rounded
+    # nor are the logits rounded
+    assert_close(out, naive(hidden.float() @ weight.float().T, some_ids()))
     out.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
 
@@ -218,13 +269,19 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gradient_known_by_row_spares_the_logits(
-    softcap: float | None, temperature: float, labelled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    softcap: float | None,
+    temperature: float,
+    labelled: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
     projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
     calls = []
     project = Projection.own_logits
-    monkeypatch.setattr(Projection, "own_logits", lambda self, h: calls.append(1) or project(self, h))
+    monkeypatch.setattr(
+        Projection, "own_logits", lambda self, h: calls.append(1) or project(self, h)
+    )
 
     def loss(out: Mapping[Output, Tensor]) -> Tensor:
         """Each row's gradient depends on its own outputs."""
@@ -240,9 +297,15 @@ def test_a_gradient_known_by_row_spares_the_logits(
 
     def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
         out = given_outputs(
-            hidden, labels, some_ids(), projection,
-            temperature=temperature, labelled=labelled, chunk=3, gradient=gradient,
-        )  # fmt: skip
+            hidden,
+            labels,
+            some_ids(),
+            projection,
+            temperature=temperature,
+            labelled=labelled,
+            chunk=3,
+            gradient=gradient,
+        )
         return torch.autograd.grad(loss(out), [hidden, weight, bias])
 
     plain = gradients(None)
@@ -255,9 +318,12 @@ def test_a_gradient_known_by_row_spares_the_logits(
         assert_close(one, other)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])  # an output matrix of its own; a tied one with a soft cap
+# an output matrix of its own; a tied one with a soft cap
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_network_gives_all_outputs_together(family: str) -> None:
-    """Outputs of labels, of given ids and of the entropy: values, and gradients that add up, also in a tied matrix."""
+    """Outputs of labels, of given ids and of the entropy: values, and gradients that add up, also
+    in a tied matrix.
+    """
     network = tiny(family).double()
     packed = pack(sequences([4, 6]))
     generator = torch.Generator().manual_seed(4)
@@ -276,7 +342,10 @@ def test_a_network_gives_all_outputs_together(family: str) -> None:
     for name, value in theirs.items():
         assert_close(ours[name], value)
     leaves = list(network.parameters())
-    made = [torch.autograd.grad(sum(v.square().sum() for v in out.values()), leaves) for out in (ours, theirs)]
+    made = [
+        torch.autograd.grad(sum(v.square().sum() for v in out.values()), leaves)
+        for out in (ours, theirs)
+    ]
     for one, other in zip(*made, strict=True):
         assert_close(one, other)
     top = network(replace(packed, ids=TopIds(2)), frozenset({"top_ids"}))
@@ -292,7 +361,9 @@ def test_a_gradient_by_row_is_not_asked_for_where_outputs_come_one_by_one() -> N
         asked.append(frozenset(out))
         return {key: torch.ones_like(value) for key, value in out.items()}
 
-    given = replace(packed, ids=torch.zeros(len(packed.rows), 1, dtype=torch.int32), row_gradient=gradient)
+    given = replace(
+        packed, ids=torch.zeros(len(packed.rows), 1, dtype=torch.int32), row_gradient=gradient
+    )
     network(given, frozenset({"given_logprobs", "entropy"}))
     assert not asked
     network(given, frozenset({"given_logprobs", "logprobs"}))
@@ -306,5 +377,7 @@ def test_several_ids_are_of_the_whole_vocabulary_whatever_was_sampled() -> None:
     kept = support(labels)
     limited = outputs(hidden, packed, Projection(weight), want, 1.0, kept)
     assert_close(limited["given_logprobs"], naive(hidden @ weight.T, some_ids()))
-    plain = by_token.token_outputs(hidden, labels, Projection(weight), frozenset({"logprobs"}), support=kept)
+    plain = by_token.token_outputs(
+        hidden, labels, Projection(weight), frozenset({"logprobs"}), support=kept
+    )
     assert torch.equal(limited["logprobs"], plain["logprobs"])

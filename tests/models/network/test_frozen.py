@@ -25,7 +25,9 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("options", [{"freeze_layers": 2}, {"train_last_layers": 1}])
-def test_frozen_weights_stay_and_the_others_learn_as_before(options: dict[str, int], tmp_path: Path) -> None:
+def test_frozen_weights_stay_and_the_others_learn_as_before(
+    options: dict[str, int], tmp_path: Path
+) -> None:
     path = tiny(tmp_path, num_hidden_layers=3)
     whole, part = engine_of(path, optimizer=SGD), engine_of(path, optimizer=SGD, **options)
     before = values(part)
@@ -49,7 +51,9 @@ def test_frozen_weights_have_no_optimizer_state(tmp_path: Path) -> None:
         engines[name].train([batch_of(GROUPS)], Nll())
         (tmp_path / name).mkdir()
         engines[name].save_state(tmp_path / name)
-        sizes[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
+        sizes[name] = sum(
+            file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file()
+        )
     part = engines["part"]
     assert part.trained_names == {"norm.weight", "head.weight"}
     assert all(p.grad is None for p in part._network.parameters() if not p.requires_grad)
@@ -59,7 +63,11 @@ def test_frozen_weights_have_no_optimizer_state(tmp_path: Path) -> None:
 
 
 def test_how_many_layers_are_frozen() -> None:
-    assert (frozen_layers(2, None, 5), frozen_layers(None, 2, 5), frozen_layers(None, None, 5)) == (2, 3, None)
+    assert (frozen_layers(2, None, 5), frozen_layers(None, 2, 5), frozen_layers(None, None, 5)) == (
+        2,
+        3,
+        None,
+    )
     for first, last in ((6, None), (None, 6)):
         with pytest.raises(ConfigError, match="has 5 layers"):
             frozen_layers(first, last, 5)
@@ -79,18 +87,27 @@ def test_the_ramp_of_residual_dropout(tmp_path: Path) -> None:
     path = tiny(tmp_path, num_hidden_layers=4)
     ramp = engine_of(path, residual_dropout=0.3, residual_dropout_lima=True)
     assert [block.dropout for block in ramp._network.blocks] == pytest.approx([0.0, 0.1, 0.2, 0.3])
-    assert [block.dropout for block in engine_of(path, residual_dropout=0.3)._network.blocks] == [0.3] * 4
-    single = tiny(tmp_path / "single", num_hidden_layers=1)
-    assert [b.dropout for b in engine_of(single, residual_dropout=0.3, residual_dropout_lima=True)._network.blocks] == [
+    assert [block.dropout for block in engine_of(path, residual_dropout=0.3)._network.blocks] == [
         0.3
-    ]
+    ] * 4
+    single = tiny(tmp_path / "single", num_hidden_layers=1)
+    assert [
+        b.dropout
+        for b in engine_of(single, residual_dropout=0.3, residual_dropout_lima=True)._network.blocks
+    ] == [0.3]
 
 
 def test_residual_dropout_is_in_force_in_training_alone(tmp_path: Path) -> None:
     path = tiny(tmp_path)
-    plain, dropped = engine_of(path, optimizer=SGD), engine_of(path, optimizer=SGD, residual_dropout=0.4)
+    plain, dropped = (
+        engine_of(path, optimizer=SGD),
+        engine_of(path, optimizer=SGD, residual_dropout=0.4),
+    )
     batch = batch_of(GROUPS)
-    one, two = (engine.forward(batch, frozenset({"logprobs"})).data["logprobs"] for engine in (plain, dropped))
+    one, two = (
+        engine.forward(batch, frozenset({"logprobs"})).data["logprobs"]
+        for engine in (plain, dropped)
+    )
     assert one.equal(two)
     losses = [engine.train([batch], Nll())[0].metrics["loss"] for engine in (plain, dropped)]
     assert abs(losses[0] - losses[1]) > 1e-4
@@ -109,10 +126,15 @@ LIMA = {"residual_dropout": 0.3, "residual_dropout_lima": True}
         ("t2", {"train_last_layers": 1}),
     ],
 )
-def test_layouts_of_two_compute_the_same(layout: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path) -> None:
+def test_layouts_of_two_compute_the_same(
+    layout: str, options: dict[str, Any], ranks: Ranks, tmp_path: Path
+) -> None:
     path = layouts.write_model(Case(), tmp_path / "hf")
     alone = layouts.run(
-        path, "d1", Case(options={k: v for k, v in options.items() if k != "gradient_checkpointing"}), tmp_path / "a"
+        path,
+        "d1",
+        Case(options={k: v for k, v in options.items() if k != "gradient_checkpointing"}),
+        tmp_path / "a",
     )
     assert alone is not None
     found = ranks.run(layouts.run, path, layout, Case(options=options), tmp_path / "many")

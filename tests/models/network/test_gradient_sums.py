@@ -28,10 +28,18 @@ def test_they_add_up_over_passes(tied: bool) -> None:
             assert parameter.grad is not None
             total[name] = total.get(name, 0.0) + parameter.grad.float()
             parameter.grad = None
-    by_products = {name for name, p in summed.named_parameters() if name.endswith("weight") and "norm" not in name}
+    by_products = {
+        name
+        for name, p in summed.named_parameters()
+        if name.endswith("weight") and "norm" not in name
+    }
     for name, parameter in summed.named_parameters():
         own = masters[name].grad
-        if name not in by_products or (tied and name == "embed.weight") or (not tied and name == "embed.weight"):
+        if (
+            name not in by_products
+            or (tied and name == "embed.weight")
+            or (not tied and name == "embed.weight")
+        ):
             continue
         assert own is not None and own.dtype == torch.float32 and parameter.grad is None, name
         assert float((own - total[name]).norm() / total[name].norm()) < 0.01, name
@@ -47,7 +55,11 @@ def test_they_add_up_over_passes(tied: bool) -> None:
 
 def test_those_of_adapters_are_summed_in_float32_too() -> None:
     plain, summed = (adapted().bfloat16() for _ in range(2))
-    masters = {name: nn.Parameter(p.detach().float()) for name, p in summed.named_parameters() if p.requires_grad}
+    masters = {
+        name: nn.Parameter(p.detach().float())
+        for name, p in summed.named_parameters()
+        if p.requires_grad
+    }
     gradient_sums.add_to(summed, masters)
     total: dict[str, torch.Tensor] = {}
     for seed in range(3):
@@ -61,5 +73,9 @@ def test_those_of_adapters_are_summed_in_float32_too() -> None:
     assert total.keys() == masters.keys() and any(name.endswith("lora_a") for name in total)
     own = dict(summed.named_parameters())
     for name, master in masters.items():
-        assert master.grad is not None and master.grad.dtype == torch.float32 and own[name].grad is None, name
+        assert (
+            master.grad is not None
+            and master.grad.dtype == torch.float32
+            and own[name].grad is None
+        ), name
         assert float((master.grad - total[name]).norm() / total[name].norm()) < 0.01, name

@@ -14,7 +14,9 @@ def test_two_thousand_rewards_have_as_many_values() -> None:
     hidden, weight = torch.randn(2000, 64).bfloat16(), torch.randn(1, 64).bfloat16()
     values = row_values(hidden, weight)
     assert values.dtype == torch.float32 and len(values.unique()) > 1990
-    torch.testing.assert_close(values, (hidden.double() @ weight[0].double()).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        values, (hidden.double() @ weight[0].double()).float(), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_gradients_reach_states_and_weight_in_their_dtype() -> None:
@@ -22,7 +24,11 @@ def test_gradients_reach_states_and_weight_in_their_dtype() -> None:
     torch.nn.init.ones_(head.weight)
     states = torch.randn(5, 8).bfloat16().requires_grad_()
     head(states).sum().backward()
-    assert states.grad is not None and states.grad.dtype == torch.bfloat16 and bool((states.grad == 1).all())
+    assert (
+        states.grad is not None
+        and states.grad.dtype == torch.bfloat16
+        and bool((states.grad == 1).all())
+    )
     assert head.weight.grad is not None and head.weight.grad.dtype == torch.bfloat16
 
 
@@ -34,8 +40,9 @@ def test_no_output_of_a_network_is_a_view() -> None:
 
 
 def test_mean_pooling_of_sequences_of_unequal_length() -> None:
-    """Open-Assistant's multiplied [B, T, H] by a mask [B, T], an error of shapes (defect 5): here the mean of each sequence's
-    states, times the head, by hand."""
+    """Open-Assistant's multiplied [B, T, H] by a mask [B, T], an error of shapes (defect 5): here
+    the mean of each sequence's states, times the head, by hand.
+    """
     rows = sequences([5, 1, 9])
     network = tiny("llama", "score", dtype=torch.float64)
     network.pooling = "mean"

@@ -43,16 +43,23 @@ def test_parts_are_rows_side_by_side() -> None:
 @pytest.mark.parametrize("trained", ["all", "weights", "input"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # weft's kernels, torch's
-def test_values_and_gradients_are_those_of_each_layer(dtype: torch.dtype, bias: bool, trained: str) -> None:
-    """Parts are computed in float64. A sum of K products and a bias meets K + 1 roundings; the gradient 2 out is as wrong as
-    the output, twice, which its products with weights, inputs and ones carry on and round again."""
+def test_values_and_gradients_are_those_of_each_layer(
+    dtype: torch.dtype, bias: bool, trained: str
+) -> None:
+    """Parts are computed in float64.
+
+    A sum of K products and a bias meets K + 1 roundings; the gradient 2 out is as wrong as the
+    output, twice, which its products with weights, inputs and ones carry on and round again.
+    """
     layer, x = linear(bias=bias, dtype=dtype), torch.randn(11, 7, dtype=dtype)
     parts = {name: part.double() for name, part in apart(layer).items()}
     for each in (layer, *parts.values()):
         each.weight.requires_grad_(trained != "input")
         if each.bias is not None:
             each.bias.requires_grad_(trained == "all")
-    ours, theirs = (x.to(to, copy=True).requires_grad_(trained != "weights") for to in (dtype, torch.float64))
+    ours, theirs = (
+        x.to(to, copy=True).requires_grad_(trained != "weights") for to in (dtype, torch.float64)
+    )
     out, expected = layer(ours), torch.cat([part(theirs) for part in parts.values()], dim=-1)
     weight = layer.weight.detach().double()
     lost = product_bound(x, weight.T, dtype, 1)
@@ -67,7 +74,10 @@ def test_values_and_gradients_are_those_of_each_layer(dtype: torch.dtype, bias: 
         return None if found[0] is None else torch.cat(found)
 
     by_out, ones = 2 * expected.detach(), torch.ones(11).double()
-    pairs = [(ours.grad, theirs.grad, by_out, weight), (layer.weight.grad, joined("weight"), by_out.T, x.double())]
+    pairs = [
+        (ours.grad, theirs.grad, by_out, weight),
+        (layer.weight.grad, joined("weight"), by_out.T, x.double()),
+    ]
     if layer.bias is not None:
         pairs.append((layer.bias.grad, joined("bias"), by_out.T, ones))
     for one, other, left, right in pairs:

@@ -35,7 +35,9 @@ def test_new_adapters_change_nothing_and_train_alone(name: str) -> None:
     trained = {n for n, at in canonical(network).items() if at.requires_grad}
     assert trained and all(lora.is_adapter(n) for n in trained)
     assert canonical(network).keys() - trained == base.keys(), "the base keeps its names"
-    assert {n for n, p in network.named_parameters() if not p.requires_grad} == stored, "those of what is stored, too"
+    assert {n for n, p in network.named_parameters() if not p.requires_grad} == stored, (
+        "those of what is stored, too"
+    )
     network(pack([ROW]), frozenset({"logprobs"}))["logprobs"].sum().backward()
     for n, at in canonical(network).items():
         assert (at.grad is not None) == lora.is_adapter(n), n
@@ -47,7 +49,9 @@ def test_new_adapters_change_nothing_and_train_alone(name: str) -> None:
 def test_the_formula() -> None:
     network = adapted(targets=("v",))
     layer, found = network.blocks[1].attention.qkv, values(network)
-    weight, a, b = (found[f"blocks.1.attention.v.{name}"] for name in ("weight", "lora_a", "lora_b"))
+    weight, a, b = (
+        found[f"blocks.1.attention.v.{name}"] for name in ("weight", "lora_a", "lora_b")
+    )
     x = torch.randn(4, 32)
     expected = x @ layer.weight.T
     expected[:, layer.rows("v")] = x @ weight.T + 2.0 * (x @ a.T) @ b.T
@@ -65,8 +69,9 @@ def test_off_is_the_base_and_on_again_is_not() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen3_moe"])
 def test_merged_is_adapted(name: str) -> None:
-    """As far as two passes in float32 can agree, each of which loses a share of the largest logit to its roundings; that of a
-    sum of weights is one more in each of a block's seven products."""
+    """As far as two passes in float32 can agree, each of which loses a share of the largest logit
+    to its roundings; that of a sum of weights is one more in each of a block's seven products.
+    """
     network = adapted(name)
     merged = hf_io.init_random(network.config, seed=0)
     sums, read = lora.merge(values(network), lora.scales(network)), values(merged)

@@ -1,4 +1,6 @@
-"""Packs: nobody attends across a boundary, and no gradient depends on what stands beside a sequence."""
+"""Packs: nobody attends across a boundary, and no gradient depends on what stands beside a
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from weft.models.network.token_outputs import token_outputs
 
 def test_a_pack_of_next_tokens() -> None:
     packed = pack([torch.tensor([5, 6, 7]), torch.tensor([8]), torch.tensor([9, 3])])
-    assert packed.tokens.tolist() == [5, 6, 7, 8, 9, 3] and packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert packed.tokens.tolist() == [5, 6, 7, 8, 9, 3] and packed.positions.tolist() == [
+        0,
+        1,
+        2,
+        0,
+        0,
+        1,
+    ]
     assert packed.rows.tolist() == [0, 1, 4] and packed.labels.tolist() == [6, 7, 3]
 
 
@@ -32,7 +41,9 @@ def test_changing_one_sequence_changes_no_other(name: str) -> None:
         assert torch.equal(before[start:stop], after[start:stop]) == (i != 1), f"sequence {i}"
     network.zero_grad()
     network.hidden(pack(rows))[bounds[3] : bounds[4]].square().sum().backward()
-    others = set(torch.cat([r for i, r in enumerate(rows) if i != 3]).tolist()) - set(rows[3].tolist())
+    others = set(torch.cat([r for i, r in enumerate(rows) if i != 3]).tolist()) - set(
+        rows[3].tolist()
+    )
     gradient = network.embed.weight.grad
     assert gradient is not None and others
     assert not gradient[sorted(others)].any()
@@ -49,7 +60,9 @@ def test_a_tied_matrix_gets_the_gradients_of_head_and_look_up(dtype: torch.dtype
     by_states, by_head = torch.autograd.grad(outputs["logprobs"].sum(), (alone, weight))
     (by_look_up,) = torch.autograd.grad(states, weight, by_states)
     assert by_look_up.abs().sum() > 0 and made.layout == torch.strided
-    assert_close(made, by_head + by_look_up, atol=1e-5, rtol=1.3e-6 if dtype != torch.bfloat16 else 1.6e-2)
+    assert_close(
+        made, by_head + by_look_up, atol=1e-5, rtol=1.3e-6 if dtype != torch.bfloat16 else 1.6e-2
+    )
 
 
 def test_nobody_looks_ahead() -> None:
@@ -66,10 +79,14 @@ def test_gradients_do_not_depend_on_packing(name: str) -> None:
     network = tiny(name, dtype=torch.float64)
     rows = sequences([9, 30, 1, 17, 30, 5])
     wanted = frozenset({"logprobs"})
-    together = torch.autograd.grad(network(pack(rows), wanted)["logprobs"].sum(), list(network.parameters()))
+    together = torch.autograd.grad(
+        network(pack(rows), wanted)["logprobs"].sum(), list(network.parameters())
+    )
     apart = [torch.zeros_like(p) for p in network.parameters()]
     for row in [r for r in rows if len(r) > 1]:
-        parts = torch.autograd.grad(network(pack([row]), wanted)["logprobs"].sum(), list(network.parameters()))
+        parts = torch.autograd.grad(
+            network(pack([row]), wanted)["logprobs"].sum(), list(network.parameters())
+        )
         apart = [a + b for a, b in zip(apart, parts, strict=True)]
     for one, other in zip(together, apart, strict=True):
         assert_close(one, other)

@@ -18,26 +18,48 @@ from weft.models.network.transformer import Transformer
 from weft.registry import families
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}), ("gpt2", {"tie_word_embeddings": False}), ("gpt2", {}), ("mixtral", {}),
-    ("llama", {"tie_word_embeddings": True}), ("gemma2", {}), ("qwen3", {}),
-]  # fmt: skip
+    ("llama", {}),
+    ("gpt2", {"tie_word_embeddings": False}),
+    ("gpt2", {}),
+    ("mixtral", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("gemma2", {}),
+    ("qwen3", {}),
+]
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "plain")
-def test_names_and_values_are_those_of_the_checkpoint(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(v) or "plain"
+)
+def test_names_and_values_are_those_of_the_checkpoint(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     network, family = tiny(name, **changes), families.get(name)
     assert isinstance(family, Family)
     hf_io.save(tmp_path, values(network), network.config)
     reader = hf_io.Reader(tmp_path)
-    assert values(network).keys() == family.keymap(network.config).keys.keys() == reader.keymap.keys.keys()
+    assert (
+        values(network).keys()
+        == family.keymap(network.config).keys.keys()
+        == reader.keymap.keys.keys()
+    )
     for key, value in values(network).items():
         assert torch.equal(value, reader.read(key)), key
     assert ("head.weight" in values(network)) != network.config.tied
 
 
 def test_the_names_of_a_llama() -> None:
-    block = ["attention.q.weight", "attention.k.weight", "attention.v.weight", "attention.o.weight", "mlp.gate.weight",
-             "mlp.up.weight", "mlp.down.weight", "norm1.weight", "norm2.weight"]  # fmt: skip
+    block = [
+        "attention.q.weight",
+        "attention.k.weight",
+        "attention.v.weight",
+        "attention.o.weight",
+        "mlp.gate.weight",
+        "mlp.up.weight",
+        "mlp.down.weight",
+        "norm1.weight",
+        "norm2.weight",
+    ]
     found = [f"blocks.{i}.{name}" for i in range(2) for name in block]
     network = tiny(num_hidden_layers=2)
     assert list(canonical(network)) == ["embed.weight", *found, "norm.weight", "head.weight"]
@@ -64,7 +86,11 @@ def test_values_and_gradients_are_views() -> None:
     assert at.grad is None and not at.data.requires_grad
     network(pack(sequences([9])), frozenset({"logprobs"}))["logprobs"].sum().backward()
     whole, rows = network.blocks[1].attention.qkv, slice(32, 48)
-    assert at.grad is not None and torch.equal(at.grad, whole.weight.grad[rows]) and at.grad.abs().sum() > 0
+    assert (
+        at.grad is not None
+        and torch.equal(at.grad, whole.weight.grad[rows])
+        and at.grad.abs().sum() > 0
+    )
     at.data.fill_(3.0)
     at.grad.zero_()
     assert bool((whole.weight[rows] == 3).all()) and not bool((whole.weight[:32] == 3).any())
@@ -73,11 +99,20 @@ def test_values_and_gradients_are_views() -> None:
 
 def test_other_modules_keep_their_names_and_a_tied_tensor_has_one() -> None:
     module = nn.ModuleDict(
-        {"table": nn.Embedding(5, 3), "inner": nn.Sequential(nn.Linear(3, 3)), "head": nn.Linear(3, 5)}
+        {
+            "table": nn.Embedding(5, 3),
+            "inner": nn.Sequential(nn.Linear(3, 3)),
+            "head": nn.Linear(3, 5),
+        }
     )
     assert list(canonical(module)) == [name for name, _ in module.named_parameters()]
     module["head"].weight = module["table"].weight
-    assert list(canonical(module)) == ["table.weight", "inner.0.weight", "inner.0.bias", "head.bias"]
+    assert list(canonical(module)) == [
+        "table.weight",
+        "inner.0.weight",
+        "inner.0.bias",
+        "head.bias",
+    ]
 
 
 def test_a_part_has_the_names_of_the_whole() -> None:
@@ -86,4 +121,6 @@ def test_a_part_has_the_names_of_the_whole() -> None:
     for layers in (range(1), range(1, 2), range(2, config.num_layers)):
         found += canonical(Transformer.empty(config, layers=layers))
     whole = list(canonical(Transformer.empty(config)))
-    assert sorted(found) == sorted([*whole, "embed.weight"]), "the last part reads the tied matrix too"
+    assert sorted(found) == sorted([*whole, "embed.weight"]), (
+        "the last part reads the tied matrix too"
+    )

@@ -1,4 +1,6 @@
-"""Prefix tuning: the same log-probs and gradients as PEFT's, packed as one by one, with beginnings shared or not, and off."""
+"""Prefix tuning: the same log-probs and gradients as PEFT's, packed as one by one, with beginnings
+shared or not, and off.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def with_prefix(network: Transformer, head: Head = "lm") -> Transformer:
 
 
 def gradients(network: Transformer) -> dict[str, Tensor]:
-    return {name: part.grad.clone() for name, part in canonical(network).items() if part.grad is not None}
+    return {
+        name: part.grad.clone()
+        for name, part in canonical(network).items()
+        if part.grad is not None
+    }
 
 
 # Windows of which the prefix takes a part, soft-capping, learned positions, heads that share keys.
@@ -58,27 +64,37 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("name", "changes"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_log_probs_and_gradients_are_those_of_peft(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_log_probs_and_gradients_are_those_of_peft(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     network = tiny(name, dtype=torch.float64, **changes)
     hf_io.save(tmp_path, values(network), network.config)
     module = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float64
     )
     settings = peft.PrefixTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=COUNT, num_attention_heads=network.config.num_kv_heads,
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=COUNT,
+        num_attention_heads=network.config.num_kv_heads,
         token_dim=network.config.num_kv_heads * network.config.head_dim,
-    )  # fmt: skip
+    )
     theirs = peft.get_peft_model(module, settings).double().eval()
     embedding = theirs.prompt_encoder["default"].embedding.weight
     ours = with_prefix(network)
     split = embedding.unflatten(1, (network.config.num_layers, 2, -1))
     with torch.no_grad():
         for layer, block in enumerate(ours.blocks):
-            split[:, layer, 0], split[:, layer, 1] = block.attention.prefix.k, block.attention.prefix.v
+            split[:, layer, 0], split[:, layer, 1] = (
+                block.attention.prefix.k,
+                block.attention.prefix.v,
+            )
     rows = [row.clamp_min(3) for row in sequences([7, 19, 2, 19])]
     found = ours(pack(rows), LOGPROBS)["logprobs"].double()
     wanted = torch.cat(
-        [theirs(row[None]).logits[0].double().log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0] for row in rows]
+        [
+            theirs(row[None]).logits[0].double().log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+            for row in rows
+        ]
     )
     close = {"rtol": 1e-5, "atol": 1e-6}  # both rotate in float32
     assert_close(found, wanted, **close)
@@ -104,7 +120,10 @@ def test_a_pack_is_as_its_sequences_one_by_one(dropped: bool, dtype: torch.dtype
 
     found = network(keyed(pack(rows), keys), LOGPROBS)["logprobs"]
     apart = [
-        network(keyed(pack([row]), None if keys is None else DropoutKeys(keys.keys[i : i + 1])), LOGPROBS)["logprobs"]
+        network(
+            keyed(pack([row]), None if keys is None else DropoutKeys(keys.keys[i : i + 1])),
+            LOGPROBS,
+        )["logprobs"]
         for i, row in enumerate(rows)
     ]
     assert_close(found, torch.cat(apart))
@@ -140,7 +159,9 @@ def test_a_prefix_that_is_off_leaves_the_network_as_it_was() -> None:
     with_it = network(x, LOGPROBS)["logprobs"]
     with lora.adapters_off(network):
         assert network.prefix_tokens == 0
-        assert_close(network(x, LOGPROBS)["logprobs"], plain(x, LOGPROBS)["logprobs"], rtol=0.0, atol=0.0)
+        assert_close(
+            network(x, LOGPROBS)["logprobs"], plain(x, LOGPROBS)["logprobs"], rtol=0.0, atol=0.0
+        )
     assert network.prefix_tokens == COUNT
     assert_close(network(x, LOGPROBS)["logprobs"], with_it, rtol=0.0, atol=0.0)
     assert (with_it - plain(x, LOGPROBS)["logprobs"]).abs().max() > 0.01

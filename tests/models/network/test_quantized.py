@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.network.linear import Linear
-from weft.models.network.quantized import BLOCK, Kind, Quantized, give_memory, hold, linear, num_bytes, whole
+from weft.models.network.quantized import (
+    BLOCK,
+    Kind,
+    Quantized,
+    give_memory,
+    hold,
+    linear,
+    num_bytes,
+    whole,
+)
 
 KINDS: list[Kind] = ["8bit", "4bit"]
 
@@ -38,7 +47,9 @@ def test_4_bits_are_those_of_the_library() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_taken_and_filled_by_themselves(kind: Kind) -> None:
     values = matrix()
-    made = nn.Parameter(Quantized.unfilled(*values.shape, kind, torch.float32, "cpu"), requires_grad=False)
+    made = nn.Parameter(
+        Quantized.unfilled(*values.shape, kind, torch.float32, "cpu"), requires_grad=False
+    )
     for part in (slice(0, 2), slice(2, 6)):
         made.detach()[part].copy_(values[part])
     assert isinstance(made[1:4], Quantized)
@@ -54,9 +65,14 @@ def test_zeros_stay_zeros(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(kind: Kind, dtype: torch.dtype) -> None:
+def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(
+    kind: Kind, dtype: torch.dtype
+) -> None:
     weight, bias = held(kind, matrix(), dtype), torch.randn(6).to(dtype)
-    x, y = (torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_() for _ in "xy")
+    x, y = (
+        torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        for _ in "xy"
+    )
     made, wanted = linear(x, weight, bias), nn.functional.linear(y, weight.whole(), bias)
     torch.testing.assert_close(made, wanted)
     (made.float() ** 2).mean().backward()
@@ -67,9 +83,13 @@ def test_a_product_and_its_gradient_are_those_of_the_whole_matrix(kind: Kind, dt
 def test_bytes_of_a_layer(kind: Kind = "4bit") -> None:
     with torch.device("meta"):
         network = nn.ModuleDict(
-            {"a": Linear(128, {"q": 64, "k": 32}, bias=True), "b": Linear(96, {"o": 64}, bias=False)}
+            {
+                "a": Linear(128, {"q": 64, "k": 32}, bias=True),
+                "b": Linear(96, {"o": 64}, bias=False),
+            }
         )
-    assert hold(network.values(), kind, torch.bfloat16) == 128 * 96  # rows of 96 are no whole blocks
+    # rows of 96 are no whole blocks
+    assert hold(network.values(), kind, torch.bfloat16) == 128 * 96
     give_memory(network, torch.device("cpu"))
     elements, size = num_bytes(network)
     assert (elements, size) == (128 * 96, 128 * 96 // 2 + 4 * 128 * 96 // 64)

@@ -14,7 +14,12 @@ def test_scalings_that_depend_on_length_choose_for_each_sequence() -> None:
         100.0,
         4,
         "longrope",
-        {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0], "original": 5, "attention_factor": 1.0},
+        {
+            "short_factor": [1.0, 1.0],
+            "long_factor": [2.0, 4.0],
+            "original": 5,
+            "attention_factor": 1.0,
+        },
     )
     context = Dense(torch.tensor([0, 5, 11], dtype=torch.int32), 6)
     positions = torch.cat([torch.arange(5), torch.arange(6)])

@@ -1,4 +1,6 @@
-"""Log-probs, entropy, top-1, values and scores against the formulas written out, and their gradients."""
+"""Log-probs, entropy, top-1, values and scores against the formulas written out, and their
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,25 @@ N, H, V = 7, 5, 11
 ALL = frozenset({"logprobs", "entropy", "top1"})
 
 
-def inputs(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (
-        torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in ((N, H), (V, H), (V,))
+        torch.randn(*s, generator=generator, dtype=dtype).requires_grad_()
+        for s in ((N, H), (V, H), (V,))
     )
     return hidden, weight, bias, torch.randint(0, V, (N,), generator=generator)
 
 
 def support(labels: Tensor) -> Support:
     """Rows of 3 kept ids with the label among them, and one row without a limit."""
-    ids = [sorted({int(label), (int(label) + 3) % V, (int(label) + 7) % V}) for label in labels[:-1]]
-    return Support(torch.tensor([i for row in ids for i in row]), torch.tensor([len(row) for row in ids] + [0]))
+    ids = [
+        sorted({int(label), (int(label) + 3) % V, (int(label) + 7) % V}) for label in labels[:-1]
+    ]
+    return Support(
+        torch.tensor([i for row in ids for i in row]), torch.tensor([len(row) for row in ids] + [0])
+    )
 
 
 def naive(
@@ -71,7 +80,9 @@ def test_outputs_and_gradients_are_the_formula(
     hidden, weight, bias, labels = inputs()
     projection = Projection(weight, bias if with_bias else None, softcap)
     kept = support(labels) if limited else None
-    ours = token_outputs(hidden, labels, projection, ALL, temperature=temperature, support=kept, chunk=chunk)
+    ours = token_outputs(
+        hidden, labels, projection, ALL, temperature=temperature, support=kept, chunk=chunk
+    )
     theirs = naive(hidden, labels, projection, temperature, kept)
     scale = torch.linspace(0.5, 2.0, N, dtype=torch.float64)
     leaves = [hidden, weight, bias] if with_bias else [hidden, weight]
@@ -79,7 +90,8 @@ def test_outputs_and_gradients_are_the_formula(
         assert_close(ours[name], theirs[name])
     for mix in ((1.0, 0.0), (0.0, 1.0), (0.3, -2.0)):
         objective = [
-            (mix[0] * o["logprobs"] * scale + mix[1] * o["entropy"] * scale.flip(0)).sum() for o in (ours, theirs)
+            (mix[0] * o["logprobs"] * scale + mix[1] * o["entropy"] * scale.flip(0)).sum()
+            for o in (ours, theirs)
         ]
         gradients = [torch.autograd.grad(value, leaves, retain_graph=True) for value in objective]
         for one, other in zip(*gradients, strict=True):
@@ -99,7 +111,9 @@ def test_gradcheck() -> None:
     hidden, weight, bias, labels = inputs()
 
     def both(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        out = token_outputs(h, labels, Projection(w, b, 2.0), ALL, temperature=0.8, support=support(labels), chunk=2)
+        out = token_outputs(
+            h, labels, Projection(w, b, 2.0), ALL, temperature=0.8, support=support(labels), chunk=2
+        )
         return out["logprobs"], out["entropy"]
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
@@ -136,7 +150,11 @@ def test_the_logits_are_never_held_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_chunks_of_a_large_vocabulary_have_rows_enough() -> None:
     cpu = torch.device("cpu")
-    assert [by_token.chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [1024, 512, 256]
+    assert [by_token.chunk_rows(size, cpu) for size in (1 << 14, 1 << 15, 1 << 17)] == [
+        1024,
+        512,
+        256,
+    ]
     assert by_token.chunk_rows(1 << 17, torch.device("cuda")) == 1024
 
 
@@ -181,7 +199,11 @@ def test_the_sampler_sees_the_same_logits() -> None:
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # weft's kernels, torch's
 def test_a_gradient_known_by_row_spares_the_logits(
-    softcap: float | None, temperature: float, with_entropy: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    softcap: float | None,
+    temperature: float,
+    with_entropy: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, bias, labels = inputs(dtype)
     projection, scale = Projection(weight, bias, softcap), torch.linspace(-0.5, 2.0, N, dtype=dtype)
@@ -207,7 +229,9 @@ def test_a_gradient_known_by_row_spares_the_logits(
         return {key: by for key, by in zip(free, made, strict=True) if by is not None}
 
     def gradients(gradient: RowGradient | None) -> tuple[Tensor, ...]:
-        out = token_outputs(hidden, labels, projection, ALL, temperature=temperature, chunk=3, gradient=gradient)
+        out = token_outputs(
+            hidden, labels, projection, ALL, temperature=temperature, chunk=3, gradient=gradient
+        )
         return torch.autograd.grad(loss(out), [hidden, weight, bias])
 
     plain = gradients(None)

@@ -13,7 +13,9 @@ from weft.models.network.packed import pack
 
 
 def kept_bytes(network: Any, x: Any) -> int:
-    """Bytes of the distinct memory, parameters aside, that the forward pass keeps for the backward pass."""
+    """Bytes of the distinct memory, parameters aside, that the forward pass keeps for the backward
+    pass.
+    """
     seen: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -42,14 +44,17 @@ def test_recomputed_layers_keep_less_and_change_no_bit() -> None:
         found.append(gradients(network, x))
     assert kept == sorted(kept, reverse=True) and kept[-1] < 0.25 * kept[0]
     one_layer = kept[0] - kept[1]
-    assert [kept[0] - kept[n] for n in (2, 3)] == pytest.approx([2 * one_layer, 4 * one_layer], rel=0.01)
+    assert [kept[0] - kept[n] for n in (2, 3)] == pytest.approx(
+        [2 * one_layer, 4 * one_layer], rel=0.01
+    )
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_a_block_keeps_what_its_products_need() -> None:
-    """Per token and layer: the stream twice, both norms' results, q, k, v, attention's result (twice where it was copied into
-    order); gate and up."""
+    """Per token and layer: the stream twice, both norms' results, q, k, v, attention's result
+    (twice where it was copied into order); gate and up.
+    """
     lengths = [32, 32]
     x, config = pack(sequences(lengths)), tiny().config
     per_layer = kept_bytes(tiny(num_hidden_layers=3), x) - kept_bytes(tiny(num_hidden_layers=2), x)

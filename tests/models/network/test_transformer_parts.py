@@ -64,7 +64,9 @@ def check(whole: Transformer, cuts: list[int], x: Packed, want: frozenset[Output
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
     for out in (ours, theirs):
-        torch.stack([(value * torch.cos(torch.arange(len(value)))).sum() for value in out.values()]).sum().backward()
+        torch.stack(
+            [(value * torch.cos(torch.arange(len(value)))).sum() for value in out.values()]
+        ).sum().backward()
     one, other = gradients(parts), gradients([whole])
     assert one.keys() == other.keys() == canonical(whole).keys()
     for key, grad in other.items():
@@ -108,11 +110,18 @@ def test_the_same_blocks_are_computed_again() -> None:
     assert passes(parts_of(whole, [1])) == passes([whole]) == [1, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("head", "pooling"), [("value", "last"), ("score", "last"), ("score", "mean")])
+@pytest.mark.parametrize(
+    ("head", "pooling"), [("value", "last"), ("score", "last"), ("score", "mean")]
+)
 def test_other_heads(head: Any, pooling: Any) -> None:
     network = tiny("llama", head)
     network.pooling = pooling
-    check(network, [2], pack(sequences([9, 30])), frozenset({"values" if head == "value" else "scores"}))
+    check(
+        network,
+        [2],
+        pack(sequences([9, 30])),
+        frozenset({"values" if head == "value" else "scores"}),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,5 +151,8 @@ def test_states_are_given_where_there_is_no_embedding() -> None:
         second(x, WANT)
     with pytest.raises(AssertionError, match="states are given"):
         first(x, WANT, states=torch.zeros(9, first.config.hidden_size))
-    names = {name.split(".")[0] for name in canonical(first)}, {name.split(".")[0] for name in canonical(second)}
+    names = (
+        {name.split(".")[0] for name in canonical(first)},
+        {name.split(".")[0] for name in canonical(second)},
+    )
     assert names == ({"embed", "blocks"}, {"blocks", "norm", "head"})

@@ -1,4 +1,6 @@
-"""States of some rows alone: the last block computes no others, and every row is what it is among all."""
+"""States of some rows alone: the last block computes no others, and every row is what it is among
+all.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ def packed() -> Packed:
 
 
 def gradients(network: Transformer, states: Tensor) -> list[Tensor]:
-    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(0), dtype=states.dtype)
-    return list(torch.autograd.grad((states * weights).sum(), list(network.parameters()), allow_unused=True))
+    weights = torch.randn(
+        states.shape, generator=torch.Generator().manual_seed(0), dtype=states.dtype
+    )
+    return list(
+        torch.autograd.grad((states * weights).sum(), list(network.parameters()), allow_unused=True)
+    )
 
 
 @pytest.mark.parametrize("name", families.names())
@@ -60,7 +66,9 @@ def test_with_recomputation(every: int) -> None:
     network = tiny(dtype=torch.float64)
     expected = gradients(network, network.hidden(packed(), ROWS))
     network.recompute_every = every
-    for one, other in zip(gradients(network, network.hidden(packed(), ROWS)), expected, strict=True):
+    for one, other in zip(
+        gradients(network, network.hidden(packed(), ROWS)), expected, strict=True
+    ):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
 
@@ -74,7 +82,9 @@ def test_with_dropout() -> None:
 
 def test_experts_are_balanced_over_all_tokens() -> None:
     network = tiny("mixtral")
-    whole, some = (replace(packed(), aux_loss=MoEAuxLoss(torch.tensor([9, 3, 14, 1]))) for _ in range(2))
+    whole, some = (
+        replace(packed(), aux_loss=MoEAuxLoss(torch.tensor([9, 3, 14, 1]))) for _ in range(2)
+    )
     assert torch.equal(network.hidden(some, ROWS), network.hidden(whole)[ROWS])
     assert some.aux_loss is not None and whole.aux_loss is not None
     assert torch.equal(some.aux_loss.by_sequence(), whole.aux_loss.by_sequence())

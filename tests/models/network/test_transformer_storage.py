@@ -40,10 +40,20 @@ def state(network: Transformer) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, p in network.named_parameters():
         place = p.untyped_storage().data_ptr(), p.data_ptr(), p.shape, p.stride()
-        found[name] = id(p), *place, p._version, p.requires_grad, {key: id(value) for key, value in vars(p).items()}
+        found[name] = (
+            id(p),
+            *place,
+            p._version,
+            p.requires_grad,
+            {key: id(value) for key, value in vars(p).items()},
+        )
     for name, module in network.named_modules():
         held = {key: id(value) for key, value in vars(module).items()}
-        inside = {key: [*map(id, value.values())] for key, value in vars(module).items() if isinstance(value, dict)}
+        inside = {
+            key: [*map(id, value.values())]
+            for key, value in vars(module).items()
+            if isinstance(value, dict)
+        }
         found[f"module {name}"] = held, inside
     return found
 

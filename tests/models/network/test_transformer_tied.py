@@ -14,14 +14,19 @@ WANT = frozenset({"logprobs"})
 def test_a_second_backward_pass_makes_the_same_gradients() -> None:
     network, x = tiny(tie_word_embeddings=True), pack(sequences([9, 30, 17]))
     value = network(x, WANT)["logprobs"].sum()
-    first, second = (torch.autograd.grad(value, network.embed.weight, retain_graph=True)[0] for _ in range(2))
+    first, second = (
+        torch.autograd.grad(value, network.embed.weight, retain_graph=True)[0] for _ in range(2)
+    )
     assert torch.equal(first, second)
 
 
 def test_micro_batches_add_up() -> None:
     network = tiny(tie_word_embeddings=True)
     parts = [pack([row]) for row in sequences([9, 30, 17])]
-    alone = [torch.autograd.grad(network(x, WANT)["logprobs"].sum(), network.embed.weight)[0] for x in parts]
+    alone = [
+        torch.autograd.grad(network(x, WANT)["logprobs"].sum(), network.embed.weight)[0]
+        for x in parts
+    ]
     for x in parts:
         network(x, WANT)["logprobs"].sum().backward()
     assert network.embed.weight.grad is not None

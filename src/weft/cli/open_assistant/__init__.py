@@ -1,1 +1,3 @@
-"""Open-Assistant's way of working on weft: the keys of its config files, and the arguments of its commands."""
+"""Open-Assistant's way of working on weft: the keys of its config files, and the arguments of its
+commands.
+"""

@@ -1,4 +1,6 @@
-"""Open-Assistant's commands, with the arguments of its guide, as commands of weft: `run` prints the command and runs it."""
+"""Open-Assistant's commands, with the arguments of its guide, as commands of weft: `run` prints the
+command and runs it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from weft.cli.open_assistant.datasets import VALID_SPLIT
 from weft.errors import ConfigError, nearest
 from weft.redaction import masked_words
 
-OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")  # weft's, handed on as they are
+# weft's, handed on as they are
+OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
 SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
 HISTORY = ("--no-history", "--no_history")
@@ -52,17 +55,25 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
     return main.guarded(translated, argv) or main.main(words)
 
 
-def command(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The words of the weft command. Raises `ConfigError` for arguments that the script does not have."""
+def command(
+    script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """The words of the weft command.
+
+    Raises `ConfigError` for arguments that the script does not have.
+    """
     return COMMANDS[script](list(argv), environment)
 
 
 # -- trainers
 
 
-def _trainer(quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _trainer(
+    quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]
+) -> list[str]:
     """`--configs A B --key value --no-key ...` as a quickstart."""
-    lists, values = ("--configs",), ("--local_rank", "--wandb-entity", "--rng_seed")
+    lists = ("--configs",)
+    values = ("--local_rank", "--wandb-entity", "--rng_seed")
     flags: tuple[str, ...] = ("--show_dataset_stats",)
     if quickstart != "ppo":
         flags += ("--deepspeed", "--no-deepspeed", "--resume_from_checkpoint")
@@ -70,7 +81,8 @@ def _trainer(quickstart: str, begins_with: str, words: list[str], environment: M
     names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
     if not names and not {"--help", "-h"} & set(done.rest):
         raise ConfigError(
-            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft config ls lists them"
+            "--configs: needs names of sections, such as --configs defaults pythia-1b; weft "
+            "config ls lists them"
         )
     if begins_with and begins_with not in names:
         names.insert(0, begins_with)
@@ -80,7 +92,11 @@ def _trainer(quickstart: str, begins_with: str, words: list[str], environment: M
         assigned.append(f"logger.wandb.entity={done.one('--wandb-entity')}")
     if quickstart == "ppo":
         servers = {"TRITON_HOST_RM": "triton_host_rm", "TRITON_HOST_REF": "triton_host_sft"}
-        assigned += [_assignment(key, environment[name]) for name, key in servers.items() if environment.get(name)]
+        assigned += [
+            _assignment(key, environment[name])
+            for name, key in servers.items()
+            if environment.get(name)
+        ]
     made = ["quickstart", quickstart, "--configs", *names, *assigned]
     made += ["--verbose"] if "--show_dataset_stats" in done.named else []
     deepspeed = "--deepspeed" in done.named and "--no-deepspeed" not in done.named
@@ -90,16 +106,27 @@ def _trainer(quickstart: str, begins_with: str, words: list[str], environment: M
 
 
 def _take(
-    words: list[str], lists: Sequence[str], values: Sequence[str], flags: Sequence[str], *, keys: bool = False
+    words: list[str],
+    lists: Sequence[str],
+    values: Sequence[str],
+    flags: Sequence[str],
+    *,
+    keys: bool = False,
 ) -> tuple[Arguments, list[str]]:
-    """The arguments by their names, and, with `keys`, `--key value` and `--no-key` of a configuration as assignments."""
-    done, assigned, rest = Arguments(), [], list(words)
+    """The arguments by their names, and, with `keys`, `--key value` and `--no-key` of a
+    configuration as assignments.
+    """
+    done = Arguments()
+    assigned = []
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, equals, attached = word.partition("=")
         if not word.startswith("-"):
             if not equals:
-                raise ConfigError(f"{word!r}: stands alone; arguments are {', '.join((*lists, *values, *flags))}")
+                raise ConfigError(
+                    f"{word!r}: stands alone; arguments are {', '.join((*lists, *values, *flags))}"
+                )
             done.rest.append(word)
         elif flag in lists:
             given = [attached] if equals else []
@@ -122,7 +149,9 @@ def _take(
             assigned.append(_assignment(flag[2:], attached if equals else _value(flag, rest)))
         else:
             close = nearest(word, (*lists, *values, *flags), 1)
-            raise ConfigError(f"unknown argument {word!r}" + (f"; did you mean {close[0]}?" if close else ""))
+            raise ConfigError(
+                f"unknown argument {word!r}" + (f"; did you mean {close[0]}?" if close else "")
+            )
     return done, assigned
 
 
@@ -144,13 +173,19 @@ def _assignment(key: str, value: str) -> str:
 
 
 def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`, with the share that is set aside where an entry says nothing."""
+    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`, with the share that is set aside where an
+    entry says nothing.
+    """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.one("--mode", "sft") or "sft"
     made = ["data", "counts", "--datasets", *done.named.get("--datasets", ["all"]), "--mode", mode]
     made += [f"dataset.valid_split={VALID_SPLIT}"]
     made += ["--output", done.one("--output_path", "dataset_counts.csv") or ""]
-    return [*made, *(["--detect-language"] if "--detect_language" in done.named else []), *done.rest]
+    return [
+        *made,
+        *(["--detect-language"] if "--detect_language" in done.named else []),
+        *done.rest,
+    ]
 
 
 def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
@@ -162,8 +197,13 @@ def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
     return ["convert", "triton", model, "--triton_mode", str(mode), *done.rest]
 
 
-def triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()) -> str:
-    """The model that a stack of sections serves as reward model (`rm`) or reference (`sft`). Raises `ConfigError`."""
+def triton_model(
+    names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
+) -> str:
+    """The model that a stack of sections serves as reward model (`rm`) or reference (`sft`).
+
+    Raises `ConfigError`.
+    """
     from weft import registry
     from weft.cli import overrides
     from weft.cli.sections import Library
@@ -179,22 +219,41 @@ def triton_model(names: Sequence[str], mode: str, assigned: Sequence[str] = (), 
     found: Any = next((each.value for each in stack.overrides if each.name == wanted), None)
     if not isinstance(found, str):
         key = {"rm": "rank_config", "sft": "sft_config"}[mode]
-        raise ConfigError(f"--configs {' '.join(names)}: no section names a model in {key}.model_name")
+        raise ConfigError(
+            f"--configs {' '.join(names)}: no section names a model in {key}.model_name"
+        )
     return found
 
 
-def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]) -> list[str]:
+def _talk(
+    defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]
+) -> list[str]:
     """`--model_path M` and the options of sampling as `weft chat M`."""
-    values = ("--model_path", "--max_new_tokens", "--top_k", "--top_p", "--temperature", "--do-sample", "--format",
-              "--bot_name", "--system_prefix", "--cache_dir", "--load_checkpoint")  # fmt: skip
-    done, _ = _take(words, (), values, ("--8bit", "--per-digit-tokens", "--per_digit_tokens", *HISTORY))
+    values = (
+        "--model_path",
+        "--max_new_tokens",
+        "--top_k",
+        "--top_p",
+        "--temperature",
+        "--do-sample",
+        "--format",
+        "--bot_name",
+        "--system_prefix",
+        "--cache_dir",
+        "--load_checkpoint",
+    )
+    done, _ = _take(
+        words, (), values, ("--8bit", "--per-digit-tokens", "--per_digit_tokens", *HISTORY)
+    )
     if "--load_checkpoint" in done.named:
         raise ConfigError(
-            "--load_checkpoint: reads a pickled file; save the model as a directory and give it as --model_path"
+            "--load_checkpoint: reads a pickled file; save the model as a directory and give it "
+            "as --model_path"
         )
     if done.one("--format", "v2") not in ("v2", "v2.5"):
         raise ConfigError(
-            f"--format {done.one('--format')}: must be v2 or v2.5 (default: the checkpoint's own template)"
+            f"--format {done.one('--format')}: must be v2 or v2.5 (default: the checkpoint's own "
+            f"template)"
         )
     model = done.one("--model_path")
     if model is None:
@@ -205,7 +264,11 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
             print(f"{flag} is left out: {why}", file=sys.stderr)
     for flag, default in defaults.items():
         value = done.one(flag, default)
-        if flag == "--temperature" and str(done.one("--do-sample", "true")).lower() in ("false", "0", "no"):
+        if flag == "--temperature" and str(done.one("--do-sample", "true")).lower() in (
+            "false",
+            "0",
+            "no",
+        ):
             value = "0"
         made += [flag.replace("_", "-"), str(value)] if value is not None else []
     for flag in ("--top_k", "--top_p"):
@@ -213,12 +276,16 @@ def _talk(defaults: Mapping[str, str], words: list[str], environment: Mapping[st
             made += [flag.replace("_", "-"), str(done.one(flag))]
     made += ["--no-history"] if set(HISTORY) & set(done.named) else []
     made += ["--8bit"] if "--8bit" in done.named else []
-    made += ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
+    made += (
+        ["--system", str(done.one("--system_prefix"))] if "--system_prefix" in done.named else []
+    )
     made += ["--format", str(done.one("--format"))] if "--format" in done.named else []
     return [*made, *done.rest]
 
 
-def _with(function: Callable[..., list[str]], *first: Any) -> Callable[[list[str], Mapping[str, str]], list[str]]:
+def _with(
+    function: Callable[..., list[str]], *first: Any
+) -> Callable[[list[str], Mapping[str, str]], list[str]]:
     return lambda words, environment: function(*first, words, environment)
 
 
@@ -228,6 +295,10 @@ COMMANDS: dict[str, Callable[[list[str], Mapping[str, str]], list[str]]] = {
     "trainer_rl": _with(_trainer, "ppo", ""),
     "check_dataset_counts": _counts,
     "to_triton": _triton,
-    "model_cli": _with(_talk, {"--max_new_tokens": "200", "--top_p": "0.9", "--temperature": "0.8"}),
-    "model_chat": _with(_talk, {"--max_new_tokens": "200", "--top_k": "40", "--temperature": "1.0"}),
+    "model_cli": _with(
+        _talk, {"--max_new_tokens": "200", "--top_p": "0.9", "--temperature": "0.8"}
+    ),
+    "model_chat": _with(
+        _talk, {"--max_new_tokens": "200", "--top_k": "40", "--temperature": "1.0"}
+    ),
 }

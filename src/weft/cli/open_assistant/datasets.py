@@ -1,4 +1,6 @@
-"""Open-Assistant's lists of datasets (`- name`, or `- name:` with parameters below it) as entries of `dataset.sources`."""
+"""Open-Assistant's lists of datasets (`- name`, or `- name:` with parameters below it) as entries
+of `dataset.sources`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# A parameter of every entry -> the key of a source. The others are the entry's own, and go into `args`.
+# A parameter of every entry -> the key of a source. The others are the entry's own, and go into
+# `args`.
 PARAMETERS = {
     "fraction": "fraction",
     "size": "size",
@@ -14,11 +17,14 @@ PARAMETERS = {
     "val_split": "valid_split",
     "max_val_set": "max_valid",
     "data_path": "path",
-    "input_file_path": "path",  # of oasst_export and augment_oasst: a local copy, which goes before the hub's
+    # of oasst_export and augment_oasst: a local copy, which goes before the hub's
+    "input_file_path": "path",
 }
-FILES = (".jsonl", ".json", ".gz", ".parquet")  # what a path that is not there ends in, where it means a file
+# what a path that is not there ends in, where it means a file
+FILES = (".jsonl", ".json", ".gz", ".parquet")
 SHARES = ("fraction", "size", "weight")  # of which an entry has one
-SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")  # weft's own spellings
+# weft's own spellings
+SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")
 # hf_dataset_name of oasst_export -> the data set that is fetched from there.
 HUB = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
 VALID_SPLIT = 0.2  # what Open-Assistant splits off where an entry says nothing
@@ -52,7 +58,8 @@ def _source(entry: Any, index: int) -> dict[str, Any]:
     if others:
         raise BadEntry(
             index,
-            f"{', '.join(map(str, others))} stands beside {name!r}; indent it below '- {name}:', or begin it with '- '",
+            f"{', '.join(map(str, others))} stands beside {name!r}; indent it below '- {name}:', "
+            f"or begin it with '- '",
         )
     if parameters is None:
         return {"named": str(name)}
@@ -68,10 +75,13 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
     if "data_path" in given and "input_file_path" in given:
         given["path"] = _in_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
     hub = given.pop("hf_dataset_name", None)
-    if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():  # a file goes before the hub
+    # a file goes before the hub
+    if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():
         if hub not in HUB:
             raise BadEntry(
-                index, f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as data_path, a copy"
+                index,
+                f"{name}: hf_dataset_name={hub}: must be {' or '.join(HUB)}; give another as "
+                f"data_path, a copy",
             )
         made["named"] = HUB[hub] if name == "oasst_export" else name
     for key, value in given.items():

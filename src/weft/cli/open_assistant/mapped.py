@@ -1,4 +1,6 @@
-"""What the keys of an Open-Assistant configuration come to: options of weft, notes, and what is refused."""
+"""What the keys of an Open-Assistant configuration come to: options of weft, notes, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from weft.cli.aliases import Translation, data_ranks
 from weft.experiments.common import RunConfig
 from weft.options import leaves
 
-SFT, RM, RL = "sft", "rm", "rl"
+SFT = "sft"
+RM = "rm"
+RL = "rl"
 # Which of Open-Assistant's trainers a quickstart stands for, by the options of its algorithm.
 MODES = {"sft": SFT, "distill": SFT, "rw": RM, "dpo": RM}
 IMPLIED = "Open-Assistant's trainer"  # the key of what its code does whatever the keys say
@@ -28,14 +32,19 @@ class Option:
 
 @dataclass
 class Mapped:
-    """The keys of a stack of sections, and what they come to. `ranks` says how late in the stack a key was set."""
+    """The keys of a stack of sections, and what they come to.
+
+    `ranks` says how late in the stack a key was set.
+    """
 
     config: RunConfig
     values: Mapping[str, Any]  # without those that are null
     ranks: Mapping[str, int]
-    given: Mapping[str, Any] = field(default_factory=dict)  # weft's own options that are set beside them
+    # weft's own options that are set beside them
+    given: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, Option] = field(default_factory=dict)
-    notes: dict[str, list[str]] = field(default_factory=dict)  # reason -> the keys that it holds for
+    # reason -> the keys that it holds for
+    notes: dict[str, list[str]] = field(default_factory=dict)
     refused: list[tuple[str, str]] = field(default_factory=list)  # (key, what is wrong)
     key: str = IMPLIED  # that is being read
     known: frozenset[str] = frozenset()  # the options of the experiment
@@ -50,7 +59,9 @@ class Mapped:
     @property
     def data_ranks(self) -> int:
         ranks = data_ranks(Translation(self.config, self.known), dict(self.given))
-        return ranks if isinstance(ranks, int) and not isinstance(ranks, bool) else 1
+        if isinstance(ranks, int) and not isinstance(ranks, bool):
+            return ranks
+        return 1
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
@@ -60,10 +71,11 @@ class Mapped:
         return replace(self, key=key)
 
     def put(self, target: str, value: Any, *, off: Any = NOTHING) -> None:
-        """An option of the run; `{model}` is every trained role, `{first}` the main one, `{algorithm}` its group.
+        """An option of the run; `{model}` is every trained role, `{first}` the main one,
+        `{algorithm}` its group.
 
-        `off` is the value that asks for nothing, which an experiment without the option may have too. A key set later in
-        the stack goes over an earlier one.
+        `off` is the value that asks for nothing, which an experiment without the option may have
+        too. A key set later in the stack goes over an earlier one.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -77,7 +89,9 @@ class Mapped:
                 self.options[name] = Option(value, self.key)
 
     def rank(self, key: str) -> int:
-        """How late a key was set; one within a group, such as `rank_config.dtype`, by itself or with the group."""
+        """How late a key was set; one within a group, such as `rank_config.dtype`, by itself or
+        with the group.
+        """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
     def note(self, why: str) -> None:
@@ -112,7 +126,10 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key. `says` is its line in the documentation; `modes` are the trainers that read it."""
+    """What becomes of a key.
+
+    `says` is its line in the documentation; `modes` are the trainers that read it.
+    """
 
     says: str
     rule: Callable[[Mapped, Any], None]
@@ -121,7 +138,11 @@ class Key:
 
 def to(target: str, *modes: str, off: Any = NOTHING) -> Key:
     """A key that is an option of weft under another name."""
-    return Key(f"`{_named(target)}`", lambda done, value: done.put(target, value, off=off), modes or (SFT, RM))
+    return Key(
+        f"`{_named(target)}`",
+        lambda done, value: done.put(target, value, off=off),
+        modes or (SFT, RM),
+    )
 
 
 def anyway(why: str, *modes: str) -> Key:

@@ -1,4 +1,6 @@
-"""Keys of Open-Assistant's RL configs, and of trlX's PPO configuration, which its trainer reads beside them."""
+"""Keys of Open-Assistant's RL configs, and of trlX's PPO configuration, which its trainer reads
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,31 @@ from weft.cli.open_assistant.mapped import IMPLIED, RL, Key, Mapped, anyway, nev
 # Keys of rank_config (the reward model) and sft_config (the policy), as options of their roles.
 RANK = {"model_name": "rew.path", "pooling": "rew.pooling", "dtype": "rew.dtype"}
 POLICY = {
-    "dtype": "dtype", "freeze_layer": "freeze_layers", "num_layers_unfrozen": "train_last_layers",
-    "residual_dropout": "residual_dropout", "residual_dropout_lima": "residual_dropout_lima",
+    "dtype": "dtype",
+    "freeze_layer": "freeze_layers",
+    "num_layers_unfrozen": "train_last_layers",
+    "residual_dropout": "residual_dropout",
+    "residual_dropout_lima": "residual_dropout_lima",
     "gradient_checkpointing": "gradient_checkpointing",
-}  # fmt: skip
-OFF = {"freeze_layers": None, "train_last_layers": None, "residual_dropout": 0.0, "residual_dropout_lima": False}
+}
+OFF = {
+    "freeze_layers": None,
+    "train_last_layers": None,
+    "residual_dropout": 0.0,
+    "residual_dropout_lima": False,
+}
 HALF = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-ANYWAY = ("cache_dir", "use_flash_attention", "batch_size", "is_reward_model", "seq2seqmodel", "peft_type", "peft_model",
-          "per_digit_tokens", "superhot")  # fmt: skip
+ANYWAY = (
+    "cache_dir",
+    "use_flash_attention",
+    "batch_size",
+    "is_reward_model",
+    "seq2seqmodel",
+    "peft_type",
+    "peft_model",
+    "per_digit_tokens",
+    "superhot",
+)
 TRUNCATES = ("top_k", "top_p")
 GENERATION = ("max_new_tokens", "min_new_tokens", "top_k", "top_p", "temperature")
 DEBUG_ROWS = 10
@@ -36,14 +55,28 @@ def _group(done: Mapped, value: Any) -> Mapping[str, Any]:
 def _rank(done: Mapped, value: Any) -> None:
     for key, each in _group(done, value).items():
         if key in RANK:
-            done.under(f"rank_config.{key}").put(RANK[key], HALF.get(each, each) if key == "dtype" else each)
+            done.under(f"rank_config.{key}").put(
+                RANK[key], HALF.get(each, each) if key == "dtype" else each
+            )
         elif key == "is_reward_model" and each is not True:
             done.refused.append(
-                (f"rank_config.{key}", f"rank_config.{key}={each}: rank_config is the reward model; write true")
+                (
+                    f"rank_config.{key}",
+                    f"rank_config.{key}={each}: rank_config is the reward model; write true",
+                )
             )
-        elif key not in (*ANYWAY, "residual_dropout", "residual_dropout_lima", "freeze_layer", "quantization"):
+        elif key not in (
+            *ANYWAY,
+            "residual_dropout",
+            "residual_dropout_lima",
+            "freeze_layer",
+            "quantization",
+        ):
             done.refused.append(
-                (f"rank_config.{key}", f"rank_config.{key}={each!r}: unknown; known are {', '.join(RANK)}")
+                (
+                    f"rank_config.{key}",
+                    f"rank_config.{key}={each!r}: unknown; known are {', '.join(RANK)}",
+                )
             )
 
 
@@ -66,11 +99,16 @@ def _policy(done: Mapped, value: Any) -> None:
                 at.put(f"{role}.{name}", made, off=OFF.get(name, object()))
         elif key in ("is_reward_model", "seq2seqmodel", "peft_model", "superhot") and each:
             done.refused.append(
-                (f"sft_config.{key}", f"sft_config.{key}={each}: the policy is a decoder; leave it out")
+                (
+                    f"sft_config.{key}",
+                    f"sft_config.{key}={each}: the policy is a decoder; leave it out",
+                )
             )
         elif key not in ANYWAY:
             known = ", ".join(("model_name", "quantization", *POLICY))
-            done.refused.append((f"sft_config.{key}", f"sft_config.{key}={each!r}: unknown; known are {known}"))
+            done.refused.append(
+                (f"sft_config.{key}", f"sft_config.{key}={each!r}: unknown; known are {known}")
+            )
 
 
 def _server(role: str) -> Key:
@@ -101,14 +139,18 @@ TOTAL = ("total_steps", "trlx.train.total_steps")
 
 
 def _latest(done: Mapped, keys: Sequence[str]) -> str:
-    """The key that was set last in the stack, of two in one section the first; `IMPLIED` where none is set."""
+    """The key that was set last in the stack, of two in one section the first; `IMPLIED` where none
+    is set.
+    """
     return max((key for key in keys if done.get(key) is not None), key=done.rank, default=IMPLIED)
 
 
 def _number(done: Mapped, keys: Sequence[str], default: int) -> int:
     """The number under the key that was set last."""
     key = _latest(done, keys)
-    return int(done.get(key)) if key != IMPLIED and done.under(key).number(done.get(key), 1) else default
+    if key != IMPLIED and done.under(key).number(done.get(key), 1):
+        return int(done.get(key))
+    return default
 
 
 def _rollouts(done: Mapped) -> int:
@@ -126,12 +168,18 @@ def _updates(done: Mapped) -> int:
 
 def _sizes(done: Mapped, value: Any) -> None:
     """Rollouts of a step, and the batch that an update takes; both are per device in trlX."""
-    done.under(_latest(done, ROLLOUTS)).put("dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks)
-    done.under(_latest(done, BATCH)).put("{algorithm}.mini_batch_size", _batch(done) * done.data_ranks)
+    done.under(_latest(done, ROLLOUTS)).put(
+        "dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks
+    )
+    done.under(_latest(done, BATCH)).put(
+        "{algorithm}.mini_batch_size", _batch(done) * done.data_ranks
+    )
 
 
 def _total(done: Mapped, value: Any) -> None:
-    done.under(_latest(done, TOTAL)).put("max_steps", math.ceil(_number(done, TOTAL, 1) / _updates(done)))
+    done.under(_latest(done, TOTAL)).put(
+        "max_steps", math.ceil(_number(done, TOTAL, 1) / _updates(done))
+    )
 
 
 def _every(target: str) -> Key:
@@ -145,7 +193,9 @@ def _every(target: str) -> Key:
 def _debug(done: Mapped, value: Any) -> None:
     if done.truth(value):
         done.refuse(
-            value, f"write num_rollouts=1 total_steps=4 and size: {DEBUG_ROWS} below the names of datasets instead"
+            value,
+            f"write num_rollouts=1 total_steps=4 and size: {DEBUG_ROWS} below the names of "
+            f"datasets instead",
         )
 
 
@@ -187,13 +237,18 @@ def _betas(done: Mapped, value: Any) -> None:
 
 def _generation(name: str) -> Key:
     key = to("{gen}." + name, RL)
-    return key if name not in TRUNCATES else replace(key, rule=partial(_truncation, name))
+    if name not in TRUNCATES:
+        return key
+    return replace(key, rule=partial(_truncation, name))
 
 
 def _truncation(name: str, done: Mapped, value: Any) -> None:
     """Where the reference is a server, it cannot know which ids sampling left out, so nothing is."""
     if done.get("triton_host_sft") is not None and value not in (0, 1):
-        done.note(f"{name}={shown(value)} is left out, for the server of triton_host_sft gives log-probs of all ids")
+        done.note(
+            f"{name}={shown(value)} is left out, for the server of triton_host_sft gives "
+            f"log-probs of all ids"
+        )
     else:
         done.put("{gen}." + name, value)
 
@@ -232,71 +287,102 @@ def _deviation(done: Mapped, value: Any) -> None:
 
 
 def _implied(done: Mapped, value: Any) -> None:
-    """What trlX does whatever the keys say: values of the policy's own head, unscaled, no early stop, no warm-up."""
-    for name, each in (("value_norm", False), ("early_stop_imp_ratio", None), ("critic_init", "actor")):
+    """What trlX does whatever the keys say: values of the policy's own head, unscaled, no early
+    stop, no warm-up.
+    """
+    for name, each in (
+        ("value_norm", False),
+        ("early_stop_imp_ratio", None),
+        ("critic_init", "actor"),
+    ):
         done.put("{algorithm}." + name, each, off=each)
     done.put("{model}.optimizer.warmup_steps", 0, off=0)
 
 
-TRLX: dict[str, Key] = {f"trlx.{name}": key for name, key in {
-    "train.seq_length": Key("`dataset.max_prompt_len`, less the tokens of a completion; longer prompts are cut", _prompt_length,
-                            (RL,)),
-    "train.epochs": to("total_train_epochs", RL),
-    "train.total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
-    "train.batch_size": Key("`ppo.mini_batch_size`, times data-parallel ranks", _sizes, (RL,)),
-    "train.checkpoint_interval": _every("save_freq_steps"),
-    "train.eval_interval": _every("eval_freq_steps"),
-    "train.pipeline": anyway("one loop trains every algorithm", RL),
-    "train.trainer": anyway("one loop trains every algorithm", RL),
-    "train.tracker": Key("tensorboard: `logger.tensorboard`; wandb is noted", _tracker, (RL,)),
-    "train.project_name": anyway("logger.wandb.project names it", RL),
-    "train.entity_name": anyway("logger.wandb.entity names it", RL),
-    "train.seed": to("seed", RL),
-    "train.checkpoint_dir": to("fileroot", RL),
-    "model.model_path": to("{first}.path", RL),
-    "model.model_arch_type": never("policies are decoders; write causal", "causal", modes=(RL,)),
-    "model.num_layers_unfrozen": Key("`actor.train_last_layers`; -1 is all of them",
-                                    _last_layers, (RL,)),
-    "tokenizer.tokenizer_path": to("{first}.tokenizer.path", RL),
-    "tokenizer.truncation_side": to("dataset.truncate_side", RL),
-    "tokenizer.padding_side": anyway("nothing is padded", RL),
-    "optimizer.name": to("{model}.optimizer.type", RL),
-    "optimizer.kwargs.lr": to("{model}.optimizer.lr", RL),
-    "optimizer.kwargs.betas": Key("`MODEL.optimizer.beta1` and `beta2`", _betas, (RL,)),
-    "optimizer.kwargs.eps": to("{model}.optimizer.eps", RL),
-    "optimizer.kwargs.weight_decay": to("{model}.optimizer.weight_decay", RL),
-    "scheduler.name": Key("`MODEL.optimizer.lr_scheduler_type`", _scheduler, (RL,)),
-    "scheduler.kwargs.T_max": Key("nothing where `total_steps` is set over it, else refused unless they are equal: a "
-                                 "schedule ends with the run", _period, (RL,)),
-    "scheduler.kwargs.eta_min": to("{model}.optimizer.end_lr", RL),
-    "method.name": never("weft quickstart ppo is PPO", "ppoconfig", "PPOConfig", modes=(RL,)),
-    "method.num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
-    "method.chunk_size": anyway("completions are sampled as many at a time as memory holds", RL),
-    "method.ppo_epochs": to("{algorithm}.ppo_epochs", RL),
-    "method.init_kl_coef": to("{algorithm}.kl_ctl", RL),
-    "method.target": Key("`ppo.use_adaptive_kl_ctl` and `ppo.adaptive_kl_target`", _adaptive, (RL,)),
-    "method.horizon": to("{algorithm}.adaptive_kl_horizon", RL),
-    "method.gamma": to("{algorithm}.discount", RL),
-    "method.lam": to("{algorithm}.gae_lambda", RL),
-    "method.cliprange": to("{algorithm}.eps_clip", RL),
-    "method.cliprange_value": to("{algorithm}.value_eps_clip", RL),
-    "method.vf_coef": never("the critic is a network with an optimizer of its own; write 1", 1, modes=(RL,)),
-    "method.scale_reward": never("rewards are not rescaled while training; write ppo.reward_output_scaling", False,
-                                 modes=(RL,)),
-    "method.ref_mean": to("{algorithm}.reward_output_bias", RL),
-    "method.ref_std": Key("`ppo.reward_output_scaling`, 1 over it",
-                          _deviation, (RL,)),
-    "method.cliprange_reward": to("{algorithm}.max_reward_clip", RL),
-    **{f"method.gen_kwargs.{name}": _generation(name) for name in GENERATION},
-    "method.gen_kwargs.do_sample": Key("`GEN.greedy`, the other way round", _sample, (RL,)),
-}.items()} | {"implied": Key("", _implied, (RL,))}  # fmt: skip
+TRLX: dict[str, Key] = {
+    f"trlx.{name}": key
+    for name, key in {
+        "train.seq_length": Key(
+            "`dataset.max_prompt_len`, less the tokens of a completion; longer prompts are cut",
+            _prompt_length,
+            (RL,),
+        ),
+        "train.epochs": to("total_train_epochs", RL),
+        "train.total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
+        "train.batch_size": Key("`ppo.mini_batch_size`, times data-parallel ranks", _sizes, (RL,)),
+        "train.checkpoint_interval": _every("save_freq_steps"),
+        "train.eval_interval": _every("eval_freq_steps"),
+        "train.pipeline": anyway("one loop trains every algorithm", RL),
+        "train.trainer": anyway("one loop trains every algorithm", RL),
+        "train.tracker": Key("tensorboard: `logger.tensorboard`; wandb is noted", _tracker, (RL,)),
+        "train.project_name": anyway("logger.wandb.project names it", RL),
+        "train.entity_name": anyway("logger.wandb.entity names it", RL),
+        "train.seed": to("seed", RL),
+        "train.checkpoint_dir": to("fileroot", RL),
+        "model.model_path": to("{first}.path", RL),
+        "model.model_arch_type": never(
+            "policies are decoders; write causal", "causal", modes=(RL,)
+        ),
+        "model.num_layers_unfrozen": Key(
+            "`actor.train_last_layers`; -1 is all of them", _last_layers, (RL,)
+        ),
+        "tokenizer.tokenizer_path": to("{first}.tokenizer.path", RL),
+        "tokenizer.truncation_side": to("dataset.truncate_side", RL),
+        "tokenizer.padding_side": anyway("nothing is padded", RL),
+        "optimizer.name": to("{model}.optimizer.type", RL),
+        "optimizer.kwargs.lr": to("{model}.optimizer.lr", RL),
+        "optimizer.kwargs.betas": Key("`MODEL.optimizer.beta1` and `beta2`", _betas, (RL,)),
+        "optimizer.kwargs.eps": to("{model}.optimizer.eps", RL),
+        "optimizer.kwargs.weight_decay": to("{model}.optimizer.weight_decay", RL),
+        "scheduler.name": Key("`MODEL.optimizer.lr_scheduler_type`", _scheduler, (RL,)),
+        "scheduler.kwargs.T_max": Key(
+            "nothing where `total_steps` is set over it, else refused unless they are equal: a "
+            "schedule ends with the run",
+            _period,
+            (RL,),
+        ),
+        "scheduler.kwargs.eta_min": to("{model}.optimizer.end_lr", RL),
+        "method.name": never("weft quickstart ppo is PPO", "ppoconfig", "PPOConfig", modes=(RL,)),
+        "method.num_rollouts": Key(
+            "`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)
+        ),
+        "method.chunk_size": anyway(
+            "completions are sampled as many at a time as memory holds", RL
+        ),
+        "method.ppo_epochs": to("{algorithm}.ppo_epochs", RL),
+        "method.init_kl_coef": to("{algorithm}.kl_ctl", RL),
+        "method.target": Key(
+            "`ppo.use_adaptive_kl_ctl` and `ppo.adaptive_kl_target`", _adaptive, (RL,)
+        ),
+        "method.horizon": to("{algorithm}.adaptive_kl_horizon", RL),
+        "method.gamma": to("{algorithm}.discount", RL),
+        "method.lam": to("{algorithm}.gae_lambda", RL),
+        "method.cliprange": to("{algorithm}.eps_clip", RL),
+        "method.cliprange_value": to("{algorithm}.value_eps_clip", RL),
+        "method.vf_coef": never(
+            "the critic is a network with an optimizer of its own; write 1", 1, modes=(RL,)
+        ),
+        "method.scale_reward": never(
+            "rewards are not rescaled while training; write ppo.reward_output_scaling",
+            False,
+            modes=(RL,),
+        ),
+        "method.ref_mean": to("{algorithm}.reward_output_bias", RL),
+        "method.ref_std": Key("`ppo.reward_output_scaling`, 1 over it", _deviation, (RL,)),
+        "method.cliprange_reward": to("{algorithm}.max_reward_clip", RL),
+        **{f"method.gen_kwargs.{name}": _generation(name) for name in GENERATION},
+        "method.gen_kwargs.do_sample": Key("`GEN.greedy`, the other way round", _sample, (RL,)),
+    }.items()
+} | {"implied": Key("", _implied, (RL,))}
 
 KEYS: dict[str, Key] = {
     "batch_size": Key("`ppo.mini_batch_size`, times data-parallel ranks", _sizes, (RL,)),
     "chunk_size": anyway("completions are sampled as many at a time as memory holds", RL),
     "num_rollouts": Key("`dataset.train_bs_n_seqs`, times data-parallel ranks", _sizes, (RL,)),
     "total_steps": Key("`max_steps`, counted in rounds of rollouts", _total, (RL,)),
-    "reward_model_batch_size": anyway("micro-batches are counted in tokens, max_tokens_per_microbatch"),
+    "reward_model_batch_size": anyway(
+        "micro-batches are counted in tokens, max_tokens_per_microbatch"
+    ),
     "num_eval_prompts": Key("`max_valid` of every source", lambda done, value: None, (RL,)),
     "rank_config": Key("the reward model: `rew.path`, `rew.pooling`, `rew.dtype`", _rank, (RL,)),
     "sft_config": Key("the policy: `actor.*`, and `ref.path`", _policy, (RL,)),

@@ -1,4 +1,6 @@
-"""A dataset written as one function of a row: `register_dataset(name, rows="prompt_answer")` makes a dataset of it."""
+"""A dataset written as one function of a row: `register_dataset(name, rows="prompt_answer")` makes
+a dataset of it.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,17 @@ class RowFunction:
         except KeyError as error:
             raise BadRow(f"lacks the key {error.args[0]!r}, which {self.name} reads") from error
         if not isinstance(made, Mapping):
-            raise BadRow(f"{self.name} makes a {type(made).__name__} of it; it has to make a row of type {self.rows}")
+            raise BadRow(
+                f"{self.name} makes a {type(made).__name__} of it; it has to make a row of type "
+                f"{self.rows}"
+            )
         return list(self.inner.encode(made, tokenizer))
 
     def function(self) -> Callable[..., Any]:
         """The function, in this process or in one that tokenizes rows."""
         module = sys.modules.get(self.module)
-        if module is None or self.name not in vars(module):  # `__main__` is another module in another process
+        # `__main__` is another module in another process
+        if module is None or self.name not in vars(module):
             if self.module == "__main__" or importlib.util.find_spec(self.module) is None:
                 import_user_code([self.file])
                 module = sys.modules[Path(self.file).stem]
@@ -69,9 +75,18 @@ class RowFunction:
 class RowDataset:
     """The rows of a file as a function makes them."""
 
-    def __init__(self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None) -> None:
+    def __init__(
+        self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None
+    ) -> None:
         self.form = type(form)
-        of_util = util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most
+        of_util = (
+            util.cache_dir,
+            util.num_workers,
+            util.progress,
+            util.columns,
+            util.name,
+            util.most,
+        )
         source = Source(path, split, *of_util)
         self.table = tokenize(form, lengths, util.tokenizer, source)
 
@@ -83,23 +98,39 @@ class RowDataset:
 
 
 def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[..., RowDataset]:
-    """What builds the dataset of `function`, which is called as `function(row, option=..)` and returns a row of the shipped
-    type `rows`; everything from there on (limits, masks, reports, cache, mixtures) is that type's."""
+    """What builds the dataset of `function`, which is called as `function(row, option=..)` and
+    returns a row of the shipped type `rows`; everything from there on (limits, masks, reports,
+    cache, mixtures) is that type's.
+    """
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):
-        raise ConfigError(f"dataset type {name!r}: rows={rows!r} is no type that reads rows; take a shipped one")
+        raise ConfigError(
+            f"dataset type {name!r}: rows={rows!r} is no type that reads rows; take a shipped one"
+        )
     file = inspect.getsourcefile(function)
     if file is None or not function.__qualname__.isidentifier():
-        raise ConfigError(f"dataset type {name!r}: define {function.__qualname__} at the top of a module or file")
+        raise ConfigError(
+            f"dataset type {name!r}: define {function.__qualname__} at the top of a module or file"
+        )
     digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     own = list(inspect.signature(function).parameters)[1:]
 
-    def build(util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> RowDataset:
-        given = {key: value for key, value in options.items() if value is not None or key not in shipped.usual}
+    def build(
+        util: DatasetUtility, path: str, split: str | None = None, **options: Any
+    ) -> RowDataset:
+        given = {
+            key: value
+            for key, value in options.items()
+            if value is not None or key not in shipped.usual
+        }
         of_function = {key: given.pop(key) for key in own if key in given}
         inner, lengths = configure(shipped.form, {**shipped.usual, **given})
         where = function.__module__, str(Path(file).resolve()), function.__qualname__
-        return RowDataset(RowFunction(rows, inner, *where, digest, of_function), lengths, util, path, split)
+        return RowDataset(
+            RowFunction(rows, inner, *where, digest, of_function), lengths, util, path, split
+        )
 
-    build.__module__, build.__qualname__, build.__name__ = function.__module__, function.__qualname__, function.__name__
+    build.__module__ = function.__module__
+    build.__qualname__ = function.__qualname__
+    build.__name__ = function.__name__
     return build

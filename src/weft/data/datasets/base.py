@@ -32,7 +32,8 @@ BAD = "augmented"  # column of bad replies, one of which an epoch draws
 class DatasetUtility:
     """What weft gives every dataset class: `cls(util=DatasetUtility(...), **args)`.
 
-    One reader serves all devices, so `rank` is 0 of a `world_size` of 1; a class that draws at random does so from `seed`.
+    One reader serves all devices, so `rank` is 0 of a `world_size` of 1; a class that draws at
+    random does so from `seed`.
     """
 
     tokenizer: Tokenizer
@@ -43,10 +44,12 @@ class DatasetUtility:
     num_workers: int | None = None
     progress: Reporter = show
     random_window: float = 0.0
-    columns: Columns = field(default_factory=dict)  # of this source: as the form calls them -> as the file does
+    # of this source: as the form calls them -> as the file does
+    columns: Columns = field(default_factory=dict)
     name: str = ""  # of this source, where it is known by one
     most: int | None = None  # samples after which no more rows are read; None: all are read
-    ahead: bool = False  # whether large files may be tokenized while training goes on (`TableAhead.start`)
+    # whether large files may be tokenized while training goes on (`TableAhead.start`)
+    ahead: bool = False
 
     @property
     def redraws(self) -> bool:
@@ -56,7 +59,9 @@ class DatasetUtility:
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """Samples by index: `__getitem__` returns a SequenceSample of one id; the same index gives the same sample."""
+    """Samples by index: `__getitem__` returns a SequenceSample of one id; the same index gives the
+    same sample.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> SequenceSample: ...
@@ -65,15 +70,21 @@ class MapDataset(Protocol):
 def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
     """Return whether a dataset has samples by index.
 
-    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises, and may have a length.
+    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises, and may have
+    a length.
     """
     bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
-    return isinstance(dataset, MapDataset) and ("torch.utils.data.dataset", "IterableDataset") not in bases
+    return (
+        isinstance(dataset, MapDataset)
+        and ("torch.utils.data.dataset", "IterableDataset") not in bases
+    )
 
 
 @runtime_checkable
 class StreamDataset(Protocol):
-    """Whole batches, laid out by the dataset; every `iter()` begins an epoch and repeats the same batches."""
+    """Whole batches, laid out by the dataset; every `iter()` begins an epoch and repeats the same
+    batches.
+    """
 
     def __iter__(self) -> Iterator[SequenceSample]: ...
 
@@ -89,12 +100,22 @@ class Tokenized(Protocol):
 def build_table(
     form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
 ) -> tuple[TokenTable | TableAhead, Redrawn | None]:
-    """The table of a shipped dataset, and its samples as epochs draw them, where they do; `options` are fields of `form` and of
-    `Lengths`.
+    """The table of a shipped dataset, and its samples as epochs draw them, where they do; `options`
+    are fields of `form` and of `Lengths`.
 
-    Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot be used.
+    Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot
+    be used.
     """
-    source = Source(path, split, util.cache_dir, util.num_workers, util.progress, util.columns, util.name, util.most)
+    source = Source(
+        path,
+        split,
+        util.cache_dir,
+        util.num_workers,
+        util.progress,
+        util.columns,
+        util.name,
+        util.most,
+    )
     job = Job(*configure(form, options), util.tokenizer)
     if util.ahead and not util.redraws:
         ahead = tokenize_ahead(job.form, job.lengths, job.tokenizer, source)
@@ -109,11 +130,14 @@ def build_table(
 
 
 def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
-    """What is drawn of rows that are too long, None: nothing. Raises `ConfigError` where the system text of every conversation
-    cannot stay in front."""
+    """What is drawn of rows that are too long, None: nothing.
+
+    Raises `ConfigError` where the system text of every conversation cannot stay in front.
+    """
     if not util.random_window or lengths.max_seqlen is None:
         return None
-    tokenizer, head = util.tokenizer, list[int]()
+    tokenizer = util.tokenizer
+    head = list[int]()
     if tokenizer.dress.prefix is not None:
         alone = [{"role": "system", "content": tokenizer.dress.prefix}]
         try:
@@ -122,8 +146,10 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
             written = False
         if not written:
             raise ConfigError(
-                f"dataset.random_window keeps dataset.system_prefix in front, and the chat template of {tokenizer.name} writes "
-                f"no system message by itself; take one that does ({tokenizer.option}.chat_template=chatml), or leave one out"
+                f"dataset.random_window keeps dataset.system_prefix in front, and the chat "
+                f"template of {tokenizer.name} writes "
+                f"no system message by itself; take one that does "
+                f"({tokenizer.option}.chat_template=chatml), or leave one out"
             )
         head = tokenizer.encode_chat(alone)
     return Window(lengths.max_seqlen, util.random_window, head, tokenizer.bos_id)
@@ -136,27 +162,43 @@ def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]
     for name in options:
         if name not in of_form | of_lengths:
             close = nearest(name, of_form | of_lengths)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(sorted(of_form))}"
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            else:
+                hint = f"known: {', '.join(sorted(of_form))}"
             raise ConfigError(f"dataset.args.{name}={options[name]!r}: no such argument; {hint}")
     hints = {**get_type_hints(Lengths), **get_type_hints(form)}
-    given = {name: coerce(value, hints[name], f"dataset.args.{name}") for name, value in options.items()}
+    given = {
+        name: coerce(value, hints[name], f"dataset.args.{name}") for name, value in options.items()
+    }
     chosen = form(**{name: value for name, value in given.items() if name in of_form})
     return chosen, Lengths(**{name: value for name, value in given.items() if name in of_lengths})
 
 
 class TableDataset:
-    """What the shipped datasets have in common: rows of one `form`, as samples of one id. A dataset is a docstring and a form.
+    """What the shipped datasets have in common: rows of one `form`, as samples of one id.
 
-    `options` are fields of the form and of `Lengths`; `usual` are those that hold where none is given.
+    A dataset is a docstring and a form.
+
+    `options` are fields of the form and of `Lengths`; `usual` are those that hold where none is
+    given.
     """
 
     form: ClassVar[type[Form]]
     usual: ClassVar[Mapping[str, Any]] = {}
 
-    def __init__(self, util: DatasetUtility, path: str, split: str | None = None, **options: Any) -> None:
-        given = {name: value for name, value in options.items() if value is not None or name not in self.usual}
+    def __init__(
+        self, util: DatasetUtility, path: str, split: str | None = None, **options: Any
+    ) -> None:
+        given = {
+            name: value
+            for name, value in options.items()
+            if value is not None or name not in self.usual
+        }
         self.table: TokenTable | TableAhead
-        self.table, self.redrawn = build_table(self.form, util, path, split, {**self.usual, **given})
+        self.table, self.redrawn = build_table(
+            self.form, util, path, split, {**self.usual, **given}
+        )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -167,7 +209,9 @@ class TableDataset:
 
 def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
     """Whether sample i of a dataset is that of its table."""
-    return isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
+    return (
+        isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
+    )
 
 
 # -- token ids of texts
@@ -182,40 +226,60 @@ def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
 
 def ended(tokenizer: Tokenizer, content: str) -> list[int]:
     """Ids of a whole text, with EOS at the end (one of them)."""
-    ids, eos = tokenizer.encode(content), tokenizer.require_eos()
+    ids = tokenizer.encode(content)
+    eos = tokenizer.require_eos()
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
 def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any) -> Encoded:
-    """A group of whole sequences; what follows the longest prefix that a sequence shares with `prompt` is the answer.
+    """A group of whole sequences; what follows the longest prefix that a sequence shares with
+    `prompt` is the answer.
 
     So a token that merges the prompt's end with the answer's beginning is the answer's.
     """
     bounds = [common_prefix(prompt, sequence) for sequence in sequences]
-    masks = [[index >= bound for index in range(len(ids))] for ids, bound in zip(sequences, bounds, strict=True)]
+    masks = [
+        [index >= bound for index in range(len(ids))]
+        for ids, bound in zip(sequences, bounds, strict=True)
+    ]
     return grouped(sequences, masks, **more)
 
 
 def replied(
-    tokenizer: Tokenizer, row: Row, key: str, replies: Sequence[str], *, as_chat: bool = False, **more: Any
+    tokenizer: Tokenizer,
+    row: Row,
+    key: str,
+    replies: Sequence[str],
+    *,
+    as_chat: bool = False,
+    **more: Any,
 ) -> Encoded:
-    """A group of replies to the prompt in the column `key`: each is what follows the prompt's text, and EOS.
+    """A group of replies to the prompt in the column `key`: each is what follows the prompt's text,
+    and EOS.
 
-    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as the assistant's turn; to a
-    dialogue in the `\\n\\nHuman:` form it is stripped, as the turns before it are.
+    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as
+    the assistant's turn; to a dialogue in the `\\n\\nHuman:` form it is stripped, as the turns
+    before it are.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_turn(tokenizer, row, key, reply)] for reply in replies]
         return continued(tokenizer, conversation(row, key), turns, row.get("tools"), **more)
     prompt = plain_prompt(tokenizer, row, key)
-    before = tokenizer.encode(prompt) if tokenizer.dress.label_masking else tokenizer.encode(prompt)[:1]
+    if tokenizer.dress.label_masking:
+        before = tokenizer.encode(prompt)
+    else:
+        before = tokenizer.encode(prompt)[:1]
     return answered(before, [ended(tokenizer, prompt + reply) for reply in replies], **more)
 
 
-def render_reply(tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False) -> str:
+def render_reply(
+    tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False
+) -> str:
     """The text of which `replied` makes tokens."""
     if as_chat or not isinstance(row[key], str):
-        return tokenizer.dressed_text([*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools"))
+        return tokenizer.dressed_text(
+            [*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools")
+        )
     return plain_prompt(tokenizer, row, key) + reply
 
 
@@ -223,29 +287,44 @@ def _turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
     """A reply to the prompt in the column `key` as the assistant's message."""
     if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
         reply = reply.strip()
-    facts = {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None} if tokenizer.dress.tags else {}
+    if tokenizer.dress.tags:
+        facts = {name: row[name] for name in (*FACTS, CONTEXT) if row.get(name) is not None}
+    else:
+        facts = {}
     return {"role": "assistant", "content": reply, **facts}
 
 
 def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
-    """The prompt as plain text. Raises `BadRow` where something is to stand around conversations, which it is not."""
-    for option, asked in (("system_prefix", tokenizer.dress.prefix), ("system_tags", tokenizer.dress.tags)):
+    """The prompt as plain text.
+
+    Raises `BadRow` where something is to stand around conversations, which it is not.
+    """
+    for option, asked in (
+        ("system_prefix", tokenizer.dress.prefix),
+        ("system_tags", tokenizer.dress.tags),
+    ):
         if asked:
             raise BadRow(
-                f"{key!r} is plain text, and dataset.{option} belongs to conversations; set dataset.args.as_chat=true, or "
+                f"{key!r} is plain text, and dataset.{option} belongs to conversations; set "
+                f"dataset.args.as_chat=true, or "
                 f"leave {option} out"
             )
     return prompt_text(row, key)
 
 
 def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
-    """A group of whole sequences and their masks: the prompt is the longest common prefix before any trained token.
+    """A group of whole sequences and their masks: the prompt is the longest common prefix before
+    any trained token.
 
-    Tokens after the last trained one are left out. Raises `BadRow` where a sequence has no trained token.
+    Tokens after the last trained one are left out. Raises `BadRow` where a sequence has no trained
+    token.
     """
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
-    shared = min(common_prefix(*sequences), *(mask.index(True) for mask in masks)) if sequences else 0
+    if sequences:
+        shared = min(common_prefix(*sequences), *(mask.index(True) for mask in masks))
+    else:
+        shared = 0
     stops = [len(mask) - mask[::-1].index(True) for mask in masks]
     return Encoded(
         list(sequences[0][:shared]),
@@ -264,8 +343,10 @@ def continued(
     may_be_empty: bool = False,
     **more: Any,
 ) -> Encoded:
-    """A group of conversations that go on from `context`; only what follows it is trained. `may_be_empty`: a last turn without
-    words is a reply too, whose end is learned. Raises `BadRow`."""
+    """A group of conversations that go on from `context`; only what follows it is trained.
+
+    `may_be_empty`: a last turn without words is a reply too, whose end is learned. Raises `BadRow`.
+    """
     found = []
     for number, reply in enumerate(replies, 1):
         where = f" of continuation {number}" if len(replies) > 1 else ""
@@ -274,15 +355,25 @@ def continued(
         found.append(tokenizer.mask_chat([*before, *reply], tools))
     unused = frozenset().union(*(each.unused for each in found))
     cut = joined(cut for each in found for cut in each.cut)
-    return grouped([each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more)
+    return grouped(
+        [each.ids for each in found], [each.mask for each in found], unused=unused, cut=cut, **more
+    )
 
 
-def check_replies(messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False) -> None:
-    """Raise `BadRow` where the assistant has no turn, or one without any content (`may_be_empty`: that is not the last)."""
+def check_replies(
+    messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False
+) -> None:
+    """Raise `BadRow` where the assistant has no turn, or one without any content (`may_be_empty`:
+    that is not the last).
+    """
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:
         raise BadRow(f"there is no turn of the assistant{where}")
     for number, message in enumerate(messages, 1):
         said = message["content"].strip() or message.get("tool_calls") or message.get(REASONING)
-        if message["role"] == "assistant" and not said and not (may_be_empty and number == len(messages)):
+        if (
+            message["role"] == "assistant"
+            and not said
+            and not (may_be_empty and number == len(messages))
+        ):
             raise BadRow(f"message {number}{where}: the assistant's content is empty")

@@ -1,4 +1,7 @@
-"""`chat`: conversations, of which the assistant's turns are learned. Also Open-Assistant trees, every thread of them."""
+"""`chat`: conversations, of which the assistant's turns are learned.
+
+Also Open-Assistant trees, every thread of them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,12 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Chat:
-    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant. A `system` column begins
-    conversations that have no system message.
+    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant.
 
-    Of a row `{prompt, completion}` whose completion is messages, the prompt (messages or text) is not learned.
+    A `system` column begins conversations that have no system message.
+
+    Of a row `{prompt, completion}` whose completion is messages, the prompt (messages or text) is
+    not learned.
     """
 
     messages_key: str | None = None
@@ -39,7 +44,11 @@ class Chat:
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
         if is_tree(row):
             return [self._thread(path, tokenizer) for path in trees.threads(row)]
-        return [self._conversation(with_system(row, self._messages(row)), row.get("tools"), tokenizer, "")]
+        return [
+            self._conversation(
+                with_system(row, self._messages(row)), row.get("tools"), tokenizer, ""
+            )
+        ]
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
         return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
@@ -48,33 +57,44 @@ class Chat:
         """The sample of a row that has this id, alone."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
-        path = next(path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}"))
+        path = next(
+            path for path in trees.threads(row) if id.endswith(f"/{path[-1]['message_id']}")
+        )
         return self._thread(path, tokenizer)
 
     def _thread(self, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
-        return self._conversation(normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"])
+        return self._conversation(
+            normalise(trees.messages(path)), None, tokenizer, path[-1]["message_id"]
+        )
 
     def _messages(self, row: Row) -> list[Message]:
         keys = (self.messages_key,) if self.messages_key else MESSAGE_KEYS
-        prompt, completion = first_of(row, PROMPT_KEYS), answer_messages(row)
+        prompt = first_of(row, PROMPT_KEYS)
+        completion = answer_messages(row)
         if first_of(row, keys) is not None or prompt is None or completion is None:
             return listed_messages(row, need(row, keys, "chat"))
         context = [{**message, "train": False} for message in as_messages(row, prompt, "user")]
         return [*context, *as_messages(row, completion, "assistant")]
 
-    def _conversation(self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str) -> Encoded:
+    def _conversation(
+        self, messages: Sequence[Message], tools: Any, tokenizer: Tokenizer, part: str
+    ) -> Encoded:
         check_replies(messages)
         if self.train_on == "last":
-            last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-            messages = [m if index == last else {**m, "train": False} for index, m in enumerate(messages)]
+            last = max(
+                index for index, message in enumerate(messages) if message["role"] == "assistant"
+            )
+            messages = [
+                m if index == last else {**m, "train": False} for index, m in enumerate(messages)
+            ]
         found = tokenizer.mask_chat(messages, tools)
         return grouped([found.ids], [found.mask], part=part, unused=found.unused, cut=found.cut)
 
 
 @register_dataset("chat")
 class ChatDataset(TableDataset):
-    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages, as keys `prompt`, `completion`, `loss_mask`;
-    the first reply that is learned begins the completion.
+    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages, as keys `prompt`,
+    `completion`, `loss_mask`; the first reply that is learned begins the completion.
 
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """

@@ -16,10 +16,11 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Answer j of `pos_answers` is better than answer j of `neg_answers`; `margin` is one number or one a pair.
+    """Answer j of `pos_answers` is better than answer j of `neg_answers`; `margin` is one number or
+    one a pair.
 
-    `max_pairs_per_prompt` keeps the first pairs of a row that has more. `as_chat`: the prompt is rendered as the user's
-    message, and each answer as the assistant's.
+    `max_pairs_per_prompt` keeps the first pairs of a row that has more. `as_chat`: the prompt is
+    rendered as the user's message, and each answer as the assistant's.
     """
 
     prompt_key: str | None = None
@@ -35,7 +36,10 @@ class PairedComparison:
         better = texts(row, need(row, ("pos_answers",), "paired_comparison"))
         worse = texts(row, need(row, ("neg_answers",), "paired_comparison"))
         if len(better) != len(worse):
-            raise BadRow(f"'pos_answers' has {len(better)} entries and 'neg_answers' {len(worse)}; they come in pairs")
+            raise BadRow(
+                f"'pos_answers' has {len(better)} entries and 'neg_answers' {len(worse)}; they "
+                f"come in pairs"
+            )
         margins = _margins(row.get("margin"), len(better))
         pairs = list(zip(better, worse, margins, strict=True))[: self.max_pairs_per_prompt]
         answers = [answer for pair in pairs for answer in pair[:2]]
@@ -60,10 +64,12 @@ def _margins(value: Any, pairs: int) -> list[float]:
 
 @register_dataset("paired_comparison")
 class PairedComparisonDataset(TableDataset):
-    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse, better, worse, ...
+    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse,
+    better, worse, ...
 
-    Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair), `margin`, `label`.
-    `options`: prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
+    Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair),
+    `margin`, `label`. `options`: prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen,
+    max_prompt_len, overlong, truncate_side.
     """
 
     form = PairedComparison

@@ -1,4 +1,7 @@
-"""`preference`: a chosen and a rejected reply, as texts, message lists or whole conversations. Also single labelled replies."""
+"""`preference`: a chosen and a rejected reply, as texts, message lists or whole conversations.
+
+Also single labelled replies.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.data import dialogue
-from weft.data.asked import as_messages, conversation, listed_messages, need_prompt, prompt_keys, with_system
+from weft.data.asked import (
+    as_messages,
+    conversation,
+    listed_messages,
+    need_prompt,
+    prompt_keys,
+    with_system,
+)
 from weft.data.datasets.base import TableDataset, check_form, continued, grouped, replied
 from weft.data.lengths import Encoded
 from weft.data.messages import Message, normalise
-from weft.data.rows import ANSWER_KEYS, LABEL_KEYS, MESSAGE_KEYS, BadRow, Row, first_of, need, number, text
+from weft.data.rows import (
+    ANSWER_KEYS,
+    LABEL_KEYS,
+    MESSAGE_KEYS,
+    BadRow,
+    Row,
+    first_of,
+    need,
+    number,
+    text,
+)
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
@@ -24,13 +44,15 @@ Values = Mapping[str, list[float]]
 
 @dataclass(frozen=True)
 class Preference:
-    """Where the two are whole conversations, what they share is the prompt, and a prompt column beside them is not read: lists
-    that begin with a user's or a system message, or texts of the `\\n\\nHuman:` form (split after the last `\\n\\nAssistant:`
-    that both share). Otherwise they are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without
-    the reply that these may end with.
+    """Where the two are whole conversations, what they share is the prompt, and a prompt column
+    beside them is not read: lists that begin with a user's or a system message, or texts of the
+    `\\n\\nHuman:` form (split after the last `\\n\\nAssistant:` that both share). Otherwise they
+    are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without the
+    reply that these may end with.
 
-    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or `{messages, label}` without
-    the two is a single reply that is wanted (true or 1) or not (false or 0); `kto_tag` is another name of `label`.
+    `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or
+    `{messages, label}` without the two is a single reply that is wanted (true or 1) or not (false
+    or 0); `kto_tag` is another name of `label`.
     """
 
     prompt_key: str | None = None
@@ -43,12 +65,20 @@ class Preference:
         check_form(tokenizer, as_chat=self.as_chat)
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        margin = 0.0 if row.get("margin") is None else number(row["margin"], "margin")
+        if row.get("margin") is None:
+            margin = 0.0
+        else:
+            margin = number(row["margin"], "margin")
         chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
         rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
         tag = first_of(row, LABEL_KEYS) or next((key for key in LABEL_KEYS if key in row), None)
         if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
-            values = {"rank": [0.0], "comparison": [0.0], "margin": [margin], "label": [_label(row[tag], tag)]}
+            values = {
+                "rank": [0.0],
+                "comparison": [0.0],
+                "margin": [margin],
+                "label": [_label(row[tag], tag)],
+            }
             return [self._single(row, tokenizer, values)]
         keys = need(row, chosen_keys, "preference"), need(row, rejected_keys, "preference")
         chosen, rejected = (row[key] for key in keys)
@@ -59,30 +89,43 @@ class Preference:
         whole = [talk[0]["role"] not in SAID for talk in talks]
         if all(whole):
             shared = _shared(talks)
-            context, talks = with_system(row, talks[0][:shared]), [talk[shared:] for talk in talks]
+            context = with_system(row, talks[0][:shared])
+            talks = [talk[shared:] for talk in talks]
         elif any(whole):
             raise BadRow(
-                "one of the two answers is a whole conversation and the other a reply alone; give both in the same form"
+                "one of the two answers is a whole conversation and the other a reply alone; give "
+                "both in the same form"
             )
         else:
             key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
             context = [] if key is None else conversation(row, key)
         return [continued(tokenizer, context, talks, row.get("tools"), values=values)]
 
-    def _texts(self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values) -> Encoded:
+    def _texts(
+        self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
+    ) -> Encoded:
         """Two texts: replies to the row's prompt, or whole dialogues."""
         replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
         dialogues = all(dialogue.HUMAN in reply for reply in replies)
-        if isinstance(prompt, str) and dialogues and all(reply.startswith(prompt) for reply in replies):
+        if (
+            isinstance(prompt, str)
+            and dialogues
+            and all(reply.startswith(prompt) for reply in replies)
+        ):
             prompt = None  # the prompt stands in the dialogues already
         if key is not None and prompt is not None:
             return replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
         if self.as_chat:
-            talks = [normalise(dialogue.messages(reply)) for reply in replies] if dialogues else []
+            if dialogues:
+                talks = [normalise(dialogue.messages(reply)) for reply in replies]
+            else:
+                talks = []
             if not talks or any(talk[-1]["role"] != "assistant" for talk in talks):
-                raise BadRow("as_chat needs a prompt, or dialogues that end with the assistant's turn")
+                raise BadRow(
+                    "as_chat needs a prompt, or dialogues that end with the assistant's turn"
+                )
             shared = _shared(talks)
             context = with_system(row, talks[0][:shared])
             said = [talk[shared:] for talk in talks]
@@ -94,20 +137,28 @@ class Preference:
         if key is not None and first_of(row, ANSWER_KEYS) is None:
             messages = with_system(row, listed_messages(row, key))
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-            return continued(tokenizer, messages[:last], [messages[last:]], row.get("tools"), values=values)
+            return continued(
+                tokenizer, messages[:last], [messages[last:]], row.get("tools"), values=values
+            )
         key = need_prompt(row, self.prompt_key, "preference")
         answer_key = need(row, ANSWER_KEYS, "preference")
         if isinstance(row[answer_key], str):
-            return replied(tokenizer, row, key, [text(row, answer_key)], as_chat=self.as_chat, values=values)
+            return replied(
+                tokenizer, row, key, [text(row, answer_key)], as_chat=self.as_chat, values=values
+            )
         reply = as_messages(row, answer_key, "assistant")
-        return continued(tokenizer, conversation(row, key), [reply], row.get("tools"), values=values)
+        return continued(
+            tokenizer, conversation(row, key), [reply], row.get("tools"), values=values
+        )
 
 
 def _label(value: object, key: str) -> float:
     """1 for a reply that is wanted: true, or the number 1."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
-    raise BadRow(f"{key!r} must be true or false (or 1 or 0), not {'null' if value is None else repr(value)}")
+    raise BadRow(
+        f"{key!r} must be true or false (or 1 or 0), not {'null' if value is None else repr(value)}"
+    )
 
 
 def _shared(talks: Sequence[Sequence[Message]]) -> int:
@@ -126,7 +177,8 @@ def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Values) ->
     A last turn without words is a reply too (hh-rlhf has some): its EOS alone is trained.
     """
     prompt = dialogue.shared_prompt(*contents)
-    sequences, masks = [], []
+    sequences = []
+    masks = []
     for content in contents:
         spans = dialogue.assistant_spans(content)
         if spans == [(0, len(content))]:
@@ -144,8 +196,9 @@ def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Values) ->
 class PreferenceDataset(TableDataset):
     """Rows `{chosen, rejected}` as groups of two completions, the chosen first.
 
-    Keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin`, `label`.
-    `options`: prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
+    Keys `prompt`, `completion`, `loss_mask`, `rank`, `comparison`, `margin`, `label`. `options`:
+    prompt_key, chosen_key, rejected_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong,
+    truncate_side.
     """
 
     form = Preference

@@ -15,15 +15,19 @@ from weft.data.rows import MESSAGE_KEYS, BadRow, Row, first_of, is_tree, plain, 
 from weft.data.tokenizer import Tokenizer
 from weft.registry import register_dataset
 
-MESSAGES = "prompt_messages"  # metadata: a prompt's messages, for roles that read the text in a form of their own
+# metadata: a prompt's messages, for roles that read the text in a form of their own
+MESSAGES = "prompt_messages"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or messages rendered with the template's generation prompt. `as_chat`: a text is the user's message.
+    """A text, or messages rendered with the template's generation prompt.
 
-    Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared turn. The messages of a
-    rendered prompt go along as `prompt_messages`. Of an Open-Assistant tree every message of the prompter is a prompt.
+    `as_chat`: a text is the user's message.
+
+    Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared
+    turn. The messages of a rendered prompt go along as `prompt_messages`. Of an Open-Assistant tree
+    every message of the prompter is a prompt.
     """
 
     prompt_key: str | None = None
@@ -38,14 +42,21 @@ class Prompt:
         key, row, _ = self._asked(row)
         if isinstance(row[key], str) and not self.as_chat:
             return plain_prompt(tokenizer, row, key)
-        return tokenizer.dressed_text(conversation(row, key), row.get("tools"), add_generation_prompt=True)
+        return tokenizer.dressed_text(
+            conversation(row, key), row.get("tools"), add_generation_prompt=True
+        )
 
     def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
         """(the column of the prompt, the row with that column, the columns it is made of)"""
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
-        if key is None and not self.prompt_key and all(isinstance(row.get(name), str) for name in used):
-            key, row = "prompt", {**row, "prompt": _shared(row)}
+        if (
+            key is None
+            and not self.prompt_key
+            and all(isinstance(row.get(name), str) for name in used)
+        ):
+            key = "prompt"
+            row = {**row, "prompt": _shared(row)}
         else:
             key = key or need_prompt(row, self.prompt_key, "prompt")
             used = (key, INPUT) if key == "instruction" else (key,)
@@ -55,7 +66,11 @@ class Prompt:
         if is_tree(row):
             return [self._branch(row, path, tokenizer) for path in trees.prompts(row)]
         key, row, used = self._asked(row)
-        columns = {name: plain(value) for name, value in row.items() if name not in (key, *used, self.id_key)}
+        columns = {
+            name: plain(value)
+            for name, value in row.items()
+            if name not in (key, *used, self.id_key)
+        }
         if isinstance(row[key], str) and not self.as_chat:
             if not row[key].strip():
                 raise BadRow(f"{key!r} is empty")
@@ -64,23 +79,35 @@ class Prompt:
         ids, unused = tokenizer.encode_context(messages, row.get("tools"))
         if not ids:
             raise BadRow(f"the chat template renders {key!r} as nothing")
-        if not isinstance(row[key], str) and as_messages(row, key, "user")[-1]["role"] == "assistant":
+        if (
+            not isinstance(row[key], str)
+            and as_messages(row, key, "user")[-1]["role"] == "assistant"
+        ):
             unused |= {f"{key}[] of the last reply"}
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
     def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
         """A message of the prompter in a tree, after the messages before it."""
-        columns = {name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)}
+        columns = {
+            name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)
+        }
         messages = normalise(trees.messages(path))
         ids, unused = tokenizer.encode_context(messages)
-        return Encoded(ids, metadata={**columns, MESSAGES: messages}, part=path[-1]["message_id"], unused=unused)
+        return Encoded(
+            ids,
+            metadata={**columns, MESSAGES: messages},
+            part=path[-1]["message_id"],
+            unused=unused,
+        )
 
 
 def _shared(row: Row) -> str:
     """What two dialogues begin with, up to and with the assistant's mark."""
     shared = dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected"))
     if not shared.strip():
-        raise BadRow("'chosen' and 'rejected' share no beginning that ends with the assistant's turn")
+        raise BadRow(
+            "'chosen' and 'rejected' share no beginning that ends with the assistant's turn"
+        )
     return shared
 
 
@@ -88,7 +115,8 @@ def _shared(row: Row) -> str:
 class PromptDataset(TableDataset):
     """Rows `{prompt, ...}` as the key `prompt`; the other columns are metadata.
 
-    `options`: prompt_key, id_key, as_chat, max_prompt_len, overlong (error when absent), truncate_side, max_seqlen.
+    `options`: prompt_key, id_key, as_chat, max_prompt_len, overlong (error when absent),
+    truncate_side, max_seqlen.
     """
 
     form = Prompt

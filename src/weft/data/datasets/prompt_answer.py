@@ -1,4 +1,7 @@
-"""`prompt_answer`: a prompt and the answer to learn. Also alpaca, `prompt/completion` and `question/answer` rows."""
+"""`prompt_answer`: a prompt and the answer to learn.
+
+Also alpaca, `prompt/completion` and `question/answer` rows.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """The answer is everything after the prompt, and EOS. `as_chat`: the prompt is rendered as the user's message."""
+    """The answer is everything after the prompt, and EOS.
+
+    `as_chat`: the prompt is rendered as the user's message.
+    """
 
     prompt_key: str | None = None
     answer_key: str | None = None
@@ -35,9 +41,13 @@ class PromptAnswer:
     def _parts(self, row: Row) -> tuple[str, str]:
         """(the column of the prompt, the answer)"""
         prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
-        answer_key = need(row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer")
+        answer_key = need(
+            row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer"
+        )
         if answer_messages(row) == answer_key:
-            raise BadRow(f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat")
+            raise BadRow(
+                f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat"
+            )
         return prompt_key, text(row, answer_key)
 
 
@@ -45,7 +55,8 @@ class PromptAnswer:
 class PromptAnswerDataset(TableDataset):
     """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`, one completion an id.
 
-    `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
+    `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong,
+    truncate_side.
     """
 
     form = PromptAnswer

@@ -1,4 +1,7 @@
-"""`ranking`: several replies to one prompt, the best first. Also Open-Assistant trees, wherever replies were ranked."""
+"""`ranking`: several replies to one prompt, the best first.
+
+Also Open-Assistant trees, wherever replies were ranked.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,15 @@ from dataclasses import dataclass
 
 from weft.data import trees
 from weft.data.asked import need_prompt, prompt_keys
-from weft.data.datasets.base import BAD, TableDataset, answered, check_form, continued, ended, replied
+from weft.data.datasets.base import (
+    BAD,
+    TableDataset,
+    answered,
+    check_form,
+    continued,
+    ended,
+    replied,
+)
 from weft.data.lengths import Encoded
 from weft.data.messages import normalise
 from weft.data.rows import MESSAGE_KEYS, Row, first_of, is_tree, need, texts
@@ -18,9 +29,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Ranking:
-    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies` keeps the best ones. Where
-    the prompt is null, replies are whole texts. Of the column `augmented`, replies made bad on purpose, every epoch draws one,
-    which ranks last.
+    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies`
+    keeps the best ones. Where the prompt is null, replies are whole texts. Of the column
+    `augmented`, replies made bad on purpose, every epoch draws one, which ranks last.
 
     `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
     """
@@ -34,7 +45,8 @@ class Ranking:
     def __post_init__(self) -> None:
         if self.max_replies is not None and self.max_replies < 2:
             raise ConfigError(
-                f"dataset.args.max_replies={self.max_replies}: must be at least 2, or there is nothing to rank"
+                f"dataset.args.max_replies={self.max_replies}: must be at least 2, or there is "
+                f"nothing to rank"
             )
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -44,9 +56,15 @@ class Ranking:
         if is_tree(row):
             return [self._branch(path, replies, tokenizer) for path, replies in trees.rankings(row)]
         replies = self._replies(row, tokenizer)
-        values, keys = _values(len(replies)), (*prompt_keys(self.prompt_key), "prefix")
+        values = _values(len(replies))
+        keys = (*prompt_keys(self.prompt_key), "prefix")
         key = first_of(row, keys)
-        if key is None and first_of(row, MESSAGE_KEYS) is None and any(name in row for name in keys):  # it is null
+        # it is null
+        if (
+            key is None
+            and first_of(row, MESSAGE_KEYS) is None
+            and any(name in row for name in keys)
+        ):
             return [answered([], [ended(tokenizer, reply) for reply in replies], values=values)]
         key = key or need_prompt(row, self.prompt_key, "ranking")
         return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
@@ -63,10 +81,16 @@ class Ranking:
             worst = max(bad, key=lambda reply: len(tokenizer.encode(reply)))
         return [*replies[: None if self.max_replies is None else self.max_replies - 1], worst]
 
-    def _branch(self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
+    def _branch(
+        self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
+    ) -> Encoded:
         """The ranked replies to one message of a tree."""
-        kept = [[{"role": "assistant", "content": reply["text"]}] for reply in replies[: self.max_replies]]
-        context, part = normalise(trees.messages(path)), path[-1]["message_id"]
+        kept = [
+            [{"role": "assistant", "content": reply["text"]}]
+            for reply in replies[: self.max_replies]
+        ]
+        context = normalise(trees.messages(path))
+        part = path[-1]["message_id"]
         return continued(tokenizer, context, kept, None, values=_values(len(kept)), part=part)
 
 
@@ -81,7 +105,8 @@ class RankingDataset(TableDataset):
     """Rows `{prompt, replies[]}` as groups of K completions, the best first.
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 the best), `comparison`, `margin`.
-    `options`: prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen, max_prompt_len, overlong, truncate_side.
+    `options`: prompt_key, replies_key, id_key, max_replies, as_chat, max_seqlen, max_prompt_len,
+    overlong, truncate_side.
     """
 
     form = Ranking

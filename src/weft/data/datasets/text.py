@@ -1,4 +1,6 @@
-"""`text`: plain texts, every token of which is learned; beside conversations they keep a model from forgetting its language."""
+"""`text`: plain texts, every token of which is learned; beside conversations they keep a model from
+forgetting its language.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Text:
-    """The column `text`, and EOS. The first token is the prompt: nothing stands before it that could tell it."""
+    """The column `text`, and EOS.
+
+    The first token is the prompt: nothing stands before it that could tell it.
+    """
 
     text_key: str = "text"
     id_key: str = "id"
@@ -33,7 +38,8 @@ class Text:
 
 @register_dataset("text")
 class TextDataset(TableDataset):
-    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; nothing is masked.
+    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; nothing is
+    masked.
 
     `options`: text_key, id_key, max_seqlen, overlong, truncate_side.
     """

@@ -1,4 +1,6 @@
-"""Every dataset that has a name: the ones weft ships, those that a user registers, those of a user's YAML file."""
+"""Every dataset that has a name: the ones weft ships, those that a user registers, those of a
+user's YAML file.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,11 @@ PAIR = "{source}-{target}"
 
 
 def find(name: str, files: Sequence[str] = ()) -> Entry:
-    """The entry called `name`, in the user's `files` first. Raises `ConfigError` with the nearest names, and for a pair of
-    languages that there are no prompts for."""
+    """The entry called `name`, in the user's `files` first.
+
+    Raises `ConfigError` with the nearest names, and for a pair of languages that there are no
+    prompts for.
+    """
     known = _known(files)
     found = known.get(name) or known.get(name.lower())
     if found is not None and PAIR not in found.name:
@@ -49,7 +54,9 @@ def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
     """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no aliases."""
     if mode is not None and mode not in MODES:
         raise unknown_name("mode", mode, MODES)
-    return sorted({entry.name for entry in _known(files).values() if mode is None or mode in entry.modes})
+    return sorted(
+        {entry.name for entry in _known(files).values() if mode is None or mode in entry.modes}
+    )
 
 
 def read_entries(file: Path) -> dict[str, Entry]:
@@ -61,7 +68,9 @@ def read_entries(file: Path) -> dict[str, Entry]:
 
 
 def _known(files: Sequence[str]) -> dict[str, Entry]:
-    """All entries by name and alias; later ones go before earlier ones: shipped, registered, of files."""
+    """All entries by name and alias; later ones go before earlier ones: shipped, registered, of
+    files.
+    """
     entries: dict[str, Entry] = dict(_shipped())
     for name in named_datasets.names():
         entries[name] = _registered(name, named_datasets.get(name))
@@ -83,18 +92,33 @@ def _shipped() -> Mapping[str, Entry]:
 
 
 def _registered(name: str, value: Any) -> Entry:
-    return replace(value, name=name) if isinstance(value, Entry) else Entry.parse(name, value, "register_named_dataset")
+    if isinstance(value, Entry):
+        return replace(value, name=name)
+    return Entry.parse(name, value, "register_named_dataset")
 
 
 def _pair(entry: Entry, name: str) -> Entry:
     """The entry for one pair of languages."""
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")
-    if len(languages) != 2 or languages[0] == languages[1] or any(each not in LANGUAGES for each in languages):
+    if (
+        len(languages) != 2
+        or languages[0] == languages[1]
+        or any(each not in LANGUAGES for each in languages)
+    ):
         shape = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(
-            f"dataset {name!r}: {pair!r} is no pair of known languages; write two of {', '.join(LANGUAGES)}, such as {shape}"
+            f"dataset {name!r}: {pair!r} is no pair of known languages; write two of "
+            f"{', '.join(LANGUAGES)}, such as {shape}"
         )
     source, target = languages
-    config = entry.config.format(source=source, target=target) if entry.config else None
-    return replace(entry, name=name, config=config, options={**entry.options, "source": source, "target": target})
+    if entry.config:
+        config = entry.config.format(source=source, target=target)
+    else:
+        config = None
+    return replace(
+        entry,
+        name=name,
+        config=config,
+        options={**entry.options, "source": source, "target": target},
+    )

@@ -1,4 +1,6 @@
-"""One dataset that is known by name: where it comes from, which reader reads it, and with which options."""
+"""One dataset that is known by name: where it comes from, which reader reads it, and with which
+options.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ SEVERAL = ("modes", "aliases")  # fields that hold several names
 
 @dataclass(frozen=True)
 class Entry:
-    """A source and how to read it. `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid` a
-    part of the rows is set aside. `options` are those of the reader; what a user writes beside the name goes before them.
+    """A source and how to read it.
 
-    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is read from a local copy
-    alone.
+    `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid` a part
+    of the rows is set aside. `options` are those of the reader; what a user writes beside the name
+    goes before them.
+
+    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is
+    read from a local copy alone.
     """
 
     name: str
@@ -39,10 +44,14 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str, value: Any, where: str) -> Entry:
-        """Read an entry of a YAML file; keys that are no fields are options of the reader. Raises `ConfigError`."""
+        """Read an entry of a YAML file; keys that are no fields are options of the reader.
+
+        Raises `ConfigError`.
+        """
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{where}: {name}: must be a mapping such as {{reader: pairs, repo: OWNER/NAME, modes: [rm]}}"
+                f"{where}: {name}: must be a mapping such as {{reader: pairs, repo: OWNER/NAME, "
+                f"modes: [rm]}}"
             )
         known = {spec.name for spec in fields(cls)} - {"name", "options"}
         given = {key: item for key, item in value.items() if key in known}
@@ -61,7 +70,9 @@ class Entry:
         if wrong:
             raise ConfigError(f"{where}: {name}: modes={wrong}: must be of {', '.join(MODES)}")
         if given.get("repo") and given.get("url"):
-            raise ConfigError(f"{where}: {name}: repo and url exclude each other; keep the one that it comes from")
+            raise ConfigError(
+                f"{where}: {name}: repo and url exclude each other; keep the one that it comes from"
+            )
         return cls(name=name, options=options, **given)
 
     @property

@@ -1,4 +1,6 @@
-"""What readers make of rows, whatever it is used for: a conversation and replies to it, and its row in each mode."""
+"""What readers make of rows, whatever it is used for: a conversation and replies to it, and its row
+in each mode.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,13 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the dataset type of 
 
 @dataclass(frozen=True)
 class Example:
-    """`replies` to a conversation that ends with the user, the best first. Without a conversation `text` is what they go on
-    with as it stands, and without replies it is plain text.
+    """`replies` to a conversation that ends with the user, the best first.
 
-    Examples of one `group` are never split into training and validation. `columns` go along with a prompt (mode rl).
+    Without a conversation `text` is what they go on with as it stands, and without replies it is
+    plain text.
+
+    Examples of one `group` are never split into training and validation. `columns` go along with a
+    prompt (mode rl).
     """
 
     context: Sequence[Message] = ()
@@ -35,7 +40,8 @@ class Example:
 class Use:
     """Settings and counters of one reading of a named dataset.
 
-    `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part of their conversation.
+    `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part
+    of their conversation.
     """
 
     name: str
@@ -55,16 +61,22 @@ class Use:
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count a row that holds something in these columns, which the reader of its conversation does not read."""
+        """Count a row that holds something in these columns, which the reader of its conversation
+        does not read.
+        """
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def random(self, *parts: object) -> random.Random:
         """Random numbers for one purpose, the same in every run."""
-        digest = hashlib.blake2b("|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8
+        ).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
     def clean(self, *said: str) -> bool:
-        """Whether none of these texts holds a phrase that no model should learn; counts it where one does."""
+        """Whether none of these texts holds a phrase that no model should learn; counts it where
+        one does.
+        """
         if any(unwanted(text) for text in said):
             self.skip("unwanted phrases")
             return False
@@ -81,7 +93,10 @@ def assistant(content: str, **more: Any) -> Message:
 
 def alternating(turns: Sequence[str], system: str | None = None, **more: Any) -> list[Message]:
     """Texts of the user and the assistant in turn; `more` (lang, ...) stands with each."""
-    head = [{"role": "system", "content": system}] if system and system.strip() else []
+    if system and system.strip():
+        head = [{"role": "system", "content": system}]
+    else:
+        head = []
     return [*head, *((assistant if i % 2 else user)(turn, **more) for i, turn in enumerate(turns))]
 
 
@@ -102,12 +117,18 @@ def row_of(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
         if len(example.replies) < 2:
             return None
         prompt: Any = example.text or "" if plain else list(example.context)
-        return "ranking", {**own, "prompt": prompt, "replies": [reply["content"] for reply in example.replies]}
+        return "ranking", {
+            **own,
+            "prompt": prompt,
+            "replies": [reply["content"] for reply in example.replies],
+        }
     if plain and not example.replies:
         return "text", {**own, "text": example.text}
     if plain:
         return "text", {**own, "text": (example.text or "") + example.replies[0]["content"]}
-    return ("chat", {**own, "messages": [*example.context, example.replies[0]]}) if example.replies else None
+    if example.replies:
+        return ("chat", {**own, "messages": [*example.context, example.replies[0]]})
+    return None
 
 
 def _kept(more: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""The files of a named dataset: a local copy, or fetched once. Without a network it says so at once, and where a copy may
-lie."""
+"""The files of a named dataset: a local copy, or fetched once.
+
+Without a network it says so at once, and where a copy may lie.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Files:
-    """The files to train on, and those of the source's own validation split (none where it has none)."""
+    """The files to train on, and those of the source's own validation split (none where it has
+    none).
+    """
 
     train: list[Path]
     valid: list[Path]
@@ -42,7 +46,10 @@ def copies(entry: Entry, cache: Path) -> Path:
 
 
 def locate(entry: Entry, path: str | None, cache: Path) -> Files:
-    """The files, from `path`, the folder of copies, or the place they come from. Raises `DataError` where there are none."""
+    """The files, from `path`, the folder of copies, or the place they come from.
+
+    Raises `DataError` where there are none.
+    """
     at_hand = local(entry, path, cache)
     if at_hand is not None:
         return at_hand
@@ -58,10 +65,18 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
-            siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
+            if place.parent.is_dir():
+                siblings = [p.name for p in place.parent.iterdir()]
+            else:
+                siblings = []
             close = nearest(place.name, siblings, 1)
-            hint = f"did you mean {place.parent / close[0]}?" if close else _absent(entry, path)
-            raise DataError(f"{entry.name}: path={path}: there is no such file or directory; {hint}")
+            if close:
+                hint = f"did you mean {place.parent / close[0]}?"
+            else:
+                hint = _absent(entry, path)
+            raise DataError(
+                f"{entry.name}: path={path}: there is no such file or directory; {hint}"
+            )
         return chosen(entry, place)
     folder = copies(entry, cache)
     if entry.url is not None and (fetched := folder / entry.url.rsplit("/", 1)[-1]).is_file():
@@ -78,34 +93,55 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
 
 
 def _absent(entry: Entry, path: str) -> str:
-    """What to do where a file is not there; sections name files of other machines, without a folder."""
+    """What to do where a file is not there; sections name files of other machines, without a
+    folder.
+    """
     if Path(path).name != path:
         return "check the spelling"
     option = f"datasets.{entry.name}"
-    hub = f", or take the hub's with {option}.input_file_path=null" if entry.repo is not None else ""
+    if entry.repo is not None:
+        hub = f", or take the hub's with {option}.input_file_path=null"
+    else:
+        hub = ""
     return f"put it here, or give a copy with {option}.data_path=FILE{hub}"
 
 
 def chosen(entry: Entry, place: Path) -> Files:
-    """The files of an entry in a folder; a file is all there is to train on. Raises `DataError` where the folder has none."""
+    """The files of an entry in a folder; a file is all there is to train on.
+
+    Raises `DataError` where the folder has none.
+    """
     if place.is_file():
         return Files([place], [place] if entry.valid == entry.train else [])
-    place = place / entry.name if (place / entry.name).is_dir() else place  # a folder of copies of several datasets
-    root = place / entry.config if entry.config and (place / entry.config).is_dir() else place
-    train = _matching(root, entry.train) if _is_pattern(entry.train) else _of_split(root, entry.train)
+    # a folder of copies of several datasets
+    place = place / entry.name if (place / entry.name).is_dir() else place
+    if entry.config and (place / entry.config).is_dir():
+        root = place / entry.config
+    else:
+        root = place
+    if _is_pattern(entry.train):
+        train = _matching(root, entry.train)
+    else:
+        train = _of_split(root, entry.train)
     if not train:
         has = ", ".join(sorted(file.name for file in root.iterdir())[:8]) or "nothing"
         raise DataError(
-            f"{entry.name}: {root} has no files {entry.train!r} (it has {has}); give the file itself as data_path"
+            f"{entry.name}: {root} has no files {entry.train!r} (it has {has}); give the file "
+            f"itself as data_path"
         )
     valid: list[Path] = []
     if entry.valid is not None:
-        valid = _matching(root, entry.valid) if _is_pattern(entry.valid) else _of_split(root, entry.valid)
+        if _is_pattern(entry.valid):
+            valid = _matching(root, entry.valid)
+        else:
+            valid = _of_split(root, entry.valid)
     return Files(train, valid)
 
 
 def named_file(entry: Entry, file: Path) -> str:
-    """A file of a dataset as errors name it: with the dataset's name, and one that came from the hub by its name there."""
+    """A file of a dataset as errors name it: with the dataset's name, and one that came from the
+    hub by its name there.
+    """
     parts = file.parts
     if entry.repo is not None and "snapshots" in parts:
         inside = parts[parts.index("snapshots") + 2 :]
@@ -115,7 +151,11 @@ def named_file(entry: Entry, file: Path) -> str:
 
 def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
     """The rows of a file; of plain text the records that `separator` ends, as `{text: ..}`."""
-    if entry.rows_in is not None and file.name.endswith(".json") and (rows := _inside(file, entry.rows_in)) is not None:
+    if (
+        entry.rows_in is not None
+        and file.name.endswith(".json")
+        and (rows := _inside(file, entry.rows_in)) is not None
+    ):
         yield from ((Place(str(file), number), row) for number, row in enumerate(rows, 1))
         return
     if entry.separator is None or not file.name.endswith(".txt"):
@@ -143,9 +183,21 @@ def _is_pattern(which: str) -> bool:
 
 
 def _matching(root: Path, pattern: str) -> list[Path]:
-    files = sorted(file for file in root.rglob("*") if file.is_file() and file.name.endswith((*SUFFIXES, ".txt")))
-    shown = [file for file in files if not any(part.startswith(".") for part in file.relative_to(root).parts)]
-    return [f for f in shown if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)]
+    files = sorted(
+        file
+        for file in root.rglob("*")
+        if file.is_file() and file.name.endswith((*SUFFIXES, ".txt"))
+    )
+    shown = [
+        file
+        for file in files
+        if not any(part.startswith(".") for part in file.relative_to(root).parts)
+    ]
+    return [
+        f
+        for f in shown
+        if fnmatch(f.relative_to(root).as_posix(), pattern) or fnmatch(f.name, pattern)
+    ]
 
 
 def _of_split(root: Path, split: str) -> list[Path]:
@@ -157,19 +209,31 @@ def _of_split(root: Path, split: str) -> list[Path]:
 
 def _request(entry: Entry) -> dict[str, Any]:
     """What is asked of the hub: the files of the configuration, or those that the patterns name."""
-    patterns = [which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)]
+    patterns = [
+        which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)
+    ]
     folder = entry.config or ("default" if entry.revision == PARQUET else None)
     if not patterns:
         patterns = [f"{folder}/*{suffix}" if folder else f"*{suffix}" for suffix in SUFFIXES]
-    request: dict[str, Any] = {"repo_id": entry.repo, "repo_type": "dataset", "allow_patterns": patterns}
-    return {**request, "revision": entry.revision} if entry.revision else request
+    request: dict[str, Any] = {
+        "repo_id": entry.repo,
+        "repo_type": "dataset",
+        "allow_patterns": patterns,
+    }
+    if entry.revision:
+        return {**request, "revision": entry.revision}
+    return request
 
 
 def _from_hub(entry: Entry, cache: Path) -> Path:
     assert entry.repo is not None
     repo = entry.repo
     try:
-        _within(lambda: huggingface_hub.HfApi().dataset_info(repo, revision=entry.revision, timeout=hub.SECONDS))
+        _within(
+            lambda: huggingface_hub.HfApi().dataset_info(
+                repo, revision=entry.revision, timeout=hub.SECONDS
+            )
+        )
         return Path(huggingface_hub.snapshot_download(**_request(entry)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, TimeoutError, RuntimeError) as error:
         raise DataError(_missing(entry, cache, _reason(error))) from error
@@ -177,7 +241,8 @@ def _from_hub(entry: Entry, cache: Path) -> Path:
 
 def _from_url(entry: Entry, cache: Path) -> Path:
     assert entry.url is not None
-    url, folder = entry.url, copies(entry, cache)
+    url = entry.url
+    folder = copies(entry, cache)
     if not url.startswith("https://"):
         raise DataError(f"{entry.name}: url={url}: must begin with https://")
     target = folder / url.rsplit("/", 1)[-1]
@@ -196,7 +261,10 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 
 
 def _within(ask: Callable[[], Found]) -> Found:
-    """What `ask` returns. Raises `OSError` or `HfHubHTTPError` where nobody answers in time, or something else than yes."""
+    """What `ask` returns.
+
+    Raises `OSError` or `HfHubHTTPError` where nobody answers in time, or something else than yes.
+    """
     try:
         return hub.within(hub.SECONDS, ask)
     except (OSError, HfHubHTTPError):
@@ -213,6 +281,8 @@ def _missing(entry: Entry, cache: Path, why: str) -> str:
     """One message on what would be fetched and where a copy may lie."""
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (
-        f"{entry.name}: there is no copy at hand, and nothing could be fetched from {entry.origin}{licence}: {why}; put its "
-        f"files in {copies(entry, cache)}, or name them with path: {{{entry.name}: {{path: FILE_OR_FOLDER}}}}"
+        f"{entry.name}: there is no copy at hand, and nothing could be fetched from "
+        f"{entry.origin}{licence}: {why}; put its "
+        f"files in {copies(entry, cache)}, or name them with path: {{{entry.name}: {{path: "
+        f"FILE_OR_FOLDER}}}}"
     )

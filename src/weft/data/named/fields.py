@@ -1,4 +1,6 @@
-"""Columns of a row by their path, and texts made of several: `"{context} {question}"`, `"{answers.text.0}"`."""
+"""Columns of a row by their path, and texts made of several: `"{context} {question}"`,
+`"{answers.text.0}"`.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ PLACE = re.compile(r"\{([^{}\n]+)\}")
 def fill(template: str, row: Row, random: Random) -> str:
     """The text of a column (`answer`, `meta.text`), or of a template with columns in braces.
 
-    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is null or not in a list
-    is "". Raises `BadRow` for a column that the row lacks.
+    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is
+    null or not in a list is "". Raises `BadRow` for a column that the row lacks.
     """
     if not PLACE.search(template):
         return _text(pick(template, row, random))
@@ -24,7 +26,8 @@ def fill(template: str, row: Row, random: Random) -> str:
 
 
 def pick(path: str, row: Row, random: Random) -> Any:
-    """The value at a path; None for a key that a mapping inside the row lacks, as Parquet has it for one that holds null.
+    """The value at a path; None for a key that a mapping inside the row lacks, as Parquet has it
+    for one that holds null.
 
     Raises `BadRow` for a column that the row lacks.
     """

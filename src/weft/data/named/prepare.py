@@ -1,5 +1,6 @@
-"""A named dataset as files of rows that weft's own dataset types read, made once and kept under a hash of all they depend
-on."""
+"""A named dataset as files of rows that weft's own dataset types read, made once and kept under a
+hash of all they depend on.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ from weft.writing import destination, rename, write
 
 VERSION = 3  # raised when the same rows give other examples, or another report
 OF_TYPE = {
-    "prompt_answer": "sft", "chat": "sft", "text": "sft", "paired_comparison": "rm", "preference": "rm", "ranking": "rm",
+    "prompt_answer": "sft",
+    "chat": "sft",
+    "text": "sft",
+    "paired_comparison": "rm",
+    "preference": "rm",
+    "ranking": "rm",
     "prompt": "rl",
-}  # fmt: skip
+}
 
 Reader = Callable[..., Iterator[Example]]
 
 
 @dataclass(frozen=True)
 class Split:
-    """What is set aside for validation: the source's own split (`own`), or where it has none this `share` of its groups."""
+    """What is set aside for validation: the source's own split (`own`), or where it has none this
+    `share` of its groups.
+    """
 
     share: float = 0.0
     own: bool = True
@@ -52,29 +60,44 @@ class Prepared:
 
 
 def mode_of(dataset_type: str) -> str:
-    """What an experiment with rows of this type uses a dataset for: sft, rm or rl. Raises `ConfigError` for a user's own
-    type."""
+    """What an experiment with rows of this type uses a dataset for: sft, rm or rl.
+
+    Raises `ConfigError` for a user's own type.
+    """
     if dataset_type not in OF_TYPE:
         raise ConfigError(
-            f"dataset.type={dataset_type!r}: named datasets bring rows of weft's own types; leave dataset.type out, and set "
+            f"dataset.type={dataset_type!r}: named datasets bring rows of weft's own types; leave "
+            f"dataset.type out, and set "
             "`type` of the sources that are files"
         )
     return OF_TYPE[dataset_type]
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "weft"
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    return Path.home() / ".cache" / "weft"
 
 
-def prepare(source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()) -> Prepared:
-    """The rows of `source.named`, as files. Raises `ConfigError` and `DataError` with the name, the rule and the fix."""
+def prepare(
+    source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()
+) -> Prepared:
+    """The rows of `source.named`, as files.
+
+    Raises `ConfigError` and `DataError` with the name, the rule and the fix.
+    """
     assert source.named is not None
     entry = find(source.named, files)
     if "source_url" in source.args:  # another file of the same shape
         entry = replace(entry, repo=None, url=str(source.args["source_url"]))
-        source = replace(source, args={name: value for name, value in source.args.items() if name != "source_url"})
+        source = replace(
+            source,
+            args={name: value for name, value in source.args.items() if name != "source_url"},
+        )
     if mode not in entry.modes:
-        raise ConfigError(f"{entry.name}: is of no use in mode {mode}; it is for {', '.join(entry.modes)}")
+        raise ConfigError(
+            f"{entry.name}: is of no use in mode {mode}; it is for {', '.join(entry.modes)}"
+        )
     reader: Reader = readers.get(entry.reader)
     options, of_form = _options(entry, reader, source.args, mode)
     found = locate(entry, source.path or None, cache)
@@ -84,14 +107,17 @@ def prepare(source: SourceSpec, mode: str, cache: Path, split: Split, files: Seq
     report = _report(folder) or made.make(found, split, folder)
     if not report["train"]:
         reasons = (
-            ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items()) or "the files have none"
+            ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items())
+            or "the files have none"
         )
         raise DataError(f"{entry.name}: no row is left for mode {mode} ({reasons})")
     read = replace(
         source,
         path=str(folder / "train.jsonl"),
         type=report["type"],
-        valid_path=str(folder / "valid.jsonl") if report["valid"] and source.valid_path is None else source.valid_path,
+        valid_path=str(folder / "valid.jsonl")
+        if report["valid"] and source.valid_path is None
+        else source.valid_path,
         valid_split=0.0,
         split=None,
         args=of_form,
@@ -123,23 +149,38 @@ def reader_options(reader: Reader) -> list[str]:
     return names
 
 
-def _options(entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the reader's options, those of the dataset type) of what an entry and a user say. Raises `ConfigError`."""
+def _options(
+    entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the reader's options, those of the dataset type) of what an entry and a user say.
+
+    Raises `ConfigError`.
+    """
     known = reader_options(reader)
-    of_type = {spec.name for kind in (datasets.get(TYPES[mode]).form, Lengths) for spec in fields(kind)}
+    of_type = {
+        spec.name for kind in (datasets.get(TYPES[mode]).form, Lengths) for spec in fields(kind)
+    }
     for name in args:
         if name not in known and name not in of_type:
             close = nearest(name, [*known, *of_type])
-            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+            if close:
+                hint = f"did you mean {' or '.join(close)}?"
+            else:
+                hint = f"known: {', '.join(known)}"
             raise ConfigError(f"{entry.name}: {name}={args[name]!r}: no such argument; {hint}")
     wrong = [name for name in entry.options if name not in known]
     if wrong:
-        raise ConfigError(f"{entry.name}: reader {entry.reader} has no option {wrong[0]!r}; known: {', '.join(known)}")
+        raise ConfigError(
+            f"{entry.name}: reader {entry.reader} has no option {wrong[0]!r}; known: "
+            f"{', '.join(known)}"
+        )
     options = {**entry.options, **{name: value for name, value in args.items() if name in known}}
     try:
         inspect.signature(reader).bind(None, None, **options)
     except TypeError as error:
-        raise ConfigError(f"{entry.name}: reader {entry.reader}: {error}; set it in the entry") from error
+        raise ConfigError(
+            f"{entry.name}: reader {entry.reader}: {error}; set it in the entry"
+        ) from error
     return options, {name: value for name, value in args.items() if name not in known}
 
 
@@ -161,13 +202,20 @@ class _Making:
     mode: str
 
     def digest(self, files: Files, split: Split) -> str:
-        """A hash of all that the rows depend on: the files, the entry, the options, and the reader's code."""
+        """A hash of all that the rows depend on: the files, the entry, the options, and the
+        reader's code.
+        """
         source = inspect.getsourcefile(self.reader)
-        code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+        if source:
+            code = hashlib.sha256(Path(source).read_bytes()).hexdigest()
+        else:
+            code = ""
         places = [str(file) for file in (*files.train, *files.valid)]  # which errors in rows name
         known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code, places]
         contents = [content_hash(files.train), content_hash(files.valid)]
-        return hashlib.sha256(json.dumps([known, contents], sort_keys=True, default=str).encode()).hexdigest()[:24]
+        return hashlib.sha256(
+            json.dumps([known, contents], sort_keys=True, default=str).encode()
+        ).hexdigest()[:24]
 
     def make(self, files: Files, split: Split, folder: Path) -> dict[str, Any]:
         """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`."""
@@ -181,7 +229,9 @@ class _Making:
                 found, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
                 if own:
-                    of_valid, held = self._write(own, valid, replace(counted, training=False), start=len(groups))
+                    of_valid, held = self._write(
+                        own, valid, replace(counted, training=False), start=len(groups)
+                    )
                     counts[1], found = len(held), found or of_valid
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
@@ -191,29 +241,42 @@ class _Making:
             for part in parts:
                 part.unlink(missing_ok=True)
         report = {
-            "type": found, "train": counts[0], "valid": counts[1], "left_out": dict(+counted.left_out),
-            "cut": dict(+counted.cut), "unread": sorted(unread),
-        }  # fmt: skip
+            "type": found,
+            "train": counts[0],
+            "valid": counts[1],
+            "left_out": dict(+counted.left_out),
+            "cut": dict(+counted.cut),
+            "unread": sorted(unread),
+        }
         write(folder / "report.json", json.dumps(report))
         return report
 
-    def _write(self, files: list[Path], stream: TextIO, use: Use, start: int = 0) -> tuple[str, list[str]]:
+    def _write(
+        self, files: list[Path], stream: TextIO, use: Use, start: int = 0
+    ) -> tuple[str, list[str]]:
         """(dataset type, the group of each row) of the rows written."""
         groups: list[str] = []
         types: set[str] = set()
         rows = _Rows(self.entry, files)
         for example in self._examples(rows, use):
-            made, origin = row_of(example, self.mode), [rows.at.file, rows.at.line]
+            made = row_of(example, self.mode)
+            origin = [rows.at.file, rows.at.line]
             if made is None:
                 use.skip("too little for this mode")
                 continue
             type, row = made
             types.add(type)
-            stream.write(json.dumps({"id": str(start + len(groups)), **row, ORIGIN: origin}, ensure_ascii=False) + "\n")
+            stream.write(
+                json.dumps(
+                    {"id": str(start + len(groups)), **row, ORIGIN: origin}, ensure_ascii=False
+                )
+                + "\n"
+            )
             groups.append(example.group if example.group is not None else f"{len(groups)}")
         if len(types) > 1:
             raise DataError(
-                f"{self.entry.name}: reader {self.entry.reader} makes rows of several types: {', '.join(types)}"
+                f"{self.entry.name}: reader {self.entry.reader} makes rows of several types: "
+                f"{', '.join(types)}"
             )
         return next(iter(types), ""), groups
 
@@ -223,18 +286,25 @@ class _Making:
         except BadRow as error:
             raise DataError(f"{rows.at}: {error}") from error
         except KeyError as error:
-            raise DataError(f"{rows.at}: lacks the key {error}, which reader {self.entry.reader} reads") from error
+            raise DataError(
+                f"{rows.at}: lacks the key {error}, which reader {self.entry.reader} reads"
+            ) from error
         except (TypeError, AttributeError, ValueError, IndexError) as error:
             if isinstance(error, ConfigError | DataError):
                 raise
-            raise DataError(f"{rows.at}: cannot be read by reader {self.entry.reader} ({error})") from error
+            raise DataError(
+                f"{rows.at}: cannot be read by reader {self.entry.reader} ({error})"
+            ) from error
 
 
 class _Rows:
-    """The rows of several files; `at` is the place of the one read last, and once all are read that of the files."""
+    """The rows of several files; `at` is the place of the one read last, and once all are read that
+    of the files.
+    """
 
     def __init__(self, entry: Entry, files: list[Path]) -> None:
-        self.entry, self.files = entry, files
+        self.entry = entry
+        self.files = files
         self.at = Place(named_file(entry, files[0]), 0)
 
     def __iter__(self) -> Iterator[Row]:

@@ -1,4 +1,6 @@
-"""The backend `auto`: `torch` where weft has a family for models of the type that config.json names, else `hf`."""
+"""The backend `auto`: `torch` where weft has a family for models of the type that config.json
+names, else `hf`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from weft.topology import Layout
 
 
 def chosen(spec: ModelSpec) -> ModelSpec:
-    """The role with its backend: its own, else the one that can run its model. Raises `UserError` for what cannot be read."""
+    """The role with its backend: its own, else the one that can run its model.
+
+    Raises `UserError` for what cannot be read.
+    """
     if spec.backend != AUTO or spec.path is None:
         return spec
     if spec.type is not None:
         return replace(spec, backend=kind.OWN_RUN)
     values = hf_io.read_raw(spec.path)
     backend = kind.backend_of(values)
-    notes = spec.notes if backend == kind.OWN_RUN else (*spec.notes, kind.cost(values))
+    if backend == kind.OWN_RUN:
+        notes = spec.notes
+    else:
+        notes = (*spec.notes, kind.cost(values))
     return replace(spec, backend=backend, notes=notes)
 
 

@@ -1,4 +1,6 @@
-"""What the backends that hold a network share: the checks of a spec, and the dtype a network is read in."""
+"""What the backends that hold a network share: the checks of a spec, and the dtype a network is
+read in.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ from weft.topology import Layout
 
 
 def device_of(spec: ModelSpec) -> torch.device:
-    """The role's device, with the flash attention that is asked for, before weights are read. Raises `ConfigError`."""
+    """The role's device, with the flash attention that is asked for, before weights are read.
+
+    Raises `ConfigError`.
+    """
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
     return device
@@ -36,7 +41,8 @@ def check_spec(spec: ModelSpec) -> str:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
     if spec.backend == "hf" and spec.router_aux_loss_coef:
         raise ConfigError(
-            f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the model's own; use backend=torch, "
+            f"router_aux_loss_coef={spec.router_aux_loss_coef}: backend=hf adds no loss to the "
+            f"model's own; use backend=torch, "
             "or leave it out"
         )
     check_quantize(spec)
@@ -46,20 +52,25 @@ def check_spec(spec: ModelSpec) -> str:
 
 
 def _check_own(spec: ModelSpec) -> None:
-    """Raises `ConfigError` for an option that changes weft's own network, which `backend=hf` has not."""
+    """Raises `ConfigError` for an option that changes weft's own network, which `backend=hf` has
+    not.
+    """
     for name in ("residual_dropout", "freeze_layers", "train_last_layers", "rope_scaling"):
         value = getattr(spec, name)
         if value not in (None, 0.0) or (value == 0 and name != "residual_dropout"):
             raise ConfigError(
-                f"{name}={value!r}: backend=hf runs the module as it is; use backend=torch, or leave it out"
+                f"{name}={value!r}: backend=hf runs the module as it is; use backend=torch, or "
+                f"leave it out"
             )
     if holds_prefix(spec.path):
         raise ConfigError(
-            f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or name the model it belongs to"
+            f"{spec.path} is a prefix, which backend=hf does not compute; use backend=torch, or "
+            f"name the model it belongs to"
         )
     if spec.tokenizer.add_tokens:
         raise ConfigError(
-            f"tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend=hf keeps the module's vocabulary; use backend=torch, "
+            f"tokenizer.add_tokens={spec.tokenizer.add_tokens!r}: backend=hf keeps the module's "
+            f"vocabulary; use backend=torch, "
             "or add the tokens to the model directory"
         )
 
@@ -68,27 +79,34 @@ def check_copies(layout: Layout) -> None:
     """Raises `ConfigError` for a layout that cuts a network, which `backend=hf` does not."""
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
-            f"layout={layout}: backend=hf runs copies of the whole module, such as d{layout.num_devices}f1; write that, or "
+            f"layout={layout}: backend=hf runs copies of the whole module, such as "
+            f"d{layout.num_devices}f1; write that, or "
             "backend=torch"
         )
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raises `ConfigError` where the layers to recompute are further apart than the network is deep, so that none would be."""
+    """Raises `ConfigError` where the layers to recompute are further apart than the network is
+    deep, so that none would be.
+    """
     if spec.recomputed_layers > layers:
         raise ConfigError(
-            f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every n-th of them is recomputed; "
+            f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
+            f"n-th of them is recomputed; "
             f"write 1 to {layers}, or leave it out"
         )
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits asked for without."""
+    """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits
+    asked for without.
+    """
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None
     if lacking is not None:
         raise ConfigError(
-            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or leave it out"
+            f"compile=true: torch cannot compile for {device} here: {lacking}; install it, or "
+            f"leave it out"
         )
 
 
@@ -96,30 +114,36 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
     """What `check_compile` says that no device is needed for."""
     if spec.fp8 and not spec.compile:
         raise ConfigError(
-            "fp8=true: without compile=true scaling costs more than products save; set it, or leave fp8 out"
+            "fp8=true: without compile=true scaling costs more than products save; set it, or "
+            "leave fp8 out"
         )
     if not spec.compile:
         return
     if spec.backend not in (AUTO, "torch"):
         raise ConfigError(
-            f"compile=true: backend={spec.backend} runs modules of others, which weft does not compile; use backend=torch, or "
+            f"compile=true: backend={spec.backend} runs modules of others, which weft does not "
+            f"compile; use backend=torch, or "
             "leave it out"
         )
     if spec.fp8 and layout.tensor > 1:
         raise ConfigError(
-            f"fp8=true, layout={layout}: tensor-parallel ranks would scale their parts of a matrix apart; write t1 (f shards "
+            f"fp8=true, layout={layout}: tensor-parallel ranks would scale their parts of a "
+            f"matrix apart; write t1 (f shards "
             "parameters too), or leave fp8 out"
         )
     if layout.pipeline > 1 and spec.pipeline_schedule in HALVES:
         raise ConfigError(
-            f"compile=true: pipeline_schedule={spec.pipeline_schedule} halves backward passes, which compiled blocks do not; "
+            f"compile=true: pipeline_schedule={spec.pipeline_schedule} halves backward passes, "
+            f"which compiled blocks do not; "
             "write 1f1b or interleaved_1f1b, or leave it out"
         )
 
 
 def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
-    """What multiplies in compiled blocks; None: torch itself. Raises `ConfigError` where 8-bit floats are asked for and cannot
-    be had."""
+    """What multiplies in compiled blocks; None: torch itself.
+
+    Raises `ConfigError` where 8-bit floats are asked for and cannot be had.
+    """
     if not spec.fp8:
         return None
     check_fp8(spec)
@@ -130,7 +154,8 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
         return kernels.Fp8Product(spec.fp8_recipe)
     except ImportError as missing:
         raise ConfigError(
-            f"fp8=true: torchao cannot be imported ({missing}); run: {install('fp8')}, or leave it out"
+            f"fp8=true: torchao cannot be imported ({missing}); run: {install('fp8')}, or leave "
+            f"it out"
         ) from missing
 
 
@@ -140,10 +165,14 @@ def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> No
     if spec.quantize is None:
         return
     if has_experts:
-        raise ConfigError(f"{asked}: experts are not held in few bits yet, and are most of this model; leave it out")
+        raise ConfigError(
+            f"{asked}: experts are not held in few bits yet, and are most of this model; leave it "
+            f"out"
+        )
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
-            f"{asked}, layout={layout}: every device holds the whole network in few bits; write d{layout.num_devices}f1, or "
+            f"{asked}, layout={layout}: every device holds the whole network in few bits; write "
+            f"d{layout.num_devices}f1, or "
             "leave it out and share the network by f, t or p"
         )
 
@@ -154,48 +183,71 @@ def check_fp8(spec: ModelSpec) -> None:
         return
     if spec.has_adapters:
         raise ConfigError(
-            f"fp8=true, {'lora.r' if spec.lora.r else 'prefix.num_tokens'} above 0: what adapters correct would be rounded "
+            f"fp8=true, {'lora.r' if spec.lora.r else 'prefix.num_tokens'} above 0: what adapters "
+            f"correct would be rounded "
             "weights, which are not the ones saved; leave one of them out"
         )
     if spec.dtype != "bfloat16":
-        raise ConfigError(f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set dtype=bfloat16")
+        raise ConfigError(
+            f"fp8=true, dtype={spec.dtype}: products of 8 bits are made in bfloat16; set "
+            f"dtype=bfloat16"
+        )
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
-    """The spec with a dtype: float32 on a CPU, on a GPU what the checkpoint is stored in (float32 for new weights of a
-    config.json that names none)."""
+    """The spec with a dtype: float32 on a CPU, on a GPU what the checkpoint is stored in (float32
+    for new weights of a config.json that names none).
+    """
     if spec.dtype is not None:
         return spec
     dtype = "float32"
     if device.type == "cuda":
         raw = hf_io.read_raw(path)
         stated = raw.get("dtype") or raw.get("torch_dtype")
-        stored = stated if spec.init_from_scratch or spec.planned else str(WeightFiles(hf_io.weights_of(path)).dtype)
+        if spec.init_from_scratch or spec.planned:
+            stored = stated
+        else:
+            stored = str(WeightFiles(hf_io.weights_of(path)).dtype)
         usual = (name for name in DTYPES if name != "float64")
         dtype = next((name for name in usual if stored in (name, f"torch.{name}")), dtype)
     return replace(spec, dtype=dtype)
 
 
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
-    """float32 at least where all is trained (it becomes the master), the role's dtype where weights are frozen."""
+    """float32 at least where all is trained (it becomes the master), the role's dtype where weights
+    are frozen.
+    """
     dtype = DTYPES[dtype_of(spec)]
-    return torch.promote_types(dtype, torch.float32) if spec.trained and not spec.has_adapters else dtype
+    if spec.trained and not spec.has_adapters:
+        return torch.promote_types(dtype, torch.float32)
+    return dtype
 
 
 def check_room(network: nn.Module, path: str, device: torch.device) -> None:
-    """Raises `CheckpointError` where the weights alone of a network without memory, on the meta device, exceed the device's."""
+    """Raises `CheckpointError` where the weights alone of a network without memory, on the meta
+    device, exceed the device's.
+    """
     _, few = quantized.num_bytes(network)
-    wide = sum(p.numel() * p.element_size() for p in network.parameters() if not isinstance(p, quantized.Quantized))
-    needed, there = wide + few, memory_bytes(device)
+    wide = sum(
+        p.numel() * p.element_size()
+        for p in network.parameters()
+        if not isinstance(p, quantized.Quantized)
+    )
+    needed = wide + few
+    there = memory_bytes(device)
     if needed > there:
         raise CheckpointError(
-            f"{path}: its weights take {needed / 2**30:,.1f} GiB as config.json describes them, and {device} has "
-            f"{there / 2**30:,.1f} GiB; take a smaller model, or spread it over devices (layout=f8, say)"
+            f"{path}: its weights take {needed / 2**30:,.1f} GiB as config.json describes them, "
+            f"and {device} has "
+            f"{there / 2**30:,.1f} GiB; take a smaller model, or spread it over devices "
+            f"(layout=f8, say)"
         )
 
 
 def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
-    """Parameters that a token meets in matrix products, all experts counted; a tied embedding is the head's matrix too."""
+    """Parameters that a token meets in matrix products, all experts counted; a tied embedding is
+    the head's matrix too.
+    """
     matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
     looked_up = sum(
         p.numel()

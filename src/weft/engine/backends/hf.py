@@ -36,7 +36,10 @@ PREFIX = "module."  # of the network's parameter names: HFNetwork holds the modu
 
 @register_backend("hf")
 def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` with `transformers`. Raises `UserError` for what cannot be read or run."""
+    """Read the model directory `spec.path` with `transformers`.
+
+    Raises `UserError` for what cannot be read or run.
+    """
     path = common.check_spec(spec)
     common.check_copies(layout)
     device = common.device_of(spec)
@@ -52,7 +55,8 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
     tied = spec.head == "lm" and module.config.tie_word_embeddings
-    matrices, head = common.products(module, embedding, tied=tied), trial.head.layer.weight.numel()
+    matrices = common.products(module, embedding, tied=tied)
+    head = trial.head.layer.weight.numel()
     cost = Cost(matrices, _attention(config), backward=1 if spec.has_adapters else 2, late=head)
     _set_up(module, spec)
     caches = _fits_cache(trial)
@@ -79,7 +83,11 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
         network=network,
         save=save,
         cost=cost,
-        facts={"family": config.family, "vocab_size": config.vocab_size, "num_layers": module.config.num_hidden_layers},
+        facts={
+            "family": config.family,
+            "vocab_size": config.vocab_size,
+            "num_layers": module.config.num_hidden_layers,
+        },
         dropout=any(rates.values()) or (spec.has_adapters and spec.lora.dropout > 0.0),
         adapters_off=(lambda: hf_lora.adapters_off(module)) if spec.has_adapters else None,
         notes=(
@@ -92,9 +100,13 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     return TorchEngine(built, spec, layout, device)
 
 
-def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None) -> Mapping[str, Any]:
-    """What the engine of a rank would say of itself, from config.json alone: no weights are read. Raises `UserError` as
-    `hf_backend` does, as far as no weights are needed."""
+def planned(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """What the engine of a rank would say of itself, from config.json alone: no weights are read.
+
+    Raises `UserError` as `hf_backend` does, as far as no weights are needed.
+    """
     path = common.check_spec(spec)
     common.check_copies(mesh.layout)
     common.check_compilable(spec, mesh.layout)
@@ -131,18 +143,22 @@ def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """Compute every n-th layer again in the backward pass. Raises `ConfigError` where the module has all or none, or fewer
-    than n."""
+    """Compute every n-th layer again in the backward pass.
+
+    Raises `ConfigError` where the module has all or none, or fewer than n.
+    """
     if not spec.recomputed_layers:
         return
     every = spec.recomputed_layers
-    with warnings.catch_warnings():  # the newer name of the same call is not in every version that weft runs with
+    # the newer name of the same call is not in every version that weft runs with
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
     if every > 1 and not layers:
         raise ConfigError(
-            f"recompute_every={every}: backend=hf recomputes all layers of {module.config.model_type} or none; "
+            f"recompute_every={every}: backend=hf recomputes all layers of "
+            f"{module.config.model_type} or none; "
             "write gradient_checkpointing=true, or backend=torch"
         )
     if layers:
@@ -152,12 +168,17 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) -> TransformerConfig:
-    """What the generator reads of a network: vocabulary, the table of positions, and the shape of cached keys and values.
+    """What the generator reads of a network: vocabulary, the table of positions, and the shape of
+    cached keys and values.
 
-    Where keys and values do not fit weft's cache, it holds tokens, as one layer of `DIGITS` numbers.
+    Where keys and values do not fit weft's cache, it holds tokens, as one layer of `DIGITS`
+    numbers.
     """
     values = module.config.to_dict()
-    heads, kv_heads, head_dim, layers = 1, 1, DIGITS, 1
+    heads = 1
+    kv_heads = 1
+    head_dim = DIGITS
+    layers = 1
     if _fits_cache(trial):
         heads, kv_heads, head_dim, _ = trial.shapes[0]
         layers = len(trial.shapes)
@@ -195,11 +216,18 @@ def _pooling(spec: ModelSpec, path: str) -> Pooling:
 
 def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
     """What is slower than it might be, and why."""
-    kind, notes = module.config.model_type, []
+    kind = module.config.model_type
+    notes = []
     if trial.reason is not None:
-        notes.append(f"backend=hf: {kind} runs the sequences of one length at a time, without packing ({trial.reason})")
+        notes.append(
+            f"backend=hf: {kind} runs the sequences of one length at a time, without packing "
+            f"({trial.reason})"
+        )
     if not caches:
-        notes.append(f"backend=hf: {kind} generates without a cache, computing all tokens again for each new one")
+        notes.append(
+            f"backend=hf: {kind} generates without a cache, computing all tokens again for each "
+            f"new one"
+        )
     return tuple(notes)
 
 
@@ -208,15 +236,22 @@ def _reading(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
     if device.type == HOST.type or spec.init_from_scratch or hf_load.straight_to(device):
         return ()
     return (
-        "backend=hf: weights are read into host memory as a whole before they go to the device; with accelerate each goes "
+        "backend=hf: weights are read into host memory as a whole before they go to the device; "
+        "with accelerate each goes "
         f"there by itself: {install('hf')}",
     )
 
 
 def _save(
-    directory: Path, tensors: Mapping[str, Tensor], network: HFNetwork, spec: ModelSpec, tokenizer: Tokenizer
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    network: HFNetwork,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
 ) -> None:
-    """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the base model."""
+    """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the
+    base model.
+    """
     module = network.module
     for key, id in saving.token_ids(tokenizer, network.kind).items():
         setattr(module.config, key, id)

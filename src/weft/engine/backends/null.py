@@ -1,4 +1,6 @@
-"""The backend of a role without a network here: a tokenizer alone, or one whose outputs come from somewhere else."""
+"""The backend of a role without a network here: a tokenizer alone, or one whose outputs come from
+somewhere else.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 
 
 class NullEngine:
-    """An engine without a network, parameters and state. `compute(batch, want, temperature)` makes outputs; without it, and for
-    all that changes weights, asking raises `ConfigError`. `family` names it in reports."""
+    """An engine without a network, parameters and state.
 
-    def __init__(self, layout: Layout, compute: Compute | None = None, family: str = "null") -> None:
-        self.layout, self.version = layout, 0
-        self._compute, self._family = compute, family
+    `compute(batch, want, temperature)` makes outputs; without it, and for all that changes weights,
+    asking raises `ConfigError`. `family` names it in reports.
+    """
+
+    def __init__(
+        self, layout: Layout, compute: Compute | None = None, family: str = "null"
+    ) -> None:
+        self.layout = layout
+        self.version = 0
+        self._compute = compute
+        self._family = family
 
     def forward(
         self,
@@ -71,7 +80,9 @@ class NullEngine:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
         _refuse("give parameters")
 
-    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None:
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0
+    ) -> None:
         _refuse("take parameters")
 
     def save_state(self, d: Path) -> None:
@@ -96,7 +107,8 @@ class NullEngine:
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"a role without a network here (backend=null, or a url) cannot {what}; give the role a network with backend=torch"
+        f"a role without a network here (backend=null, or a url) cannot {what}; give the role a "
+        f"network with backend=torch"
     )
 
 

@@ -1,4 +1,6 @@
-"""The backend of a role whose network is behind a URL: it has a tokenizer here, and asks for scores or log-probs."""
+"""The backend of a role whose network is behind a URL: it has a tokenizer here, and asks for scores
+or log-probs.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ ROLES = {"score": "rew", "lm": "ref"}  # by what the role's head would be
 def service(spec: ModelSpec, layout: Layout) -> NullEngine:
     """Raises `ConfigError` for a role without a URL, and for one that is trained."""
     if not isinstance(spec, ServedSpec) or spec.url is None:
-        raise ConfigError("backend=service: the role needs a url; leave backend out and set rew.url or ref.url")
+        raise ConfigError(
+            "backend=service: the role needs a url; leave backend out and set rew.url or ref.url"
+        )
     if spec.trained:
-        raise ConfigError(f"url={spec.url!r}: a role that is trained has its network here; set path")
-    client = ServiceClient(ROLES[spec.head], Place.of(ROLES[spec.head], spec.url, spec.service), spec.service)
+        raise ConfigError(
+            f"url={spec.url!r}: a role that is trained has its network here; set path"
+        )
+    client = ServiceClient(
+        ROLES[spec.head], Place.of(ROLES[spec.head], spec.url, spec.service), spec.service
+    )
     return NullEngine(layout, client.compute, f"served by {spec.url}")

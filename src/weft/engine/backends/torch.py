@@ -38,8 +38,9 @@ from weft.topology import Layout, Mesh, holdings
 
 @register_backend("torch")
 def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that this rank holds. Raises
-    `UserError` for what cannot be read or run."""
+    """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that
+    this rank holds. Raises `UserError` for what cannot be read or run.
+    """
     path = common.check_spec(spec)
     device = common.device_of(spec)
     spec = common.with_dtype(spec, path, device)
@@ -91,10 +92,15 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     return TorchEngine(built, spec, layout, device)
 
 
-def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None) -> Mapping[str, Any]:
-    """What the engine of the mesh's first rank would say of itself, from config.json alone: no weights are read, and the device
-    need not be there. Without a tokenizer no tokens are added. Raises `UserError` as `torch_backend` does."""
-    path, layout = common.check_spec(spec), mesh.layout
+def planned(
+    spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
+) -> Mapping[str, Any]:
+    """What the engine of the mesh's first rank would say of itself, from config.json alone: no
+    weights are read, and the device need not be there. Without a tokenizer no tokens are added.
+    Raises `UserError` as `torch_backend` does.
+    """
+    path = common.check_spec(spec)
+    layout = mesh.layout
     family, config = hf_io.read_config(path, spec.type)
     if tokenizer is not None:
         config = role_config.changed(spec, config, tokenizer)
@@ -107,7 +113,9 @@ def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokeni
     network, every = source.network(Seat(layout, at)), canonical(source.network(None))
     network.repeats_prefixes = layout.context > 1
     places = holdings(source.shapes, config, layout, at, tied=source.tied)
-    held = {name: math.prod(part.stop - part.start for part in where) for name, where in places.items()}
+    held = {
+        name: math.prod(part.stop - part.start for part in where) for name, where in places.items()
+    }
     trained = {name for name, part in every.items() if part.requires_grad}
     return {
         "family": family.name,
@@ -122,10 +130,19 @@ def planned(spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokeni
 
 
 def _facts(
-    network: Transformer, config: TransformerConfig, spec: ModelSpec, layout: Layout, device: torch.device
+    network: Transformer,
+    config: TransformerConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    device: torch.device,
 ) -> dict[str, Any]:
-    """What a rank's part of the network of `config` says of itself beside its numbers of parameters."""
-    sizes = sizes_of(network) | {"row_ranks": layout.tensor if spec.sequence_parallel else 1, "shards": layout.fsdp}
+    """What a rank's part of the network of `config` says of itself beside its numbers of
+    parameters.
+    """
+    sizes = sizes_of(network) | {
+        "row_ranks": layout.tensor if spec.sequence_parallel else 1,
+        "shards": layout.fsdp,
+    }
     quiet = not _drops(network, spec) and not aux_loss_weight(config, spec.router_aux_loss_coef)
     return {
         "vocab_size": config.vocab_size,
@@ -137,25 +154,41 @@ def _facts(
 
 def _drops(network: Transformer, spec: ModelSpec) -> bool:
     """Whether there is dropout in training."""
-    rates = (network.config.embed_dropout, network.config.hidden_dropout, network.config.attention_dropout)
-    return any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
+    rates = (
+        network.config.embed_dropout,
+        network.config.hidden_dropout,
+        network.config.attention_dropout,
+    )
+    return (
+        any(rates) or spec.residual_dropout > 0.0 or (spec.has_adapters and spec.lora.dropout > 0.0)
+    )
 
 
 def _longest_shared(network: Transformer, device: torch.device) -> int:
-    """The most tokens of a sequence that goes on from a prefix which others share and which is computed once; 0: no such."""
-    longest = min((window for window in network.config.windows if window is not None), default=sys.maxsize)
+    """The most tokens of a sequence that goes on from a prefix which others share and which is
+    computed once; 0: no such.
+    """
+    longest = min(
+        (window for window in network.config.windows if window is not None), default=sys.maxsize
+    )
     return longest if network.shares_prefixes(longest, device) else 0
 
 
 def _adapters_keep(network: Transformer) -> int:
-    """Elements of a token that the adapters of one layer keep for the backward pass, a mean over layers: each its low-rank
-    product, where it has dropout its input after it, in the place of the one before, and which entries went, a byte each; and
-    what an MLP's last matrix reads, which is computed again where it has none."""
-    experts, kept = network.config.experts, 0
+    """Elements of a token that the adapters of one layer keep for the backward pass, a mean over
+    layers: each its low-rank product, where it has dropout its input after it, in the place of the
+    one before, and which entries went, a byte each; and what an MLP's last matrix reads, which is
+    computed again where it has none.
+    """
+    experts = network.config.experts
+    kept = 0
     kept += sum(_reads(block) - _dropped(block) for block in network.blocks)
     for adapter in lora.adapters(network).values():
         rank, inputs = adapter.lora_a.shape[-2:]
-        copies = experts.top_k if experts is not None and adapter.lora_a.dim() > 2 else 1
+        if experts is not None and adapter.lora_a.dim() > 2:
+            copies = experts.top_k
+        else:
+            copies = 1
         kept += copies * (rank + (inputs + inputs // 4 if adapter.rate else 0))
     return -(-kept // len(network.blocks))
 
@@ -166,7 +199,9 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _reads(block: torch.nn.Module) -> int:
-    """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as they are."""
+    """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as
+    they are.
+    """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
     adapters = lora.adapters_of(block.mlp.down)
@@ -174,18 +209,26 @@ def _reads(block: torch.nn.Module) -> int:
 
 
 def _dropped(block: torch.nn.Module) -> int:
-    """Elements of a token that norms give to adapters alone, each of which keeps them after its own dropout."""
+    """Elements of a token that norms give to adapters alone, each of which keeps them after its own
+    dropout.
+    """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
-    readers: list[Linear] = [block.attention.qkv, block.mlp.gate_up if block.mlp.down.gated else block.mlp.up]
+    readers: list[Linear] = [
+        block.attention.qkv,
+        block.mlp.gate_up if block.mlp.down.gated else block.mlp.up,
+    ]
     rates = [[adapter.rate for adapter in lora.adapters_of(layer)] for layer in readers]
-    apart = (len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True))
+    apart = (
+        len(own) == len(layer.parts) and all(own) for layer, own in zip(readers, rates, strict=True)
+    )
     return sum(layer.weight.shape[1] for layer, alone in zip(readers, apart, strict=True) if alone)
 
 
 def sizes_of(network: Transformer) -> dict[str, int]:
     """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
-    config, lm = network.config, network.kind == "lm"
+    config = network.config
+    lm = network.kind == "lm"
     experts = config.experts
     rounded, rounded_bytes = quantized.num_bytes(network)
     return {
@@ -193,7 +236,9 @@ def sizes_of(network: Transformer) -> dict[str, int]:
         "hidden": config.hidden_size,
         "query": config.num_heads * config.head_dim,
         "key": config.num_kv_heads * config.head_dim,
-        "inner": config.intermediate_size if experts is None else experts.top_k * experts.intermediate_size,
+        "inner": config.intermediate_size
+        if experts is None
+        else experts.top_k * experts.intermediate_size,
         "vocab": config.vocab_size if lm and network.ends else 1,
         "embedding": network.embed.weight.numel() if network.begins else 0,
         "gated": config.gated,
@@ -207,11 +252,17 @@ def sizes_of(network: Transformer) -> dict[str, int]:
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:
-    """A token meets `top_k` of `num` experts, and every other matrix of what is here; frozen matrices get no gradient. With a
-    balance of experts all tokens go through the last layer, more than is counted."""
-    config, last, lm = network.config, cast(Block, network.blocks[-1]), network.kind == "lm"
+    """A token meets `top_k` of `num` experts, and every other matrix of what is here; frozen
+    matrices get no gradient. With a balance of experts all tokens go through the last layer, more
+    than is counted.
+    """
+    config = network.config
+    last = cast(Block, network.blocks[-1])
+    lm = network.kind == "lm"
     tied = config.tied and lm and network.ends
-    matrices = common.products(network, network.embed if tied else network, tied=tied) - _idle(network, config)
+    matrices = common.products(network, network.embed if tied else network, tied=tied) - _idle(
+        network, config
+    )
     late = 0
     if network.ends:
         late += network.projection.weight.numel() if lm else network.score.weight.numel()
@@ -223,16 +274,27 @@ def _cost(network: Transformer, *, frozen: bool) -> Cost:
 
 
 def _save(
-    directory: Path, tensors: Mapping[str, Tensor], network: Transformer, spec: ModelSpec, config: TransformerConfig,
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    network: Transformer,
+    spec: ModelSpec,
+    config: TransformerConfig,
     tokenizer: Tokenizer,
-) -> None:  # fmt: skip
-    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names the base model. Of a prefix
-    it alone, which names the model that it belongs to."""
+) -> None:
+    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names
+    the base model. Of a prefix it alone, which names the model that it belongs to.
+    """
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
-    dtype, head = DTYPES[dtype_of(spec)], network.kind
+    dtype = DTYPES[dtype_of(spec)]
+    head = network.kind
     if config.prefix_tokens:
         prefix_io.save_prefix(
-            directory, tensors, config, head, base=_base_of(str(spec.path)), score=families.get(config.family).score
+            directory,
+            tensors,
+            config,
+            head,
+            base=_base_of(str(spec.path)),
+            score=families.get(config.family).score,
         )
         hf_io.write_generation(directory, saving.generation_config(spec))
         hf_io.save_config(directory, config, head, dtype=dtype, pooling=network.pooling)
@@ -240,24 +302,37 @@ def _save(
     if spec.has_adapters:
         scales = lora.scales(network)
         peft_io.save_adapter(
-            directory / "adapter", tensors, scales, config, head, base=str(spec.path), dropout=spec.lora.dropout,
+            directory / "adapter",
+            tensors,
+            scales,
+            config,
+            head,
+            base=str(spec.path),
+            dropout=spec.lora.dropout,
             whole=spec.trains_embeddings,
-        )  # fmt: skip
+        )
         tensors = lora.merge(tensors, scales)
     hf_io.write_generation(directory, saving.generation_config(spec))
     hf_io.save(directory, tensors, config, head, dtype=dtype, pooling=network.pooling)
 
 
 def _base_of(path: str) -> str:
-    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path` names where it is one."""
+    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path`
+    names where it is one.
+    """
     found = read_prefix(path)
     base = path if found is None else found.base
-    return str(Path(base).expanduser().resolve()) if Path(base).expanduser().is_dir() else base
+    if Path(base).expanduser().is_dir():
+        return str(Path(base).expanduser().resolve())
+    return base
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:
-    """Parameters of the experts that a token is not routed to. Where ranks hold some experts each, others' tokens come here as
-    this rank's go there: it is then those here less `top_k` of them."""
+    """Parameters of the experts that a token is not routed to.
+
+    Where ranks hold some experts each, others' tokens come here as this rank's go there: it is then
+    those here less `top_k` of them.
+    """
     if config.experts is None:
         return 0
     idle = 0

@@ -1,6 +1,8 @@
-"""Which form keys and values take on a device: the scheduler's accounting, the memory, and how a decode step runs over it.
+"""Which form keys and values take on a device: the scheduler's accounting, the memory, and how a
+decode step runs over it.
 
-Slots everywhere (`models/kv/slots.py`), but pages (`models/kv/pages.py`) on a GPU whose kernels read them.
+Slots everywhere (`models/kv/slots.py`), but pages (`models/kv/pages.py`) on a GPU whose kernels
+read them.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ class Cache(Protocol):
 
 
 class Caches(Protocol):
-    """One generator's key-value memory, and the network's passes over it. `least_rows` is the fewest tokens of a pass."""
+    """One generator's key-value memory, and the network's passes over it.
+
+    `least_rows` is the fewest tokens of a pass.
+    """
 
     least_rows: int
     passes: Passes
@@ -70,12 +75,18 @@ class Caches(Protocol):
         ...
 
     def decode(self, cache: Any, tokens: npt.NDArray[np.int64]) -> Tensor:
-        """Hidden states [R, hidden] of one more token each in the rows 0 .. R - 1 of `cache`; read before the next call."""
+        """Hidden states [R, hidden] of one more token each in the rows 0 ..
+
+        R - 1 of `cache`; read before the next call.
+        """
         ...
 
-    def draw(self, cache: Any, rows: DecodeBatch, settings: SettingsTable) -> Callable[[], Drawn] | None:
-        """As `decode`, with the tokens that are drawn of it, in one go; returns what waits for them. None, and nothing is
-        computed, where these rows are not drawn so."""
+    def draw(
+        self, cache: Any, rows: DecodeBatch, settings: SettingsTable
+    ) -> Callable[[], Drawn] | None:
+        """As `decode`, with the tokens that are drawn of it, in one go; returns what waits for
+        them. None, and nothing is computed, where these rows are not drawn so.
+        """
         ...
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
@@ -94,7 +105,9 @@ class Caches(Protocol):
 def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches:
     config, rope = network.config, network.config.rope
     fixed = rope is None or rope.scaling not in CHANGING  # whether cached keys never change
-    reads = _flashes(config, device, next(network.parameters()).dtype) or flex.serves(device, config.head_dim)
+    reads = _flashes(config, device, next(network.parameters()).dtype) or flex.serves(
+        device, config.head_dim
+    )
     if network.reads_pages and fixed and reads:
         return PageCaches(network, device, budget)
     return SlotCaches(network, device, budget)
@@ -110,12 +123,16 @@ class SlotCaches:
     """Holds what `Slots` counts, and rows that fill a small pass up."""
 
     def __init__(self, network: Decoder, device: torch.device, budget: Budget) -> None:
-        self._network, self._device = network, device
+        self._network = network
+        self._device = device
         joins = device.type == "cpu" and network.shares_prefixes(budget.max_tokens)
-        least_spared, unit = LEAST_SPARED_KEYS if joins else None, in_vectors(1, device)
+        least_spared = LEAST_SPARED_KEYS if joins else None
+        unit = in_vectors(1, device)
         self._kernels = reads_only_written(network)
         self.passes = Passes(network)
-        self.blocks = Slots(budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels)
+        self.blocks = Slots(
+            budget.max_sequences, budget.max_tokens, least_spared, unit, ahead=self._kernels
+        )
         alone = self._kernels and network.config.experts is None  # experts' activations are torch's
         self.least_rows = LEAST_ROWS if device.type == "cpu" and not alone else 1
 
@@ -123,9 +140,14 @@ class SlotCaches:
         slots, room = self._size() if room is None else (1, in_vectors(room, self._device))
         dtype = next(self._network.parameters()).dtype
         return KVCache(
-            self._network.config, self._device, dtype,
-            slots=slots, room=room, rectangle=not self._kernels, layers=self._network.held_layers,
-        )  # fmt: skip
+            self._network.config,
+            self._device,
+            dtype,
+            slots=slots,
+            room=room,
+            rectangle=not self._kernels,
+            layers=self._network.held_layers,
+        )
 
     def fit(self, cache: KVCache) -> None:
         cache.resize(*self._size())
@@ -135,7 +157,8 @@ class SlotCaches:
         return max(self.blocks.num_held, self.least_rows), self.blocks.capacity
 
     def decode(self, cache: KVCache, tokens: npt.NDArray[np.int64]) -> Tensor:
-        count, fillers = len(tokens), list[int]()
+        count = len(tokens)
+        fillers = list[int]()
         if count < self.least_rows:
             fillers = cache.allocate(self.least_rows - count)
             tokens = np.concatenate([tokens, np.zeros(len(fillers), np.int64)])
@@ -149,7 +172,9 @@ class SlotCaches:
         """The head and the draws are passes of their own, or part of several steps in a call."""
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
-        return MultiStepDecoder(self.passes, rows, settings) if self.passes.multi_step else None
+        if self.passes.multi_step:
+            return MultiStepDecoder(self.passes, rows, settings)
+        return None
 
     def weights_changed(self) -> None:
         self.passes.forget()
@@ -159,17 +184,30 @@ class SlotCaches:
 
 
 class PageCaches:
-    """Pages with the graphs that were captured over them; `KeptPages` hands both from one generator to the next."""
+    """Pages with the graphs that were captured over them; `KeptPages` hands both from one generator
+    to the next.
+    """
 
-    def __init__(self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE) -> None:
-        self._network, config, dtype = network, network.config, next(network.parameters()).dtype
-        self.least_rows, self.passes, self._page = 1, Passes(network), page
+    def __init__(
+        self, network: Decoder, device: torch.device, budget: Budget, page: int = PAGE
+    ) -> None:
+        self._network = network
+        config = network.config
+        dtype = next(network.parameters()).dtype
+        self.least_rows = 1
+        self.passes = Passes(network)
+        self._page = page
         self.blocks = self._blocks(budget)
         self._pool = PagePool(config, device, dtype, page=page, most=self.blocks.num_pages + 1)
         sizes = SIZES if _flashes(config, device, dtype) else COARSE
         # Experts ask the host how many tokens each has, which no graph can.
-        capture = cuda_capture(device) if device.type == "cuda" and config.experts is None else None
-        self._device, self._width, self._results = device, FIRST_WIDTH, dict[int, Tensor]()
+        if device.type == "cuda" and config.experts is None:
+            capture = cuda_capture(device)
+        else:
+            capture = None
+        self._device = device
+        self._width = FIRST_WIDTH
+        self._results = dict[int, Tensor]()
         self._weights = storage_of(network)
         runs: dict[str, Run] = {
             "states": self._states,
@@ -188,17 +226,25 @@ class PageCaches:
         return not self._pool.pages.num_used
 
     def renew(self, network: Decoder, budget: Budget) -> bool:
-        """Be the memory of another generator; False where its network is another one, or its budget is smaller than what is
-        held."""
-        blocks, dtype = self._blocks(budget), next(network.parameters()).dtype
-        if network is not self._network or dtype != self._pool.dtype or blocks.num_pages + 1 < len(self._pool.pages):
+        """Be the memory of another generator; False where its network is another one, or its budget
+        is smaller than what is held.
+        """
+        blocks = self._blocks(budget)
+        dtype = next(network.parameters()).dtype
+        if (
+            network is not self._network
+            or dtype != self._pool.dtype
+            or blocks.num_pages + 1 < len(self._pool.pages)
+        ):
             return False
         self.blocks, self._pool.pages.most = blocks, blocks.num_pages + 1
         self.weights_changed()
         return True
 
     def _blocks(self, budget: Budget) -> PageBlocks:
-        return PageBlocks(budget.max_sequences, budget.max_tokens, self._page, least_spared=self._page)
+        return PageBlocks(
+            budget.max_sequences, budget.max_tokens, self._page, least_spared=self._page
+        )
 
     def new(self, room: int | None = None) -> PagedCache:
         self._reserve()
@@ -208,8 +254,9 @@ class PageCaches:
         self._reserve()
 
     def _reserve(self) -> None:
-        """Have at once what is expected to be needed: graphs, and what is compiled, are of one number of pages and one
-        width."""
+        """Have at once what is expected to be needed: graphs, and what is compiled, are of one
+        number of pages and one width.
+        """
         self._pool.reserve(self.blocks.num_wanted)
         while self._width * self._page < self.blocks.longest:
             self._width *= 2
@@ -217,13 +264,17 @@ class PageCaches:
     def decode(self, cache: PagedCache, tokens: npt.NDArray[np.int64]) -> Tensor:
         return self._run("states", cache.step(range(len(tokens)), tokens))
 
-    def draw(self, cache: PagedCache, rows: DecodeBatch, settings: SettingsTable) -> Callable[[], Drawn] | None:
+    def draw(
+        self, cache: PagedCache, rows: DecodeBatch, settings: SettingsTable
+    ) -> Callable[[], Drawn] | None:
         count = len(rows)
         how = settings.in_graph(rows.settings[:count], rows.count[:count])
         if how is None:
             return None
         numbers = np.stack([rows.uniforms(1)[0], how.temperatures], axis=1)
-        step = np.concatenate([numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1)
+        step = np.concatenate(
+            [numbers.view(np.int32), cache.step(range(count), rows.last[:count])], axis=1
+        )
         made = self._run("greedy" if how.greedy else "sampled", step)
 
         def drawn() -> Drawn:
@@ -246,7 +297,11 @@ class PageCaches:
         self._results.clear()
 
     def _run(self, kind: str, step: npt.NDArray[np.int32]) -> Tensor:
-        form = (step.shape[1] - (DRAWING if kind != "states" else 0), len(self._pool.pages), self._weights)
+        form = (
+            step.shape[1] - (DRAWING if kind != "states" else 0),
+            len(self._pool.pages),
+            self._weights,
+        )
         return self.graphs(kind, step, form=form, expected=self.blocks.rows)
 
     def _states(self, step: Tensor) -> Tensor:
@@ -254,10 +309,15 @@ class PageCaches:
         return self._network.hidden(self._pool.packed(step))
 
     def _drawn(self, step: Tensor, *, greedy: bool = False) -> Tensor:
-        """float64 [B, 2] on the host, once the device is waited for: the token of each row and its log-prob. In front of a
-        row's step stand its random number and its temperature, two columns each."""
+        """float64 [B, 2] on the host, once the device is waited for: the token of each row and its
+        log-prob. In front of a row's step stand its random number and its temperature, two columns
+        each.
+        """
         uniforms, temperatures = (
-            step[:, :DRAWING].clone(memory_format=torch.contiguous_format).view(torch.float64).unbind(1)
+            step[:, :DRAWING]
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.float64)
+            .unbind(1)
         )
         logits = self._network.next_token_logits(self._states(step[:, DRAWING:]))
         drawn = sampling.draw_rows(logits, uniforms, None if greedy else temperatures)
@@ -269,8 +329,9 @@ class PageCaches:
 
 
 class KeptPages:
-    """What one engine's generators leave to the next: pages, and the graphs over them, which cost as much as many steps. While
-    no generator is open they stay where they are until `drop`."""
+    """What one engine's generators leave to the next: pages, and the graphs over them, which cost
+    as much as many steps. While no generator is open they stay where they are until `drop`.
+    """
 
     def __init__(self) -> None:
         self._kept: PageCaches | None = None
@@ -281,7 +342,8 @@ class KeptPages:
 
     def take(self, network: Decoder, device: torch.device, budget: Budget) -> Caches:
         """Those of the last generator, where they serve this one, or new ones."""
-        kept, self._kept = self._kept, None
+        kept = self._kept
+        self._kept = None
         if kept is not None:
             if kept.renew(network, budget):
                 return kept
@@ -303,10 +365,13 @@ class KeptPages:
 
 
 def storage_of(network: Decoder) -> Hashable:
-    """What differs once a captured pass would read other memory than the network does, or compute another thing: where its
-    tensors lie, and which adapters are at work."""
+    """What differs once a captured pass would read other memory than the network does, or compute
+    another thing: where its tensors lie, and which adapters are at work.
+    """
     tensors = [kernels.address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):
         tensors += [kernels.address(x) for x in network.buffers()]
-        tensors += [module.active for module in network.modules() if isinstance(module, Adapter | Prefix)]
+        tensors += [
+            module.active for module in network.modules() if isinstance(module, Adapter | Prefix)
+        ]
     return tuple(tensors)

@@ -1,6 +1,7 @@
 """The sequences that decode, as columns: row r of every array is slot r of the key-value cache.
 
-What a step reads and writes for each sequence lies in arrays, so a step costs a few array operations however many there are.
+What a step reads and writes for each sequence lies in arrays, so a step costs a few array
+operations however many there are.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from weft import randomness
 from weft.engine.generation.scheduler import Sequence as Live
 
 FIRST = 64  # rows, and tokens a row, that there is room for at first
-NUMBERS = 64  # tokens of a row whose random numbers are made at once: numpy takes as long for one as for hundreds
+# tokens of a row whose random numbers are made at once: numpy takes as long for one as for hundreds
+NUMBERS = 64
 
 
 class DecodeBatch:
-    """`count` tokens of each completion are booked; `keys` seed its draws; `settings` is the index of how it is sampled."""
+    """`count` tokens of each completion are booked; `keys` seed its draws; `settings` is the index
+    of how it is sampled.
+    """
 
     def __init__(self) -> None:
         self.sequences: list[Live] = []
@@ -44,7 +48,8 @@ class DecodeBatch:
         return len(self.sequences)
 
     def add(self, live: Live, settings: int, keys: Sequence[np.uint32], watched: bool) -> None:
-        row, done = len(self), len(live.tokens)
+        row = len(self)
+        done = len(live.tokens)
         self._fit(row + 1, done + 1)
         self.sequences.append(live)
         self.ids.append(live.id)
@@ -63,8 +68,9 @@ class DecodeBatch:
         return int((self.limit[: len(self)] - self.count[: len(self)]).min())
 
     def uniforms(self, most: int) -> npt.NDArray[np.float64]:
-        """[m, n] in [0, 1): each row's numbers for its next m tokens, 1 <= m <= `most`, as many as are at hand. They are those
-        of `weft.randomness` for its key and `count`, `count` + 1, ..."""
+        """[m, n] in [0, 1): each row's numbers for its next m tokens, 1 <= m <= `most`, as many as
+        are at hand. They are those of `weft.randomness` for its key and `count`, `count` + 1, ...
+        """
         count = self.count[: len(self)]
         if self._steps_ahead < 1:
             block = count // NUMBERS
@@ -77,11 +83,15 @@ class DecodeBatch:
         return self._uniforms[np.arange(len(count)), count % NUMBERS + steps]
 
     def book(
-        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], version: int,
+        self,
+        tokens: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float64],
+        version: int,
         supports: Sequence[tuple[int, ...]] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One token more for every row; `supports` are the kept ids where they are recorded."""
-        rows, count = np.arange(len(self)), self.count[: len(self)]
+        rows = np.arange(len(self))
+        count = self.count[: len(self)]
         self._fit(len(self), int(count.max()) + 1)
         self._tokens[rows, count] = tokens
         self._logprobs[rows, count] = logprobs
@@ -95,8 +105,11 @@ class DecodeBatch:
 
     def remove(self, row: int) -> Live:
         """Take a row out and give its sequence what was booked; the last row moves into its place."""
-        live, last, done = self.sequences[row], len(self) - 1, self.count[row]
-        live.tokens, live.versions = self._tokens[row, :done].tolist(), self._versions[row, :done].tolist()
+        live = self.sequences[row]
+        last = len(self) - 1
+        done = self.count[row]
+        live.tokens = self._tokens[row, :done].tolist()
+        live.versions = self._versions[row, :done].tolist()
         live.logprobs = self._logprobs[row, :done].tolist()
         live.supports = self._supports[row] or [()] * int(done)
         for column in self._columns():
@@ -128,7 +141,17 @@ class DecodeBatch:
 
 
 HISTORIES = ("_tokens", "_logprobs", "_versions")
-COLUMNS = ("count", "limit", "settings", "keys", "last", "watched", "_uniforms", "_block", *HISTORIES)
+COLUMNS = (
+    "count",
+    "limit",
+    "settings",
+    "keys",
+    "last",
+    "watched",
+    "_uniforms",
+    "_block",
+    *HISTORIES,
+)
 
 
 def _doubled(size: int, least: int) -> int:

@@ -20,12 +20,16 @@ class Decoder(Protocol):
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def shares_prefixes(self, longest: int) -> bool:
-        """Whether its attention reads a prefix that is stored apart, for sequences of up to `longest` tokens."""
+        """Whether its attention reads a prefix that is stored apart, for sequences of up to
+        `longest` tokens.
+        """
         ...
 
     @property
     def prefix_tokens(self) -> int:
-        """So many tokens, whatever they are, stand before each sequence (`weft.models.network.prefix`)."""
+        """So many tokens, whatever they are, stand before each sequence
+        (`weft.models.network.prefix`).
+        """
         ...
 
     @property

@@ -5,8 +5,8 @@
         while not generator.idle:
             for event in generator.step(): ...
 
-A completion depends on its prompt, its (id, k), the step and the seed, never on what else runs: draws come from the hash of
-`weft.randomness`, and every row is computed by itself.
+A completion depends on its prompt, its (id, k), the step and the seed, never on what else runs:
+draws come from the hash of `weft.randomness`, and every row is computed by itself.
 """
 
 from __future__ import annotations
@@ -54,22 +54,29 @@ def open_generator(
     settle: Settle = drawn_here,
     kept: KeptPages | None = None,
 ) -> Iterator[BatchGenerator]:
-    """A generator on `network`, which is in evaluation mode while it is open. `version` is what the tokens carry.
+    """A generator on `network`, which is in evaluation mode while it is open.
 
-    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs the spec's tokenizer (`ConfigError`
-    without it). `budget` defaults to what the device's memory allows. Ranks that generate together do so in step: with equal
-    budgets, and a `settle` that gives all of them the same tokens. What generators of one network leave to the next lies in
-    `kept`.
+    `version` is what the tokens carry.
+
+    A completion ends with one of `eos_ids`, `spec.stop_ids` or `spec.stop`, which needs the spec's
+    tokenizer (`ConfigError` without it). `budget` defaults to what the device's memory allows.
+    Ranks that generate together do so in step: with equal budgets, and a `settle` that gives all of
+    them the same tokens. What generators of one network leave to the next lies in `kept`.
     """
     if spec.stop and spec.tokenizer is None:
-        raise ConfigError(f"gen.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
+        raise ConfigError(
+            f"gen.stop={spec.stop}: stop texts need a tokenizer, and this role has none"
+        )
     mode = network.training
     network.train(False)
     try:
         stop_ids = frozenset([*eos_ids, *spec.stop_ids])
-        kept_outside, kept = kept is not None, kept or KeptPages()
+        kept_outside = kept is not None
+        kept = kept or KeptPages()
         dtype = next(network.parameters()).dtype
-        budget = budget or default_budget(network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes)
+        budget = budget or default_budget(
+            network.config, device, dtype, spec.kv_cache_gb, kept.num_bytes
+        )
         generator = BatchGenerator(network, spec, device, version, stop_ids, budget, settle, kept)
         try:
             yield generator
@@ -82,7 +89,10 @@ def open_generator(
 
 
 class Head:
-    """A network's output layer. Where each product would make a float32 copy of its matrix, it makes one and keeps it."""
+    """A network's output layer.
+
+    Where each product would make a float32 copy of its matrix, it makes one and keeps it.
+    """
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
@@ -98,14 +108,29 @@ class Head:
 
 
 class BatchGenerator:
-    """Implements `weft.engine.base.Generator`. Sequences that run are rows 0 .. n - 1 of the key-value cache."""
+    """Implements `weft.engine.base.Generator`.
+
+    Sequences that run are rows 0 .. n - 1 of the key-value cache.
+    """
 
     def __init__(
-        self, network: Decoder, spec: GenerationSpec, device: torch.device, version: int,
-        stop_ids: frozenset[int], budget: Budget, settle: Settle, kept: KeptPages,
-    ) -> None:  # fmt: skip
-        self._network, self._device, self._version, self._settle = network, device, version, settle
-        self._kept, self._caches, self._head = kept, kept.take(network, device, budget), Head(network)
+        self,
+        network: Decoder,
+        spec: GenerationSpec,
+        device: torch.device,
+        version: int,
+        stop_ids: frozenset[int],
+        budget: Budget,
+        settle: Settle,
+        kept: KeptPages,
+    ) -> None:
+        self._network = network
+        self._device = device
+        self._version = version
+        self._settle = settle
+        self._kept = kept
+        self._caches = kept.take(network, device, budget)
+        self._head = Head(network)
         self._scheduler = Scheduler(budget, self._caches.blocks)
         self._least_rows = self._caches.least_rows
         self._settings = SettingsTable(spec, stop_ids, network.vocab_size)
@@ -122,7 +147,10 @@ class BatchGenerator:
         return self._scheduler.idle
 
     def close(self) -> None:
-        """Give all memory back, to the next generator what is kept for it. No step comes after it."""
+        """Give all memory back, to the next generator what is kept for it.
+
+        No step comes after it.
+        """
         self._let_go(list(self._held))
         if self._cache is not None:
             self._cache.close()
@@ -130,9 +158,12 @@ class BatchGenerator:
         self._kept.give_back(self._caches)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `DataError` for a prompt that is empty, leaves no room or has unknown ids and for `generated`
-        that is another completion's or leaves nothing to sample, `RunError` for one given twice, `ConfigError` for settings of
-        its own that cannot be."""
+        """Queue requests.
+
+        Raises `DataError` for a prompt that is empty, leaves no room or has unknown ids and for
+        `generated` that is another completion's or leaves nothing to sample, `RunError` for one
+        given twice, `ConfigError` for settings of its own that cannot be.
+        """
         for request in requests:
             spec = self._settings.specs[settings := self._settings.index(request.sampling)]
             limit = limit_of(self._network, request, spec.most_new_tokens)
@@ -140,10 +171,18 @@ class BatchGenerator:
             if request.generated is not None:
                 done = request.generated
                 check_partial(done, live)
-                live.tokens, live.logprobs = list(done.tokens), list(done.logprobs)
-                live.versions, live.supports = list(done.versions), [tuple(s) for s in done.supports]
+                live.tokens = list(done.tokens)
+                live.logprobs = list(done.logprobs)
+                live.versions = list(done.versions)
+                live.supports = [tuple(s) for s in done.supports]
             self._scheduler.submit(live)
-            key = randomness.key(self._settings.seed, "sample", request.step, request.draws_as or request.id, request.k)
+            key = randomness.key(
+                self._settings.seed,
+                "sample",
+                request.step,
+                request.draws_as or request.id,
+                request.k,
+            )
             self._draws[live.key] = (settings, key)
             if spec.stop:
                 self._stops[live.key] = StopText(spec.stop, spec.tokenizer)
@@ -151,8 +190,10 @@ class BatchGenerator:
                     self._stops[live.key].feed(token)
 
     def step(self) -> list[TokenEvent]:
-        """One token for everything that runs, and for each prompt that is computed now. Empty when idle, and where a step
-        computes no more than a part of a long prompt."""
+        """One token for everything that runs, and for each prompt that is computed now.
+
+        Empty when idle, and where a step computes no more than a part of a long prompt.
+        """
         self.begin()
         return self.finish()
 
@@ -168,13 +209,23 @@ class BatchGenerator:
         self._let_go_unused(plan.chunks)
         if self._cache is not None:
             self._caches.fit(self._cache)
-        ahead, count = self._multi_step, len(self._rows)
-        taken = ahead.take(self._kv(), joined=bool(plan.chunks)) if ahead and count else None
+        ahead = self._multi_step
+        count = len(self._rows)
+        if ahead and count:
+            taken = ahead.take(self._kv(), joined=bool(plan.chunks))
+        else:
+            taken = None
         if taken:
             self._drawn = drawn_here(lambda: taken, count)
             return
-        first = self._caches.draw(self._kv(), self._rows, self._settings) if count else None
-        states = [self._caches.decode(self._kv(), self._rows.last[:count])] if count and first is None else []
+        if count:
+            first = self._caches.draw(self._kv(), self._rows, self._settings)
+        else:
+            first = None
+        if count and first is None:
+            states = [self._caches.decode(self._kv(), self._rows.last[:count])]
+        else:
+            states = []
         if plan.chunks and isinstance(self._network, PutsOff):
             self._network.catch_up()
         states += self._prefill(plan.chunks)
@@ -183,24 +234,32 @@ class BatchGenerator:
 
     def finish(self) -> list[TokenEvent]:
         """Book the tokens of the step that has begun."""
-        drawn, self._drawn = self._drawn, None
+        drawn = self._drawn
+        self._drawn = None
         events = [] if drawn is None else self._book(*drawn())
         self._let_go_unused()
         return events
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
-        """Stop every unfinished completion of these ids; `Request(generated=partial)` goes on exactly where it was."""
+        """Stop every unfinished completion of these ids; `Request(generated=partial)` goes on
+        exactly where it was.
+        """
         partials = []
         for live in self._scheduler.abort(ids):
             if live.key in self._rows.places:
                 self._take_out(self._rows.places[live.key])
             self._forget(live)
-            partials.append(Partial(live.id, live.k, live.tokens, live.logprobs, live.versions, live.supports))
+            partials.append(
+                Partial(live.id, live.k, live.tokens, live.logprobs, live.versions, live.supports)
+            )
         self._let_go_unused()
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """Tokens from now on carry `version`. Keys and values of the old weights are computed again, or kept as they are."""
+        """Tokens from now on carry `version`.
+
+        Keys and values of the old weights are computed again, or kept as they are.
+        """
         self._version = version
         self._caches.weights_changed()
         self._head = Head(self._network)
@@ -213,9 +272,11 @@ class BatchGenerator:
     # -- one step
 
     def _prefill(self, chunks: list[Chunk]) -> list[Tensor]:
-        """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that begin now, the last rows,
-        draw."""
-        states, leaders = [], []
+        """Compute parts of prompts; the hidden states [m, hidden] from which the sequences that
+        begin now, the last rows, draw.
+        """
+        states = []
+        leaders = []
         fresh = [chunk for chunk in chunks if chunk.whole and chunk.fill.makes is None]
         for chunk in chunks:
             if chunk.whole and chunk.fill.makes is None:
@@ -241,8 +302,11 @@ class BatchGenerator:
         return states
 
     def _hold(self, chunk: Chunk) -> Tensor:
-        """Compute a part of a prefix, or of a prompt that takes several steps; the hidden state [1, hidden] of its end."""
-        fill, count = chunk.fill, chunk.stop - chunk.start
+        """Compute a part of a prefix, or of a prompt that takes several steps; the hidden state [1,
+        hidden] of its end.
+        """
+        fill = chunk.fill
+        count = chunk.stop - chunk.start
         holder = fill.makes or fill
         if holder not in self._held:
             cache = self._held[holder] = self._caches.new(len(fill.tokens) + self._least_rows)
@@ -250,13 +314,18 @@ class BatchGenerator:
         cache = self._held[holder]
         tokens = torch.zeros(max(count, self._least_rows), dtype=torch.int64)
         tokens[:count] = torch.tensor(fill.tokens[chunk.start : chunk.stop])
-        states = self._caches.passes.hidden(cache.extend([0], [tokens]), put(np.array([count - 1]), self._device))
+        states = self._caches.passes.hidden(
+            cache.extend([0], [tokens]), put(np.array([count - 1]), self._device)
+        )
         cache.truncate(0, chunk.stop)
         return states
 
     def _prefill_whole(self, fills: list[Fill]) -> tuple[list[int], Tensor]:
-        """Compute fills in one pass, each in a new slot: (slots, hidden states [m, hidden] of their ends)."""
-        cache, count = self._kv(), len(fills)
+        """Compute fills in one pass, each in a new slot: (slots, hidden states [m, hidden] of their
+        ends).
+        """
+        cache = self._kv()
+        count = len(fills)
         slots = cache.allocate(count)
         for slot, fill in zip(slots, fills, strict=True):
             cache.link([slot], self._held[fill.after] if fill.after else None)
@@ -270,8 +339,12 @@ class BatchGenerator:
             cache.truncate(slots[-1], lengths[-1])
         return slots, last
 
-    def _settled(self, first: Callable[[], Drawn] | None, states: list[Tensor]) -> Callable[[], Drawn]:
-        """One token for every row: the last ones are drawn from `states`, those before them are `first`."""
+    def _settled(
+        self, first: Callable[[], Drawn] | None, states: list[Tensor]
+    ) -> Callable[[], Drawn]:
+        """One token for every row: the last ones are drawn from `states`, those before them are
+        `first`.
+        """
 
         def draw() -> Drawn:
             drawn = [self._draw(torch.cat(states))] if states else []
@@ -281,17 +354,25 @@ class BatchGenerator:
 
     def _draw(self, states: Tensor) -> Drawn:
         """Sample one token for each of the last rows from its hidden state."""
-        rows, count = self._rows, len(states)
-        own, missing = slice(len(rows) - count, len(rows)), max(0, self._least_rows - count)
+        rows = self._rows
+        count = len(states)
+        own = slice(len(rows) - count, len(rows))
+        missing = max(0, self._least_rows - count)
         numbers = np.ascontiguousarray(rows.uniforms(1)[0, own])
         logits = self._head.logits(pad(states, (0, 0, 0, missing)) if missing else states)[:count]
-        return self._settings.draw(logits, put(numbers, self._device), rows.settings[own], rows.count[own])
+        return self._settings.draw(
+            logits, put(numbers, self._device), rows.settings[own], rows.count[own]
+        )
 
     def _book(
-        self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float64], supports: list[tuple[int, ...]] | None
-    ) -> list[TokenEvent]:  # fmt: skip
+        self,
+        tokens: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float64],
+        supports: list[tuple[int, ...]] | None,
+    ) -> list[TokenEvent]:
         """One token more for every row; rows that end go."""
-        rows, count = self._rows, len(self._rows)
+        rows = self._rows
+        count = len(self._rows)
         _check_finite(logprobs, rows, self._version)
         rows.book(tokens, logprobs, self._version, supports)
         stopped = self._settings.is_stop[rows.settings[:count], tokens]
@@ -301,7 +382,13 @@ class BatchGenerator:
         ends: list[Literal["stop", "length"] | None] = [None] * count
         for row in finished:
             ends[row] = "stop" if stopped[row] else "length"
-        said = tokens.tolist(), logprobs.tolist(), repeat(self._version), ends, supports or repeat(())
+        said = (
+            tokens.tolist(),
+            logprobs.tolist(),
+            repeat(self._version),
+            ends,
+            supports or repeat(()),
+        )
         events = list(map(TokenEvent, rows.ids, rows.ks, *said, self._settings.take_likely(count)))
         for row in reversed(finished):
             live = self._take_out(row)
@@ -325,7 +412,11 @@ class BatchGenerator:
         """Give back what neither the scheduler nor the `chunks` still to be computed need."""
         if not self._held:
             return
-        in_use = {*self._scheduler.prefixes.values(), *self._scheduler.filling, *(chunk.fill for chunk in chunks)}
+        in_use = {
+            *self._scheduler.prefixes.values(),
+            *self._scheduler.filling,
+            *(chunk.fill for chunk in chunks),
+        }
         self._let_go([holder for holder in self._held if holder not in in_use])
 
     def _begin(self, live: Live) -> None:
@@ -354,7 +445,8 @@ def _check_finite(logprobs: npt.NDArray[np.float64], rows: DecodeBatch, version:
     if not math.isfinite(logprobs.sum()):
         row = int(np.isfinite(logprobs).argmin())
         raise NotFinite(
-            f"the network's logits are not finite for completion {rows.ks[row]} of {rows.ids[row]!r} "
+            f"the network's logits are not finite for completion {rows.ks[row]} of "
+            f"{rows.ids[row]!r} "
             f"at token {rows.count[row]} (weight version {version}); the weights have diverged"
         )
 
@@ -365,7 +457,9 @@ def _stopped_by_text(
     stops: Mapping[tuple[str, int], StopText],
     least: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Whether each row's new token completes a stop text of its own, not before its settings' `least` tokens."""
+    """Whether each row's new token completes a stop text of its own, not before its settings'
+    `least` tokens.
+    """
     count = len(rows)
     stopped = np.zeros(count, bool)
     for row in np.flatnonzero(rows.watched[:count]).tolist():

@@ -1,8 +1,8 @@
 """Decode steps as captured graphs: one launch in place of hundreds, at a few fixed numbers of rows.
 
-A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with rows of zeros to the size of
-a graph, copied into its fixed buffer, and replayed. What is captured holds addresses of weights and pages, so it is dropped
-where these have moved, and only then.
+A step arrives as a matrix of numbers (`weft.models.kv.pages.PagedCache.step`), is filled up with
+rows of zeros to the size of a graph, copied into its fixed buffer, and replayed. What is captured
+holds addresses of weights and pages, so it is dropped where these have moved, and only then.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from torch import Tensor
 
 from weft.engine.device import using
 
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows: none is over 2 times the one before
-COARSE = tuple(1 << n for n in range(10))  # where each size is also compiled, which takes longer than what it saves
+# rows: none is over 2 times the one before
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# where each size is also compiled, which takes longer than what it saves
+COARSE = tuple(1 << n for n in range(10))
 BEYOND = 128  # past the last size, multiples of this
-AFTER = 16  # steps in a graph that is too large before a size has its own, which takes about as long as it saves
-WARM_UPS = 2  # runs before a capture, in which kernels are chosen, compiled and given their workspaces
+# steps in a graph that is too large before a size has its own, which takes about as long as it
+# saves
+AFTER = 16
+# runs before a capture, in which kernels are chosen, compiled and given their workspaces
+WARM_UPS = 2
 
 Steps = npt.NDArray[np.int32]
 Run = Callable[[Tensor], Tensor]
-Capture = Callable[[Run, Tensor], tuple[Callable[[], object], Tensor]]  # -> (replay, the output it writes)
+# -> (replay, the output it writes)
+Capture = Callable[[Run, Tensor], tuple[Callable[[], object], Tensor]]
 
 
 def filled_up(rows: int, sizes: tuple[int, ...]) -> int:
@@ -56,12 +62,15 @@ class Captured:
 
 
 class DecodeGraphs:
-    """`runs[kind]` maps a step int32 [B, C] on the device to [B, ...]; it has no other inputs that change.
+    """`runs[kind]` maps a step int32 [B, C] on the device to [B, ...]; it has no other inputs that
+    change.
 
-    A step runs in the smallest graph of its kind that is there and has room for it. Where none has room one is captured at
-    once, with room for all rows that are expected; a size that ran in a larger graph for `after` steps gets its own. `capture`
-    is None where nothing is captured. A capture that fails is told once (`RuntimeWarning`, and `note`), and steps then run one
-    kernel after the other. `counts` says how many steps were "eager" or "replayed", and how many sizes "captured".
+    A step runs in the smallest graph of its kind that is there and has room for it. Where none has
+    room one is captured at once, with room for all rows that are expected; a size that ran in a
+    larger graph for `after` steps gets its own. `capture` is None where nothing is captured. A
+    capture that fails is told once (`RuntimeWarning`, and `note`), and steps then run one kernel
+    after the other. `counts` says how many steps were "eager" or "replayed", and how many sizes
+    "captured".
     """
 
     def __init__(
@@ -73,7 +82,11 @@ class DecodeGraphs:
         sizes: tuple[int, ...] = SIZES,
         after: int = AFTER,
     ) -> None:
-        self._runs, self._device, self._capture, self._sizes, self._after = runs, device, capture, sizes, after
+        self._runs = runs
+        self._device = device
+        self._capture = capture
+        self._sizes = sizes
+        self._after = after
         self._seen: Counter[tuple[str, int]] = Counter()
         self._captured: dict[tuple[str, int], Captured] = {}
         self._form: Hashable = None
@@ -88,8 +101,11 @@ class DecodeGraphs:
         self._captured.clear()
 
     def __call__(self, kind: str, step: Steps, *, form: Hashable, expected: int = 0) -> Tensor:
-        """What the run of this kind makes of a step [R, C], to be read before the next call. `form` is anything that differs
-        once the memory behind the step has moved, `expected` the most rows that are to come."""
+        """What the run of this kind makes of a step [R, C], to be read before the next call.
+
+        `form` is anything that differs once the memory behind the step has moved, `expected` the
+        most rows that are to come.
+        """
         if form != self._form:
             self.drop()
             self._form = form
@@ -128,7 +144,9 @@ class DecodeGraphs:
 
     def _put(self, step: Steps, size: int) -> tuple[Tensor, Tensor]:
         """(host memory, a copy on the device) of a step that is filled up."""
-        host = torch.zeros(size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        host = torch.zeros(
+            size, step.shape[1], dtype=torch.int32, pin_memory=self._device.type == "cuda"
+        )
         host[: len(step)] = torch.from_numpy(step)
         return host, host.to(self._device, non_blocking=True, copy=True)
 
@@ -136,15 +154,19 @@ class DecodeGraphs:
         self._capture = None
         self.drop()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        self.note = f"decode steps run without CUDA graphs, which makes small batches slower: {reason}"
+        self.note = (
+            f"decode steps run without CUDA graphs, which makes small batches slower: {reason}"
+        )
         warnings.warn(self.note, RuntimeWarning, stacklevel=4)
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures on a CUDA device; graphs that are alive share a memory pool, as no two of their outputs are read at once.
+    """Captures on a CUDA device; graphs that are alive share a memory pool, as no two of their
+    outputs are read at once.
 
-    torch 2.11 asserts that a pool has a graph when another joins it, and a pool may outlive its graphs: a cuBLAS workspace
-    keeps it. So the first capture after all graphs are gone takes a new handle.
+    torch 2.11 asserts that a pool has a graph when another joins it, and a pool may outlive its
+    graphs: a cuBLAS workspace keeps it. So the first capture after all graphs are gone takes a new
+    handle.
     """
     pool: Any = None
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -152,7 +174,8 @@ def cuda_capture(device: torch.device) -> Capture:
     def capture(run: Run, inputs: Tensor) -> tuple[Callable[[], object], Tensor]:
         nonlocal pool
         with using(device):  # streams and the capture are of the thread's device
-            current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+            current = torch.cuda.current_stream()
+            side = torch.cuda.Stream()
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
@@ -161,7 +184,8 @@ def cuda_capture(device: torch.device) -> Capture:
             graph = torch.cuda.CUDAGraph()
             if not alive:
                 pool = torch.cuda.graph_pool_handle()
-            # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are captured.
+            # Other threads (data, host memory) may call CUDA meanwhile; only this one's calls are
+            # captured.
             try:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     output = run(inputs)

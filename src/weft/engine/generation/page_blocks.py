@@ -1,7 +1,8 @@
 """Key-value memory counted in pages, for the scheduler. Pure accounting: no torch, no tensors.
 
-`models/kv/pages.py` shares pages where sequences begin alike and copies a partly full one once somebody writes to it. What
-is counted here is the most that a sequence may come to hold by itself, so memory that is counted free is free.
+`models/kv/pages.py` shares pages where sequences begin alike and copies a partly full one once
+somebody writes to it. What is counted here is the most that a sequence may come to hold by itself,
+so memory that is counted free is free.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ from weft.engine.generation.blocks import Key
 
 
 class PageBlocks:
-    """Implements `weft.engine.generation.blocks.Blocks`: pages of `page` tokens for `max_tokens` tokens in all.
+    """Implements `weft.engine.generation.blocks.Blocks`: pages of `page` tokens for `max_tokens`
+    tokens in all.
 
-    No step looks at the sequences one by one: they are grouped by the step, modulo `page`, in which they open a page.
+    No step looks at the sequences one by one: they are grouped by the step, modulo `page`, in which
+    they open a page.
     """
 
-    def __init__(self, max_sequences: int, max_tokens: int, page: int, least_spared: int | None) -> None:
-        self.max_sequences, self.page, self.least_spared = max_sequences, page, least_spared
-        self.num_pages = -(-max_tokens // page) + 2  # a sequence of `max_tokens` fits, wherever its prefix ends
+    def __init__(
+        self, max_sequences: int, max_tokens: int, page: int, least_spared: int | None
+    ) -> None:
+        self.max_sequences = max_sequences
+        self.page = page
+        self.least_spared = least_spared
+        # a sequence of `max_tokens` fits, wherever its prefix ends
+        self.num_pages = -(-max_tokens // page) + 2
         self.num_used = 0
-        self.rows = self.longest = 0  # sequences that may run at once, and the most tokens that one of them will have
+        # sequences that may run at once, and the most tokens that one of them will have
+        self.rows = self.longest = 0
         self._clock = 0
         self._waiting: dict[Key, int] = {}  # tokens
         self._started: dict[Key, int] = {}  # tokens - clock
         self._prefixes: dict[Key, int] = {}  # tokens
-        self._opening: Counter[int] = Counter()  # started sequences by clock % page at which they need a page more
+        # started sequences by clock % page at which they need a page more
+        self._opening: Counter[int] = Counter()
 
     @property
     def num_wanted(self) -> int:
@@ -34,7 +44,8 @@ class PageBlocks:
         return min(self.num_pages, max(self.num_used, self.rows * self._own(self.longest)))
 
     def expect(self, count: int, longest: int) -> None:
-        self.rows, self.longest = min(count, self.max_sequences), longest
+        self.rows = min(count, self.max_sequences)
+        self.longest = longest
 
     def admit(self, key: Key, length: int) -> bool:
         full = len(self._waiting) + len(self._started) == self.max_sequences

@@ -1,5 +1,6 @@
-"""A network's passes over cached sequences: by the CPU kernel that computes one in a single call where it serves the network,
-else module by module. Both give the same bits."""
+"""A network's passes over cached sequences: by the CPU kernel that computes one in a single call
+where it serves the network, else module by module. Both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from weft import kernels
 from weft.engine.generation.decoder import Decoder
-from weft.kernels import BlockWeights, CachedForward, CachedPass, LinearWeights, NetworkWeights, PrefixRows
+from weft.kernels import (
+    BlockWeights,
+    CachedForward,
+    CachedPass,
+    LinearWeights,
+    NetworkWeights,
+    PrefixRows,
+)
 from weft.models.kv.slots import Cached, KVCache, PrefixGroup
 from weft.models.network import prefix, rope
 from weft.models.network.block import MLP, Attention, Block, Norm
@@ -21,8 +29,8 @@ from weft.models.network.linear import Linear
 from weft.models.network.packed import Packed
 from weft.models.network.transformer import Transformer
 
-# Which values of a configuration's fields the kernel computes; None: every value. A field that is not here turns the kernel off
-# where it has another value than its default.
+# Which values of a configuration's fields the kernel computes; None: every value. A field that is
+# not here turns the kernel off where it has another value than its default.
 SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
     "family": None,
     "vocab_size": None,
@@ -73,7 +81,8 @@ def reads_only_written(network: object) -> bool:
     """Whether the network's attention reads no place of a slot that no token was written to."""
     if not isinstance(network, Transformer):
         return False
-    config, weight = network.config, next(network.parameters())
+    config = network.config
+    weight = next(network.parameters())
     heads = weight.detach().new_empty(0, 1, config.head_dim)
     return config.attention_softcap is None and kernels.serves_attention(heads, heads, heads)
 
@@ -89,19 +98,25 @@ class _Prepared:
 
 
 class Passes:
-    """Passes of one network without a gradient. It keeps where weights and caches lie until it is told to `forget`."""
+    """Passes of one network without a gradient.
+
+    It keeps where weights and caches lie until it is told to `forget`.
+    """
 
     def __init__(self, network: Decoder) -> None:
         self._network = network
         self._prepared: WeakKeyDictionary[KVCache, _Prepared | None] = WeakKeyDictionary()
-        self._rotations: tuple[Tensor, Tensor] | None = None  # of the positions that were asked for so far
+        # of the positions that were asked for so far
+        self._rotations: tuple[Tensor, Tensor] | None = None
         self._fits = _fits(network)
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
         """As `Transformer.hidden`."""
         context = x.attention
         prepared = None
-        if isinstance(context, Cached) and not prefix.begins_in_prefix(context, self._network.prefix_tokens):
+        if isinstance(context, Cached) and not prefix.begins_in_prefix(
+            context, self._network.prefix_tokens
+        ):
             prepared = self._over(context.cache)
         if prepared is None:
             return self._network.hidden(x, rows)
@@ -142,7 +157,10 @@ class Passes:
         if found is None or found.moves != cache.moves:
             assert isinstance(self._network, Transformer)
             weights = _weights(self._network, cache)
-            found = _Prepared(CachedForward(weights), cache.moves) if kernels.serves_network(weights) else None
+            if kernels.serves_network(weights):
+                found = _Prepared(CachedForward(weights), cache.moves)
+            else:
+                found = None
             if found is None:
                 self._fits = False
                 return None
@@ -152,7 +170,8 @@ class Passes:
     def _pass(self, prepared: _Prepared, x: Packed, steps: int = 1) -> CachedPass:
         context = x.attention
         assert isinstance(context, Cached)
-        rotation, after = self._rotation(x, context, steps), context.used + context.new
+        rotation = self._rotation(x, context, steps)
+        after = context.used + context.new
         prefixes = self._prefixes(prepared, context)
         return CachedPass(x.tokens, context.slots, context.new, after, rotation, prefixes)
 
@@ -165,10 +184,14 @@ class Passes:
             prepared.prefixes = tuple(_prefix(cache, rows) for cache, rows in context.continued)
         return prepared.prefixes
 
-    def _rotation(self, x: Packed, context: Cached, steps: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); with rows for `steps` decode
-        steps."""
-        settings, dtype = self._network.config.rope, context.cache.dtype
+    def _rotation(
+        self, x: Packed, context: Cached, steps: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, each [P, 1, half], the row of them that each token takes, int64 [T]); with
+        rows for `steps` decode steps.
+        """
+        settings = self._network.config.rope
+        dtype = context.cache.dtype
         if settings is None:
             return None
         if settings.scaling in rope.CHANGING:
@@ -183,8 +206,9 @@ class Passes:
 
 
 def _fits(network: Decoder) -> bool:
-    """Whether the kernel computes what the network's modules do, and they no more than that: no hooks, no adapters, no parts
-    that ranks have to reduce."""
+    """Whether the kernel computes what the network's modules do, and they no more than that: no
+    hooks, no adapters, no parts that ranks have to reduce.
+    """
     if not isinstance(network, Transformer) or not serves(network.config):
         return False
     for module in network.modules():
@@ -198,7 +222,8 @@ def _fits(network: Decoder) -> bool:
 
 
 def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
-    config, drawn = network.config, None
+    config = network.config
+    drawn = None
     if network.kind == "lm" and config.final_softcap is None:
         projection = network.projection
         if projection.weight.shape == network.embed.weight.shape and projection.split is None:
@@ -206,20 +231,40 @@ def _weights(network: Transformer, cache: KVCache) -> NetworkWeights:
     blocks = [block for block in network.blocks if isinstance(block, Block)]
     stored = zip(blocks, cache.keys, cache.values, strict=True)
     return NetworkWeights(
-        embedding=network.embed.weight, blocks=[_block(*each) for each in stored], norm=_scale(network.norm), head=drawn,
-        num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size, eps=config.norm_eps, offset=0.0 if config.norm == "rms" else 1.0,
-    )  # fmt: skip
+        embedding=network.embed.weight,
+        blocks=[_block(*each) for each in stored],
+        norm=_scale(network.norm),
+        head=drawn,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        eps=config.norm_eps,
+        offset=0.0 if config.norm == "rms" else 1.0,
+    )
 
 
 def _block(block: Block, keys: Tensor, values: Tensor) -> BlockWeights:
-    attention, mlp = block.attention, block.mlp
+    attention = block.attention
+    mlp = block.mlp
     assert isinstance(attention, Attention) and isinstance(mlp, MLP)
-    q_norm, k_norm = (_scale(attention.q_norm), _scale(attention.k_norm)) if attention.qk_norm else (None, None)
+    q_norm, k_norm = (
+        (_scale(attention.q_norm), _scale(attention.k_norm)) if attention.qk_norm else (None, None)
+    )
     return BlockWeights(
-        _scale(block.norm1), _scale(block.norm2), q_norm, k_norm, _linear(attention.qkv), _linear(attention.o),
-        _linear(mlp.gate_up), _linear(mlp.down), keys, values, attention.spec.scale, attention.spec.window,
-    )  # fmt: skip
+        _scale(block.norm1),
+        _scale(block.norm2),
+        q_norm,
+        k_norm,
+        _linear(attention.qkv),
+        _linear(attention.o),
+        _linear(mlp.gate_up),
+        _linear(mlp.down),
+        keys,
+        values,
+        attention.spec.scale,
+        attention.spec.window,
+    )
 
 
 def _linear(layer: Linear) -> LinearWeights:

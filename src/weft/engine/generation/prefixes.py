@@ -1,8 +1,8 @@
 """Which sequences begin alike, and how much of it to store once. Pure: no torch, no tensors.
 
-A prompt is known by a chain of hashes, one every `STRIDE` tokens and one at its last token but one, so finding who shares
-what costs a few look-ups a sequence. A shared prefix never holds a sequence's last token: that one is each sequence's own,
-and its pass gives the first draw.
+A prompt is known by a chain of hashes, one every `STRIDE` tokens and one at its last token but one,
+so finding who shares what costs a few look-ups a sequence. A shared prefix never holds a sequence's
+last token: that one is each sequence's own, and its pass gives the first draw.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Level = tuple[int, int]  # (tokens, hash of the chain up to there)
 
 @dataclass(eq=False)
 class Prefix:
-    """Tokens that begin several sequences. `ready` once their keys and values are computed; `users` run now."""
+    """Tokens that begin several sequences.
+
+    `ready` once their keys and values are computed; `users` run now.
+    """
 
     tokens: tuple[int, ...]
     mark: int  # hash of the chain
@@ -29,14 +32,17 @@ class Prefix:
 class PrefixIndex:
     """How many of the sequences at hand begin with each chain."""
 
-    least: int  # tokens that a new prefix must spare: its length times the sequences beyond the first
+    # tokens that a new prefix must spare: its length times the sequences beyond the first
+    least: int
     counts: Counter[int] = field(default_factory=Counter)
 
     def levels(self, prompt: Sequence[int]) -> tuple[Level, ...]:
         """The prefixes of a prompt that may be shared, shortest first."""
         last = len(prompt) - 1
         ends = [*range(STRIDE, last, STRIDE), last]
-        found, mark, start = [], 0, 0
+        found = []
+        mark = 0
+        start = 0
         for end in ends if last >= STRIDE else []:
             mark = hash((mark, tuple(prompt[start:end])))
             start = end
@@ -53,12 +59,18 @@ class PrefixIndex:
                 del self.counts[mark]
 
     def best(self, levels: Collection[Level], stored: Mapping[int, Prefix]) -> Level | None:
-        """The prefix that spares a sequence most, given what is stored already; None where none spares enough."""
+        """The prefix that spares a sequence most, given what is stored already; None where none
+        spares enough.
+        """
 
         def spared(level: Level) -> float:
             length, mark = level
             count = self.counts[mark]
             return float(length) if mark in stored else length * (count - 1) / count
 
-        worth = [(n, mark) for n, mark in levels if mark in stored or n * (self.counts[mark] - 1) >= self.least]
+        worth = [
+            (n, mark)
+            for n, mark in levels
+            if mark in stored or n * (self.counts[mark] - 1) >= self.least
+        ]
         return max(worth, key=spared, default=None)

@@ -9,17 +9,29 @@ from weft.errors import DataError
 
 
 def limit_of(network: Decoder, request: Request, most: int) -> int:
-    """Most tokens of this completion: `most`, or what it wants. A table of learned positions has an end, and so has the
-    completion there. Raises `DataError` for a prompt that is empty, leaves no room or has ids that the model does not know."""
-    config, vocab_size = network.config, network.vocab_size
-    if (worst := max(request.prompt, default=0)) >= vocab_size or (worst := min(request.prompt, default=0)) < 0:
+    """Most tokens of this completion: `most`, or what it wants.
+
+    A table of learned positions has an end, and so has the completion there. Raises `DataError` for
+    a prompt that is empty, leaves no room or has ids that the model does not know.
+    """
+    config = network.config
+    vocab_size = network.vocab_size
+    if (worst := max(request.prompt, default=0)) >= vocab_size or (
+        worst := min(request.prompt, default=0)
+    ) < 0:
         raise DataError(
-            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to {vocab_size - 1}; "
+            f"id {request.id!r}: the prompt holds token {worst}, and the model knows 0 to "
+            f"{vocab_size - 1}; "
             "use the model's own tokenizer"
         )
-    wanted = most if request.max_new_tokens is None else min(most, request.max_new_tokens)
+    if request.max_new_tokens is None:
+        wanted = most
+    else:
+        wanted = min(most, request.max_new_tokens)
     if wanted < 1:
-        raise DataError(f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token")
+        raise DataError(
+            f"id {request.id!r}: max_new_tokens={wanted}; a completion has at least 1 token"
+        )
     if len(request.prompt) == 0:
         raise DataError(
             f"id {request.id!r}: the prompt is empty, and a model needs a token to go on from; "
@@ -43,19 +55,24 @@ def prompt_of(network: Decoder, request: Request) -> tuple[int, ...]:
 
 
 def check_partial(done: Partial, live: Sequence) -> None:
-    """Raises `DataError` where what was generated before is not a part of this completion, or leaves nothing to sample."""
+    """Raises `DataError` where what was generated before is not a part of this completion, or
+    leaves nothing to sample.
+    """
     if (done.id, done.k) != live.key:
         raise DataError(
-            f"completion {live.k} of {live.id!r}: generated is a part of completion {done.k} of {done.id!r}; "
+            f"completion {live.k} of {live.id!r}: generated is a part of completion {done.k} of "
+            f"{done.id!r}; "
             "give each request its own"
         )
     if not len(done.tokens) == len(done.logprobs) == len(done.versions):
         raise DataError(
-            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens, {len(done.logprobs)} log-probs and "
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens, "
+            f"{len(done.logprobs)} log-probs and "
             f"{len(done.versions)} versions; give one of each for every token"
         )
     if len(done.tokens) >= live.limit:
         raise DataError(
-            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens and at most {live.limit} are to be "
+            f"completion {live.k} of {live.id!r}: generated has {len(done.tokens)} tokens and at "
+            f"most {live.limit} are to be "
             "sampled, so nothing is left; leave it out or raise max_new_tokens"
         )

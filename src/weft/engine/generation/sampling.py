@@ -1,12 +1,16 @@
-"""From logits to tokens: one uniform number a token, inverse CDF in vocabulary order, log-probs as sampled.
+"""From logits to tokens: one uniform number a token, inverse CDF in vocabulary order, log-probs as
+sampled.
 
-Which ids take part: the `n` likeliest, ties going to the lower id, where `n` is set by top-k, then top-p over what top-k
-left, then min-p (the order of `transformers`). All three keep a head of the same ranking, so they meet in one `n`.
+Which ids take part: the `n` likeliest, ties going to the lower id, where `n` is set by top-k, then
+top-p over what top-k left, then min-p (the order of `transformers`). All three keep a head of the
+same ranking, so they meet in one `n`.
 
-Log-probs are those of the distribution that training recomputes: at `temperature`, normalised over the kept ids where a
-limit is in force and over the whole vocabulary otherwise. Ids that `min_new_tokens` bans leave the draw, and the kept ids,
-but not the whole-vocabulary normaliser: without a limit the policy's log-prob is the one over all ids. Under `greedy` the
-log-prob is the model's at temperature 1, since the likeliest token under a limit of one id has log-prob 0 and says nothing.
+Log-probs are those of the distribution that training recomputes: at `temperature`, normalised over
+the kept ids where a limit is in force and over the whole vocabulary otherwise. Ids that
+`min_new_tokens` bans leave the draw, and the kept ids, but not the whole-vocabulary normaliser:
+without a limit the policy's log-prob is the one over all ids. Under `greedy` the log-prob is the
+model's at temperature 1, since the likeliest token under a limit of one id has log-prob 0 and says
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ CELLS = 1 << 19  # probabilities that a CPU works on at once: 2 MB, which its ca
 
 @dataclass(frozen=True)
 class Draw:
-    """`tokens` int64 [R]; `logprobs` float32 [R]; `kept` bool [R, V], the ids a limit left, or None without a limit."""
+    """`tokens` int64 [R]; `logprobs` float32 [R]; `kept` bool [R, V], the ids a limit left, or None
+    without a limit.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -57,26 +63,36 @@ class Ban:
 
 
 def limits(spec: GenerationSpec, vocab_size: int) -> bool:
-    """Whether the spec leaves ids of this vocabulary out; a top_k at or above the vocabulary is no limit."""
+    """Whether the spec leaves ids of this vocabulary out; a top_k at or above the vocabulary is no
+    limit.
+    """
     return not spec.greedy and (spec.top_p < 1.0 or 0 < spec.top_k < vocab_size or spec.min_p > 0.0)
 
 
 def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> Draw:
     """One token a row of `logits` [R, V] (any float dtype), by `uniforms` [R] in [0, 1).
 
-    Probabilities are float32 (float64 for float64 logits) and added up in float64, row by row, so a row's token does not depend
-    on the other rows (Apple's MPS has no float64: there the rows are drawn on the CPU). Log-probs are float32.
+    Probabilities are float32 (float64 for float64 logits) and added up in float64, row by row, so a
+    row's token does not depend on the other rows (Apple's MPS has no float64: there the rows are
+    drawn on the CPU). Log-probs are float32.
     """
     if logits.is_mps:
-        logits, uniforms = logits.cpu(), uniforms.cpu()
-        banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
+        logits = logits.cpu()
+        uniforms = uniforms.cpu()
+        if banned is None:
+            banned = None
+        else:
+            banned = Ban(banned.rows.cpu(), banned.ids.cpu())
     copies = banned is not None or limits(spec, logits.shape[-1]) or not kernels.serves(logits)
     if not logits.is_cpu or not copies:
         return _draw(logits, uniforms, spec, banned)
-    size, parts = max(1, CELLS // logits.shape[-1]), []
+    size = max(1, CELLS // logits.shape[-1])
+    parts = []
     for first in range(0, len(logits), size):
         rows = slice(first, first + size)
-        parts.append(_draw(logits[rows], uniforms[rows], spec, None if banned is None else banned[rows]))
+        parts.append(
+            _draw(logits[rows], uniforms[rows], spec, None if banned is None else banned[rows])
+        )
     kept = [part.kept for part in parts if part.kept is not None]
     return Draw(
         torch.cat([part.tokens for part in parts]),
@@ -85,12 +101,19 @@ def draw(logits: Tensor, uniforms: Tensor, spec: GenerationSpec, banned: Ban | N
     )
 
 
-def likely(logits: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> tuple[Tensor, Tensor]:
-    """The `spec.top_logprobs` likeliest ids of each row, best first (int64 [R, n]), and their log-probs (float32 [R, n]) in the
-    distribution that `draw` draws from; minus infinity for ids that it cannot draw."""
+def likely(
+    logits: Tensor, spec: GenerationSpec, banned: Ban | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `spec.top_logprobs` likeliest ids of each row, best first (int64 [R, n]), and their
+    log-probs (float32 [R, n]) in the distribution that `draw` draws from; minus infinity for ids
+    that it cannot draw.
+    """
     if logits.is_mps:
         logits = logits.cpu()
-        banned = None if banned is None else Ban(banned.rows.cpu(), banned.ids.cpu())
+        if banned is None:
+            banned = None
+        else:
+            banned = Ban(banned.rows.cpu(), banned.ids.cpu())
     scores = _scaled(logits, spec)
     allowed = scores if banned is None else banned.applied(scores)
     if limits(spec, logits.shape[-1]):
@@ -100,8 +123,10 @@ def likely(logits: Tensor, spec: GenerationSpec, banned: Ban | None = None) -> t
 
 
 def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> Draw:
-    """As `draw` of the whole vocabulary, each row at its own temperature ([R]; rows of 0 only fill up), or where there are none
-    the likeliest ids. Nothing in it depends on the host, so that a graph can hold it."""
+    """As `draw` of the whole vocabulary, each row at its own temperature ([R]; rows of 0 only fill
+    up), or where there are none the likeliest ids. Nothing in it depends on the host, so that a
+    graph can hold it.
+    """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperatures is None:
         return Draw(tokens := scores.argmax(dim=-1), _logprobs(scores, tokens))
@@ -137,8 +162,11 @@ def _sample(allowed: Tensor, scores: Tensor, uniforms: Tensor) -> tuple[Tensor, 
 
 
 def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
-    """[R, ..] of `tokens` [R, ..]. Step by step what `weft.models.network.token_outputs` computes, so that equal logits give
-    equal log-probs to the last bit."""
+    """[R, ..] of `tokens` [R, ..].
+
+    Step by step what `weft.models.network.token_outputs` computes, so that equal logits give equal
+    log-probs to the last bit.
+    """
     if kernels.serves(scores):
         lse = kernels.statistics(scores).lse
         return _at(scores, tokens) - (lse if tokens.dim() == 1 else lse.unsqueeze(-1))
@@ -146,10 +174,12 @@ def _logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Ids, int64 [R], for unnormalised `weights` [R, V] >= 0 (float32 or float64) and `uniforms` [R] in [0, 1).
+    """Ids, int64 [R], for unnormalised `weights` [R, V] >= 0 (float32 or float64) and `uniforms`
+    [R] in [0, 1).
 
-    The id is the first whose cumulative weight exceeds `uniform * total`, in float64: sums over blocks of ids first, then
-    inside the block found, so that no row needs a running sum over its whole vocabulary.
+    The id is the first whose cumulative weight exceeds `uniform * total`, in float64: sums over
+    blocks of ids first, then inside the block found, so that no row needs a running sum over its
+    whole vocabulary.
     """
     rows, vocab = weights.shape
     if vocab % BLOCK:
@@ -164,8 +194,9 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
-    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits / temperature; where they are
-    recorded, the `max_support` likeliest of them, since a flat position may leave a whole vocabulary.
+    """bool [R, V]: the ids that top-k, top-p and min-p leave, for `scores` [R, V] = logits /
+    temperature; where they are recorded, the `max_support` likeliest of them, since a flat position
+    may leave a whole vocabulary.
 
     At least the likeliest id stays; ids with a score of -inf never do.
     """
@@ -180,7 +211,8 @@ def likeliest(scores: Tensor, spec: GenerationSpec) -> Tensor:
     ranked, count = _ranked_count(scores, limit, spec.top_p)
     count = torch.minimum(count, possible.sum(dim=-1))
     threshold = _at(ranked, count - 1).unsqueeze(-1)
-    above, level = scores > threshold, scores == threshold
+    above = scores > threshold
+    level = scores == threshold
     wanted = count.unsqueeze(-1) - above.sum(dim=-1, keepdim=True)
     return kept & (above | (level & (level.cumsum(dim=-1) <= wanted)))
 
@@ -193,14 +225,18 @@ def supports(kept: Tensor) -> list[list[int]]:
 
 
 def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """(scores of the likeliest ids, best first [R, w], how many of them stay [R]) under top-k `limit` and `top_p`.
+    """(scores of the likeliest ids, best first [R, w], how many of them stay [R]) under top-k
+    `limit` and `top_p`.
 
-    The head of the ranking nearly always holds `top_p` of the probability; whole rows are sorted where it does not.
+    The head of the ranking nearly always holds `top_p` of the probability; whole rows are sorted
+    where it does not.
     """
     if top_p >= 1.0:
         ranked = scores.topk(limit, dim=-1).values
         return ranked, torch.full_like(ranked[:, 0], limit, dtype=torch.int64)
-    log_total = (scores if limit == scores.shape[-1] else scores.topk(limit, dim=-1).values).logsumexp(-1, keepdim=True)
+    log_total = (
+        scores if limit == scores.shape[-1] else scores.topk(limit, dim=-1).values
+    ).logsumexp(-1, keepdim=True)
     for width in sorted({min(HEAD, limit), limit}):
         ranked = scores.topk(width, dim=-1).values
         mass = _running((ranked - log_total).exp_())
@@ -210,8 +246,11 @@ def _ranked_count(scores: Tensor, limit: int, top_p: float) -> tuple[Tensor, Ten
 
 
 def _running(x: Tensor) -> Tensor:
-    """[R, n] -> [R, n]: running sums. Where kernels must repeat bit for bit, torch refuses its own for a CUDA device, which may
-    add up in another order each time; a product with a triangle of ones repeats."""
+    """[R, n] -> [R, n]: running sums.
+
+    Where kernels must repeat bit for bit, torch refuses its own for a CUDA device, which may add up
+    in another order each time; a product with a triangle of ones repeats.
+    """
     if x.is_cuda and torch.are_deterministic_algorithms_enabled():
         return x @ x.new_ones(x.shape[-1], x.shape[-1]).triu_()
     return x.cumsum(dim=-1)
@@ -220,10 +259,13 @@ def _running(x: Tensor) -> Tensor:
 def _first_above(ends: Tensor, target: Tensor) -> Tensor:
     """[R]: the first index at which the running sums `ends` [R, n] exceed `target` [R].
 
-    Where rounding leaves none above, the last index at which the sum grew: the first at which it has its largest value.
+    Where rounding leaves none above, the last index at which the sum grew: the first at which it
+    has its largest value.
     """
     return torch.minimum((ends <= target.unsqueeze(-1)).sum(dim=-1), ends.argmax(dim=-1))
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1) if index.dim() == 1 else values.gather(-1, index)
+    if index.dim() == 1:
+        return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return values.gather(-1, index)

@@ -1,11 +1,14 @@
-"""Which sequences run next: continuous batching as plain data. Pure: no torch, no tensors, no clock.
+"""Which sequences run next: continuous batching as plain data.
 
-Sequences wait in the order they came. A step first makes room for one more token of everything that runs, sending the
-youngest back to wait (its keys and values are computed again later) where memory is short; then it admits waiting ones, oldest
-first, and computes as many of their prompts as the step's prefill budget allows. A prompt above the budget takes several
-steps, in each of which everything that runs gets its token. Sequences that begin alike share the work: a beginning that pays
-to store apart is a `Prefix`, computed and held once; sequences with exactly the same tokens after it are computed once and
-copied.
+Pure: no torch, no tensors, no clock.
+
+Sequences wait in the order they came. A step first makes room for one more token of everything that
+runs, sending the youngest back to wait (its keys and values are computed again later) where memory
+is short; then it admits waiting ones, oldest first, and computes as many of their prompts as the
+step's prefill budget allows. A prompt above the budget takes several steps, in each of which
+everything that runs gets its token. Sequences that begin alike share the work: a beginning that
+pays to store apart is a `Prefix`, computed and held once; sequences with exactly the same tokens
+after it are computed once and copied.
 """
 
 from __future__ import annotations
@@ -26,14 +29,18 @@ class Budget:
     max_sequences: int = 64
     max_tokens: int = 1 << 20  # tokens whose keys and values are held at once
     max_prefill_tokens: int = 8192  # prompt tokens of one step
-    divides: bool = True  # whether a longer prompt takes several steps; else it is computed in one, alone
+    # whether a longer prompt takes several steps; else it is computed in one, alone
+    divides: bool = True
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making, with what was sampled so far. `limit` is the most tokens it may get.
+    """One completion in the making, with what was sampled so far.
 
-    While it runs the tokens that it gets may be booked elsewhere; whoever does so adds them before the sequence waits again.
+    `limit` is the most tokens it may get.
+
+    While it runs the tokens that it gets may be booked elsewhere; whoever does so adds them before
+    the sequence waits again.
     """
 
     id: str
@@ -57,7 +64,9 @@ class Sequence:
 
 @dataclass(eq=False)
 class Fill:
-    """Tokens to compute after `after`: those of the prefix `makes`, or the rest of `sequences`, which are all equal."""
+    """Tokens to compute after `after`: those of the prefix `makes`, or the rest of `sequences`,
+    which are all equal.
+    """
 
     tokens: tuple[int, ...]
     after: Prefix | None = None
@@ -85,8 +94,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: `preempted` give their memory back, then passes over the last tokens of `decodes` and over `chunks` in order.
-    Each sequence of `decodes` and of a fill's last chunk gets one token."""
+    """One step: `preempted` give their memory back, then passes over the last tokens of `decodes`
+    and over `chunks` in order. Each sequence of `decodes` and of a fill's last chunk gets one
+    token.
+    """
 
     preempted: list[Sequence]
     decodes: list[Sequence]
@@ -94,16 +105,20 @@ class StepPlan:
 
 
 class Scheduler:
-    """Waiting and running sequences; `running` is in order of admission, `filling` what is being computed for it first."""
+    """Waiting and running sequences; `running` is in order of admission, `filling` what is being
+    computed for it first.
+    """
 
     def __init__(self, budget: Budget, blocks: Blocks) -> None:
-        self.budget, self.blocks = budget, blocks
+        self.budget = budget
+        self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.filling: list[Fill] = []
         self.running: dict[tuple[str, int], Sequence] = {}
         self.prefixes: dict[int, Prefix] = {}
         self._known: dict[tuple[str, int], Sequence] = {}
-        self.num_preempted = 0  # times that a running sequence was sent back, its keys and values to be computed again
+        # times that a running sequence was sent back, its keys and values to be computed again
+        self.num_preempted = 0
         self._longest = 0  # tokens that any of them may come to have
         self._index = PrefixIndex(blocks.least_spared or 0)
 
@@ -112,14 +127,22 @@ class Scheduler:
         return not self._known
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises `RunError` where it is here already, or could not run even alone."""
+        """Queue a sequence.
+
+        Raises `RunError` where it is here already, or could not run even alone.
+        """
         if sequence.key in self._known:
-            raise RunError(f"completion {sequence.k} of {sequence.id!r} was submitted twice; give requests other ids")
+            raise RunError(
+                f"completion {sequence.k} of {sequence.id!r} was submitted twice; give requests "
+                f"other ids"
+            )
         most = max(len(sequence.prompt) + sequence.limit, len(sequence.known()))
         if most > self.budget.max_tokens:
             raise RunError(
-                f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and values of "
-                f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or dataset.max_prompt_len"
+                f"{sequence.id!r}: prompt and completion may need {most} tokens, but keys and "
+                f"values of "
+                f"{self.budget.max_tokens} are held at most; lower gen.max_new_tokens or "
+                f"dataset.max_prompt_len"
             )
         if self.blocks.least_spared is not None:
             sequence.levels = self._index.levels(sequence.prompt)
@@ -165,8 +188,13 @@ class Scheduler:
         return gone
 
     def restart(self) -> None:
-        """Send everything admitted back to the head of the queue: its keys and values are to be computed again."""
-        admitted = [*self.running.values(), *(sequence for fill in self.filling for sequence in fill.sequences)]
+        """Send everything admitted back to the head of the queue: its keys and values are to be
+        computed again.
+        """
+        admitted = [
+            *self.running.values(),
+            *(sequence for fill in self.filling for sequence in fill.sequences),
+        ]
         for sequence in admitted:
             self._release(sequence)
         self.waiting.extendleft(reversed(admitted))
@@ -177,12 +205,15 @@ class Scheduler:
     # -- memory
 
     def _make_room(self) -> list[Sequence]:
-        """Room for the keys and values of each running sequence's last token, which this step computes."""
+        """Room for the keys and values of each running sequence's last token, which this step
+        computes.
+        """
         preempted = []
         while not self.blocks.advance():
             if self._drop_unused():
                 continue
-            # What is being filled is younger than all that runs; it has nothing to lose but the computation.
+            # What is being filled is younger than all that runs; it has nothing to lose but the
+            # computation.
             if self.filling:
                 young = [sequence for fill in self.filling for sequence in fill.sequences]
                 self.filling.clear()
@@ -208,8 +239,9 @@ class Scheduler:
         self._index.remove(sequence.levels)
 
     def _drop_unused(self, keep: Container[int] = ()) -> bool:
-        """Give back prefixes that nobody admitted begins with, but those of the marks `keep` that are computed; whether there
-        were any."""
+        """Give back prefixes that nobody admitted begins with, but those of the marks `keep` that
+        are computed; whether there were any.
+        """
         unused = [
             prefix
             for prefix in self.prefixes.values()
@@ -224,11 +256,17 @@ class Scheduler:
     # -- admission
 
     def _admit(self) -> None:
-        """Take in waiting sequences while there is room, and less to compute than the step's budget."""
+        """Take in waiting sequences while there is room, and less to compute than the step's
+        budget.
+        """
         pending = sum(len(fill.tokens) - fill.done for fill in self.filling)
         equal = {(fill.after, fill.tokens): fill for fill in self.filling if fill.makes is None}
         count = len(self.running) + sum(len(fill.sequences) for fill in self.filling)
-        while self.waiting and count < self.budget.max_sequences and pending < self.budget.max_prefill_tokens:
+        while (
+            self.waiting
+            and count < self.budget.max_sequences
+            and pending < self.budget.max_prefill_tokens
+        ):
             sequence = self.waiting[0]
             fills = self._room_for(sequence)
             if fills is None and self._drop_unused():
@@ -247,9 +285,11 @@ class Scheduler:
             count += 1
 
     def _room_for(self, sequence: Sequence) -> list[Fill] | None:
-        """What is to be computed for a sequence (a new prefix, then its own tokens), its memory taken; None, and nothing is
-        taken, where there is no room."""
-        fills, known = [], sequence.known()
+        """What is to be computed for a sequence (a new prefix, then its own tokens), its memory
+        taken; None, and nothing is taken, where there is no room.
+        """
+        fills = []
+        known = sequence.known()
         prefix = self._prefix_of(sequence)
         if prefix is not None and prefix.mark not in self.prefixes:
             if not self.blocks.admit_prefix(prefix, len(prefix.tokens)):
@@ -279,7 +319,9 @@ class Scheduler:
         return stored if stored.tokens == tokens else None  # other tokens with the same hash
 
     def _chunks(self) -> list[Chunk]:
-        """As much of what is being filled, in order, as the budget allows; what fits into one step is not cut."""
+        """As much of what is being filled, in order, as the budget allows; what fits into one step
+        is not cut.
+        """
         room = self.budget.max_prefill_tokens
         chunks: list[Chunk] = []
         while self.filling and room:

@@ -1,4 +1,7 @@
-"""How each row is sampled. Rows with equal settings are drawn together; the generator's own settings are number 0."""
+"""How each row is sampled.
+
+Rows with equal settings are drawn together; the generator's own settings are number 0.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,9 @@ from weft.options import validate
 
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, ...]] | None"]
 Likely = tuple[tuple[int, float], ...]  # ids and their log-probs, the likeliest first
-# What makes the ranks of one network agree on a step's tokens: given how this rank would draw them and for how many rows, it
-# returns what waits for the tokens that count. It draws, or does not, at once.
+# What makes the ranks of one network agree on a step's tokens: given how this rank would draw them
+# and for how many rows, it returns what waits for the tokens that count. It draws, or does not, at
+# once.
 Settle = Callable[[Callable[[], Drawn], int], Callable[[], Drawn]]
 
 
@@ -51,12 +55,15 @@ def joined(first: Drawn, second: Drawn) -> Drawn:
 
 
 class SettingsTable:
-    """`specs[i]` are settings i, `is_stop[i]` bool [V] the ids that end a completion under them, `least[i]` the tokens that
-    come before any end."""
+    """`specs[i]` are settings i, `is_stop[i]` bool [V] the ids that end a completion under them,
+    `least[i]` the tokens that come before any end.
+    """
 
     def __init__(self, spec: GenerationSpec, stop_ids: frozenset[int], vocab_size: int) -> None:
-        self._own, self.vocab_size = spec, vocab_size
-        self._given: dict[int, tuple[GenerationSpec, int]] = {}  # by id, so that one object is compared once
+        self._own = spec
+        self.vocab_size = vocab_size
+        # by id, so that one object is compared once
+        self._given: dict[int, tuple[GenerationSpec, int]] = {}
         self.specs: list[GenerationSpec] = []
         self.is_stop = np.zeros((0, vocab_size), bool)
         self.least = np.zeros(0, np.int64)
@@ -69,8 +76,11 @@ class SettingsTable:
         return self._own.seed
 
     def index(self, given: GenerationSpec | None) -> int:
-        """The number of a request's own settings, or of the generator's. Seed, tokenizer and what is recorded are always the
-        generator's; the ids that end its completions end this one too. Raises `ConfigError` for values out of range."""
+        """The number of a request's own settings, or of the generator's.
+
+        Seed, tokenizer and what is recorded are always the generator's; the ids that end its
+        completions end this one too. Raises `ConfigError` for values out of range.
+        """
         if given is None:
             return 0
         if id(given) not in self._given:
@@ -85,33 +95,48 @@ class SettingsTable:
                 kv_cache_gb=own.kv_cache_gb,
             )
             if spec.stop and spec.tokenizer is None:
-                raise ConfigError(f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has none")
+                raise ConfigError(
+                    f"sampling.stop={spec.stop}: stop texts need a tokenizer, and this role has "
+                    f"none"
+                )
             spec = _by_token(spec)
             found = self.specs.index(spec) if spec in self.specs else self._add(spec)
             self._given[id(given)] = (given, found)
         return self._given[id(given)][1]
 
     def draw(
-        self, logits: Tensor, uniforms: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
+        self,
+        logits: Tensor,
+        uniforms: Tensor,
+        settings: npt.NDArray[np.int64],
+        done: npt.NDArray[np.int64],
     ) -> Drawn:
-        """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each under its `settings` [R]
-        after `done` [R] tokens. Other likely ids, where settings ask for them, are then there to be taken."""
+        """Tokens, log-probs and, where they are recorded, kept ids of rows of `logits` [R, V], each
+        under its `settings` [R] after `done` [R] tokens. Other likely ids, where settings ask for
+        them, are then there to be taken.
+        """
         self._likely = self._most_likely(logits, settings, done)
         if (settings == settings[0]).all():
             return self._draw(logits, uniforms, int(settings[0]), done)
-        tokens, logprobs = np.zeros(len(settings), np.int64), np.zeros(len(settings))
+        tokens = np.zeros(len(settings), np.int64)
+        logprobs = np.zeros(len(settings))
         supports: list[tuple[int, ...]] = [()] * len(settings)
         for kind in np.unique(settings).tolist():
             rows = np.flatnonzero(settings == kind)
             where = put(rows, logits.device)
-            tokens[rows], logprobs[rows], kept = self._draw(logits[where], uniforms[where], kind, done[rows])
+            tokens[rows], logprobs[rows], kept = self._draw(
+                logits[where], uniforms[where], kind, done[rows]
+            )
             for row, support in zip(rows.tolist(), kept or [()] * len(rows), strict=True):
                 supports[row] = support
         return tokens, logprobs, supports if self._own.record_support else None
 
-    def _draw(self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]) -> Drawn:
+    def _draw(
+        self, logits: Tensor, uniforms: Tensor, kind: int, done: npt.NDArray[np.int64]
+    ) -> Drawn:
         """Rows of one kind of settings."""
-        spec, supports = self.specs[kind], None
+        spec = self.specs[kind]
+        supports = None
         drawn = sampling.draw(logits, uniforms, spec, self._banned(kind, done, logits.device))
         if spec.record_support:
             kept: Sequence[Sequence[int]] = [()] * len(logits)
@@ -124,15 +149,19 @@ class SettingsTable:
         return tokens.astype(np.int64), logprobs.copy(), supports
 
     def take_likely(self, count: int) -> Iterable[Likely]:
-        """For each of `count` rows, of which the last were drawn here last, the likeliest ids that `draw` was to tell; once."""
-        found, self._likely = self._likely, None
+        """For each of `count` rows, of which the last were drawn here last, the likeliest ids that
+        `draw` was to tell; once.
+        """
+        found = self._likely
+        self._likely = None
         return repeat(()) if found is None else [()] * (count - len(found)) + found
 
     def _most_likely(
         self, logits: Tensor, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> list[Likely] | None:
-        """The likeliest ids of each row of `logits` [R, V] with log-probs, where its settings ask for them; None where none
-        do."""
+        """The likeliest ids of each row of `logits` [R, V] with log-probs, where its settings ask
+        for them; None where none do.
+        """
         kinds = [kind for kind in np.unique(settings).tolist() if self.specs[kind].top_logprobs]
         if not kinds:
             return None
@@ -140,19 +169,31 @@ class SettingsTable:
         for kind in kinds:
             rows = np.flatnonzero(settings == kind)
             banned = self._banned(kind, done[rows], logits.device)
-            ids, logprobs = sampling.likely(logits[put(rows, logits.device)], self.specs[kind], banned)
-            for row, own, values in zip(rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True):
-                found[row] = tuple((id, value) for id, value in zip(own, values, strict=True) if value > -math.inf)
+            ids, logprobs = sampling.likely(
+                logits[put(rows, logits.device)], self.specs[kind], banned
+            )
+            for row, own, values in zip(
+                rows.tolist(), ids.tolist(), logprobs.tolist(), strict=True
+            ):
+                found[row] = tuple(
+                    (id, value) for id, value in zip(own, values, strict=True) if value > -math.inf
+                )
         return found
 
-    def in_graph(self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]) -> InGraph | None:
-        """How rows are drawn in a captured graph; None where it cannot hold that: limits, ends that may not come yet, kept ids
-        that are recorded, other ids that are told, and rows of both kinds."""
+    def in_graph(
+        self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
+    ) -> InGraph | None:
+        """How rows are drawn in a captured graph; None where it cannot hold that: limits, ends that
+        may not come yet, kept ids that are recorded, other ids that are told, and rows of both
+        kinds.
+        """
         if self._own.record_support or (done < self.least[settings]).any():
             return None
         specs = {kind: self.specs[kind] for kind in np.unique(settings).tolist()}
         greedy = {spec.greedy for spec in specs.values()}
-        beyond = any(sampling.limits(spec, self.vocab_size) or spec.top_logprobs for spec in specs.values())
+        beyond = any(
+            sampling.limits(spec, self.vocab_size) or spec.top_logprobs for spec in specs.values()
+        )
         if len(greedy) > 1 or beyond:
             return None
         temperatures = np.ones(len(self.specs))
@@ -160,17 +201,23 @@ class SettingsTable:
             temperatures[kind] = spec.temperature
         return InGraph(greedy.pop(), temperatures[settings])
 
-    def _banned(self, kind: int, done: npt.NDArray[np.int64], device: torch.device) -> sampling.Ban | None:
+    def _banned(
+        self, kind: int, done: npt.NDArray[np.int64], device: torch.device
+    ) -> sampling.Ban | None:
         """The ends that rows with too few tokens may not come to."""
         early = done < self.least[kind]
         if not early.any():
             return None
         ends = np.flatnonzero(self.is_stop[kind])
-        return sampling.Ban(put(early, device), put(ends, device)) if len(ends) else None
+        if len(ends):
+            return sampling.Ban(put(early, device), put(ends, device))
+        return None
 
     def _add(self, spec: GenerationSpec) -> int:
         stops = np.zeros((1, self.vocab_size), bool)
-        stops[0, [id for id in self._stop_ids | set(spec.stop_ids) if 0 <= id < self.vocab_size]] = True
+        stops[
+            0, [id for id in self._stop_ids | set(spec.stop_ids) if 0 <= id < self.vocab_size]
+        ] = True
         self.specs.append(spec)
         self.is_stop = np.concatenate([self.is_stop, stops])
         self.least = np.append(self.least, spec.min_new_tokens)
@@ -178,9 +225,15 @@ class SettingsTable:
 
 
 def _by_token(spec: GenerationSpec) -> GenerationSpec:
-    """The settings with stop texts that are one special token (`<|im_end|>`) as ids, which need no text to be watched."""
+    """The settings with stop texts that are one special token (`<|im_end|>`) as ids, which need no
+    text to be watched.
+    """
     if not spec.stop or spec.tokenizer is None:
         return spec
     found = {text: spec.tokenizer.special_id(text) for text in spec.stop}
     ids = [id for id in found.values() if id is not None]
-    return replace(spec, stop=[text for text, id in found.items() if id is None], stop_ids=[*spec.stop_ids, *ids])
+    return replace(
+        spec,
+        stop=[text for text, id in found.items() if id is None],
+        stop_ids=[*spec.stop_ids, *ids],
+    )

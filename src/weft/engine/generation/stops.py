@@ -8,17 +8,23 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 class StopText:
-    """Watches one completion for `stops`. Text is decoded as it becomes stable, so a stop text may span tokens and a
-    character may span them too; special tokens count as they are written."""
+    """Watches one completion for `stops`.
+
+    Text is decoded as it becomes stable, so a stop text may span tokens and a character may span
+    them too; special tokens count as they are written.
+    """
 
     def __init__(self, stops: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops = [stop for stop in stops if stop]
         self._decoder = StreamDecoder(tokenizer, skip_special=False)
-        self._keep = max(map(len, self._stops)) - 1  # characters that may begin a stop text still to come
+        # characters that may begin a stop text still to come
+        self._keep = max(map(len, self._stops)) - 1
         self._tail = ""
 
     def feed(self, token: int) -> bool:
-        """Whether this token completes a stop text; one that was complete before does not count again."""
+        """Whether this token completes a stop text; one that was complete before does not count
+        again.
+        """
         text = self._tail + self._decoder.feed([token])
         self._tail = text[max(0, len(text) - self._keep) :]
         return any(stop in text for stop in self._stops)

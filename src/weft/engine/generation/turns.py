@@ -1,4 +1,5 @@
-"""Several generators on one network that take turns: while one's tokens are on their way, the others' passes are computed.
+"""Several generators on one network that take turns: while one's tokens are on their way, the
+others' passes are computed.
 
     with open_turns(decoder, spec, count=4, budget=budget, settle=decoder.settle, ...) as generator: ...
 
@@ -34,7 +35,9 @@ def open_turns(
     budget: Budget,
     settle: Settle,
 ) -> Iterator[TurnsGenerator]:
-    """As `open_generator`, with `count` of them that share the budget; in a pipeline no more than it has ranks."""
+    """As `open_generator`, with `count` of them that share the budget; in a pipeline no more than
+    it has ranks.
+    """
     ends = frozenset(eos_ids)
     share = replace(
         budget,
@@ -46,7 +49,13 @@ def open_turns(
             [
                 stack.enter_context(
                     open_generator(
-                        network, spec, device=device, version=version, eos_ids=ends, budget=share, settle=settle
+                        network,
+                        spec,
+                        device=device,
+                        version=version,
+                        eos_ids=ends,
+                        budget=share,
+                        settle=settle,
                     )
                 )
                 for _ in range(count)
@@ -55,8 +64,10 @@ def open_turns(
 
 
 class TurnsGenerator:
-    """Implements `weft.engine.base.Generator`. All completions of an id go to one generator, which computes their prompt
-    once."""
+    """Implements `weft.engine.base.Generator`.
+
+    All completions of an id go to one generator, which computes their prompt once.
+    """
 
     def __init__(self, generators: Sequence[BatchGenerator]) -> None:
         self._generators = list(generators)
@@ -75,15 +86,21 @@ class TurnsGenerator:
         for id, left in self._left.items():
             loads[self._homes[id]] += left
         for request in requests:
-            home = self._homes.setdefault(request.id, min(loads, key=lambda number: (loads[number], number)))
+            home = self._homes.setdefault(
+                request.id, min(loads, key=lambda number: (loads[number], number))
+            )
             self._generators[home].submit([request])
             self._left[request.id] += 1
             loads[home] += 1
 
     def step(self) -> list[TokenEvent]:
-        """One token for what runs in the generator whose step began first. Steps of all others have begun by then."""
+        """One token for what runs in the generator whose step began first.
+
+        Steps of all others have begun by then.
+        """
         if self._events:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
             return events
         for number, generator in enumerate(self._generators):
             if number not in self._begun and not generator.idle:
@@ -92,10 +109,15 @@ class TurnsGenerator:
         return self._finish() if self._begun else []
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
-        """As `BatchGenerator.abort`. Tokens whose step had begun are part of what is returned, and events of the next step."""
+        """As `BatchGenerator.abort`.
+
+        Tokens whose step had begun are part of what is returned, and events of the next step.
+        """
         self._finish_all()
         wanted = list(ids)
-        partials = [partial for generator in self._generators for partial in generator.abort(wanted)]
+        partials = [
+            partial for generator in self._generators for partial in generator.abort(wanted)
+        ]
         for partial in partials:
             self._forget(partial.id)
         return partials

@@ -1,8 +1,10 @@
-"""weft's attention inside a `transformers` module, by the two interfaces that `transformers` has for it.
+"""weft's attention inside a `transformers` module, by the two interfaces that `transformers` has
+for it.
 
-A decoder whose attention asks `AttentionInterface` for its function gets `packed_attention`, which reads the pass (who attends
-to whom) from the attention module that calls it. Nothing else of the module is touched. Whether that is exact for a given
-decoder is tried out before it is used (`trial.py`), because a decoder may mix tokens in other places than attention.
+A decoder whose attention asks `AttentionInterface` for its function gets `packed_attention`, which
+reads the pass (who attends to whom) from the attention module that calls it. Nothing else of the
+module is touched. Whether that is exact for a given decoder is tried out before it is used
+(`trial.py`), because a decoder may mix tokens in other places than attention.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from weft.models.network.dropout import TokenDropout
 
 NAME = "weft_packed"
 STATE = "weft_pass"  # attribute of an attention module
-UNKNOWN = ("s_aux", "position_bias")  # arguments of attention functions that weft's attention has not
+# arguments of attention functions that weft's attention has not
+UNKNOWN = ("s_aux", "position_bias")
 
 
 class NotPacked(Exception):
@@ -31,7 +34,10 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """One forward pass, as an attention module reads it. `layer` counts the modules in the order of their calls."""
+    """One forward pass, as an attention module reads it.
+
+    `layer` counts the modules in the order of their calls.
+    """
 
     context: AttentionContext
     dropout: TokenDropout | None
@@ -40,7 +46,9 @@ class AttentionPass:
 
 @dataclass
 class Recorder:
-    """Takes the place of a pass while a decoder is tried out: who calls, with which shapes and which limits."""
+    """Takes the place of a pass while a decoder is tried out: who calls, with which shapes and
+    which limits.
+    """
 
     context: AttentionContext
     callers: list[nn.Module]
@@ -48,7 +56,12 @@ class Recorder:
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
     state = vars(module).get(STATE)
@@ -69,7 +82,11 @@ def packed_attention(
 
 
 def _record(
-    recorder: Recorder, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, settings: Any
+    recorder: Recorder,
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    settings: Any,
 ) -> None:
     query, key, value = qkv
     for name in UNKNOWN:
@@ -84,9 +101,15 @@ def _record(
     recorder.shapes.append((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
 
 
-def mask_limit(*_: Any, local_size: int | None = None, device: Any = None, **__: Any) -> Tensor | None:
-    """In place of a mask [.., T, T]: nothing where it is causal, else how far back a token sees, for `_record` to compare."""
-    return None if local_size is None else torch.full((1, 1, 1, 1), float(local_size))
+def mask_limit(
+    *_: Any, local_size: int | None = None, device: Any = None, **__: Any
+) -> Tensor | None:
+    """In place of a mask [.., T, T]: nothing where it is causal, else how far back a token sees,
+    for `_record` to compare.
+    """
+    if local_size is None:
+        return None
+    return torch.full((1, 1, 1, 1), float(local_size))
 
 
 def register() -> None:

@@ -1,5 +1,8 @@
-"""What is used of the models of `transformers`. Their import brings torchao along where it is installed, which then tells of
-libraries that it has not and of names that torch is to drop: nothing that a user could mend."""
+"""What is used of the models of `transformers`.
+
+Their import brings torchao along where it is installed, which then tells of libraries that it has
+not and of names that torch is to drop: nothing that a user could mend.
+"""
 
 from __future__ import annotations
 

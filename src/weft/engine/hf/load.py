@@ -1,5 +1,7 @@
-"""Reading and writing the `transformers` module of the backend `hf`. Nothing is unpickled, no code of the directory is run
-unless the role's spec says so."""
+"""Reading and writing the `transformers` module of the backend `hf`.
+
+Nothing is unpickled, no code of the directory is run unless the role's spec says so.
+"""
 
 from __future__ import annotations
 
@@ -29,35 +31,49 @@ from weft.errors import CheckpointError, ConfigError, RunError
 from weft.reading import reading
 
 DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
-HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")  # what a checkpoint of another head may hold or lack
+# what a checkpoint of another head may hold or lack
+HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 
 
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The module of a model directory or hub name on `device` in `dtype`, or a new one from its config.json.
+    """The module of a model directory or hub name on `device` in `dtype`, or a new one from its
+    config.json.
 
-    Raises `UserError` for a directory that is not whole, an architecture that is no decoder, or one that brings its own code.
+    Raises `UserError` for a directory that is not whole, an architecture that is no decoder, or one
+    that brings its own code.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
-    auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
+    if spec.head == "lm":
+        auto: Any = AutoModelForCausalLM
+    else:
+        auto = AutoModelForSequenceClassification
     with quiet():
         code = "it brings Python code of its own; read that, then set trust_remote_code=true to run it: "
         hint = code if "auto_map" in raw and not spec.trust_remote_code else ""
-        with reading(f"{path}: transformers cannot load it{f': {hint}' if hint else ''}", CheckpointError):
+        with reading(
+            f"{path}: transformers cannot load it{f': {hint}' if hint else ''}", CheckpointError
+        ):
             config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
             _configure(config, spec)
             with _seeded(spec.seed):
                 if spec.init_from_scratch:
                     with torch.device("meta"):
                         check_room(auto.from_config(config, dtype=dtype), path, device)
-                    module = auto.from_config(config, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+                    module = auto.from_config(
+                        config, dtype=dtype, trust_remote_code=spec.trust_remote_code
+                    )
                     new = ["score.weight"]
                 else:
                     _check_files(hf_io.resolve(where), raw)
                     module, report = auto.from_pretrained(
-                        where, config=config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
-                        output_loading_info=True, **straight_to(device),
-                    )  # fmt: skip
+                        where,
+                        config=config,
+                        dtype=dtype,
+                        trust_remote_code=spec.trust_remote_code,
+                        output_loading_info=True,
+                        **straight_to(device),
+                    )
                     new = _check_report(path, report)
     if spec.head != "lm" and any(name.startswith(HEADS) for name in new):
         _new_head(module, spec)
@@ -65,10 +81,23 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
 
 
 def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
-    """The module of a model's config.json without memory for its weights, which are not read. Raises as `load` does."""
-    auto: Any = AutoModelForCausalLM if spec.head == "lm" else AutoModelForSequenceClassification
-    where = path if spec.trust_remote_code else str(hf_io.config_file(path).parent)
-    with quiet(), torch.device("meta"), reading(f"{path}: transformers cannot make it", CheckpointError):
+    """The module of a model's config.json without memory for its weights, which are not read.
+
+    Raises as `load` does.
+    """
+    if spec.head == "lm":
+        auto: Any = AutoModelForCausalLM
+    else:
+        auto = AutoModelForSequenceClassification
+    if spec.trust_remote_code:
+        where = path
+    else:
+        where = str(hf_io.config_file(path).parent)
+    with (
+        quiet(),
+        torch.device("meta"),
+        reading(f"{path}: transformers cannot make it", CheckpointError),
+    ):
         config = AutoConfig.from_pretrained(where, trust_remote_code=spec.trust_remote_code)
         _configure(config, spec)
         module: PreTrainedModel = auto.from_config(config, trust_remote_code=spec.trust_remote_code)
@@ -76,13 +105,19 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
-    """How `transformers` is told to give each tensor, once it is read, to a device with memory of its own, so that the host
-    never holds the whole model. It does so with the package accelerate alone; without, nothing is told."""
-    return {} if device.type == "cpu" or not is_accelerate_available() else {"device_map": {"": device}}
+    """How `transformers` is told to give each tensor, once it is read, to a device with memory of
+    its own, so that the host never holds the whole model. It does so with the package accelerate
+    alone; without, nothing is told.
+    """
+    if device.type == "cpu" or not is_accelerate_available():
+        return {}
+    return {"device_map": {"": device}}
 
 
 def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that something is wrong."""
+    """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that
+    something is wrong.
+    """
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)
         if "quantization_config" not in raw:
@@ -92,7 +127,10 @@ def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
 def _configure(config: Any, spec: ModelSpec) -> None:
     values = config.to_dict()
     if values.get("is_encoder_decoder"):
-        raise ConfigError(f"{spec.path}: a {values.get('model_type')} model has an encoder; backend=hf runs decoders")
+        raise ConfigError(
+            f"{spec.path}: a {values.get('model_type')} model has an encoder; backend=hf runs "
+            f"decoders"
+        )
     if spec.head != "lm":
         config.num_labels = 1
     if spec.dropout is not None:
@@ -102,51 +140,78 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 def dropout_rates(values: dict[str, Any]) -> dict[str, float]:
     """The dropout rates of a configuration by their keys."""
-    return {k: v for k, v in values.items() if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True}
+    return {
+        k: v
+        for k, v in values.items()
+        if k.endswith(DROPOUTS) and isinstance(v, int | float) and v is not True
+    }
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Names of new parameters: those of the head. Raises `CheckpointError` for any other that is missing or left over."""
-    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    """Names of new parameters: those of the head.
+
+    Raises `CheckpointError` for any other that is missing or left over.
+    """
+    missing = sorted(report["missing_keys"])
+    unexpected = sorted(report["unexpected_keys"])
     lost = [name for name in missing if not name.startswith(HEADS)]
     spare = [name for name in unexpected if not name.startswith(HEADS)]
     if lost or spare or report["mismatched_keys"]:
         wrong = ", ".join(map(str, (lost or spare or sorted(report["mismatched_keys"]))[:8]))
-        kind = "lacks" if lost else "holds unknown" if spare else "has other shapes than config.json says for"
-        raise CheckpointError(f"{path} {kind} {wrong}; is config.json the one that belongs to the weights?")
+        if lost:
+            kind = "lacks"
+        elif spare:
+            kind = "holds unknown"
+        else:
+            kind = "has other shapes than config.json says for"
+        raise CheckpointError(
+            f"{path} {kind} {wrong}; is config.json the one that belongs to the weights?"
+        )
     if any(name.startswith("lm_head.") for name in missing):
         raise CheckpointError(f"{path} lacks lm_head; it is no causal language model")
     return missing
 
 
 def _new_head(module: nn.Module, spec: ModelSpec) -> None:
-    """A new value head is 0 and a new score head small, as `weft.checkpoints.hf_io.fill` makes them and for its reasons."""
+    """A new value head is 0 and a new score head small, as `weft.checkpoints.hf_io.fill` makes them
+    and for its reasons.
+    """
     for child in module.children():
         if isinstance(child, nn.Linear) and child.out_features == 1:
             with torch.no_grad():
                 low, high = randomness.key(spec.seed, "init", id="score.weight")
                 generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
                 drawn = torch.randn(child.weight.shape, generator=generator)
-                std = 0.0 if spec.head == "value" else 1.0 / math.sqrt(child.in_features + 1)
+                if spec.head == "value":
+                    std = 0.0
+                else:
+                    std = 1.0 / math.sqrt(child.in_features + 1)
                 child.weight.copy_(drawn * std)
                 if child.bias is not None:
                     child.bias.zero_()
 
 
 def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | None = None) -> None:
-    """A Hugging Face directory of the module as it stands, or with `state` for its weights. Raises `RunError` where the disk
-    refuses."""
+    """A Hugging Face directory of the module as it stands, or with `state` for its weights.
+
+    Raises `RunError` where the disk refuses.
+    """
     try:
         with quiet():
             module.save_pretrained(directory, state_dict=state)
     except (OSError, SafetensorError) as failed:
-        raise RunError(f"{directory} could not be written ({failed}); what was saved before is untouched") from failed
+        raise RunError(
+            f"{directory} could not be written ({failed}); what was saved before is untouched"
+        ) from failed
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and remarks of `transformers`; what matters of them is checked here."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Without the progress bars and remarks of `transformers`; what matters of them is checked
+    here.
+    """
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:

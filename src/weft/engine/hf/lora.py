@@ -1,7 +1,9 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1) on a `transformers` module: y = W x + scale B A drop(x), W frozen.
+"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1) on a `transformers` module: y = W x +
+scale B A drop(x), W frozen.
 
-Targets are the module's own names of its linear layers (`q_proj`, `query_key_value`, ...); where none are named, all of them
-but the output layer. `weft.models.network.lora` does the same for weft's decoder.
+Targets are the module's own names of its linear layers (`q_proj`, `query_key_value`, ...); where
+none are named, all of them but the output layer. `weft.models.network.lora` does the same for
+weft's decoder.
 """
 
 from __future__ import annotations
@@ -29,11 +31,16 @@ BASE = ".base"  # what wrapping puts into a parameter's name
 
 
 class Adapted(nn.Module):
-    """A linear layer (GPT-2's transposed one, too) with an adapter; `weight` and `bias` stay readable for who asks."""
+    """A linear layer (GPT-2's transposed one, too) with an adapter; `weight` and `bias` stay
+    readable for who asks.
+    """
 
     def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
         super().__init__()
-        self.base, self.scale, self.dropout, self.active = base, scale, dropout, True
+        self.base = base
+        self.scale = scale
+        self.dropout = dropout
+        self.active = True
         self.transposed = isinstance(base, Conv1D)
         inputs, outputs = base.weight.shape if self.transposed else base.weight.shape[::-1]
         self.lora_a = nn.Parameter(base.weight.new_empty(r, inputs))
@@ -51,7 +58,9 @@ class Adapted(nn.Module):
         y = self.base(x)
         if not self.active:
             return y
-        return y + self.scale * F.linear(F.linear(F.dropout(x, self.dropout, self.training), self.lora_a), self.lora_b)
+        return y + self.scale * F.linear(
+            F.linear(F.dropout(x, self.dropout, self.training), self.lora_a), self.lora_b
+        )
 
     def merged(self, a: Tensor, b: Tensor) -> Tensor:
         """The base's weight with the adapter's matrices added."""
@@ -64,8 +73,8 @@ class Adapted(nn.Module):
 def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
     """Freeze everything but a value or score head and give the target layers adapters.
 
-    A starts uniform in +-1/sqrt(in), from `seed` and the layer's name alone; B at 0. Raises `ConfigError` for a target that the
-    module lacks.
+    A starts uniform in +-1/sqrt(in), from `seed` and the layer's name alone; B at 0. Raises
+    `ConfigError` for a target that the module lacks.
     """
     output = module.get_output_embeddings()
     layers = {
@@ -77,7 +86,8 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
     for target in spec.targets:
         if target not in held:
             raise ConfigError(
-                f"lora.targets: this {module.config.model_type} module has no linear layers {target!r}; "
+                f"lora.targets: this {module.config.model_type} module has no linear layers "
+                f"{target!r}; "
                 f"it has {', '.join(nearest(target, held) or sorted(held))}"
             )
     module.requires_grad_(False)
@@ -111,7 +121,10 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state with the adapters merged, under the names it had without them. `tensors` hold the adapters exactly."""
+    """The module's state with the adapters merged, under the names it had without them.
+
+    `tensors` hold the adapters exactly.
+    """
     state = {
         name.replace(f"{BASE}.", "."): value
         for name, value in module.state_dict().items()
@@ -119,14 +132,23 @@ def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
     }
     for name, layer in module.named_modules():
         if isinstance(layer, Adapted):
-            state[f"{name}.weight"] = layer.merged(tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"])
+            state[f"{name}.weight"] = layer.merged(
+                tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]
+            )
     return state
 
 
 def save_adapter(
-    directory: Path, module: PreTrainedModel, tensors: Mapping[str, Tensor], spec: LoRASpec, base: str
+    directory: Path,
+    module: PreTrainedModel,
+    tensors: Mapping[str, Tensor],
+    spec: LoRASpec,
+    base: str,
 ) -> None:
-    """PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`. `tensors` are parameters by the module's names."""
+    """PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+
+    `tensors` are parameters by the module's names.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     adapted = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
     held: dict[str, Tensor] = {}
@@ -134,7 +156,9 @@ def save_adapter(
         held[f"base_model.model.{name}.lora_A.weight"] = tensors[f"{name}.lora_a"]
         held[f"base_model.model.{name}.lora_B.weight"] = tensors[f"{name}.lora_b"]
     heads = [
-        name for name, child in module.named_children() if isinstance(child, nn.Linear) and child.out_features == 1
+        name
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear) and child.out_features == 1
     ]
     for name in heads:
         held[f"base_model.model.{name}.weight"] = tensors[f"{name}.weight"]

@@ -1,8 +1,9 @@
-"""A `transformers` decoder as a network that the engine can use: packs in; log-probs, values and scores out.
+"""A `transformers` decoder as a network that the engine can use: packs in; log-probs, values and
+scores out.
 
-Where the decoder's attention runs through `AttentionInterface`, it computes whole packs with weft's attention. Other decoders
-run the sequences of one length at a time as a rectangle without padding, which is exact whatever they are made of.
-`trial.py` finds out which of the two is right.
+Where the decoder's attention runs through `AttentionInterface`, it computes whole packs with weft's
+attention. Other decoders run the sequences of one length at a time as a rectangle without padding,
+which is exact whatever they are made of. `trial.py` finds out which of the two is right.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from weft.models.network.support import Support
 from weft.models.network.token_outputs import Projection
 from weft.models.network.transformer import OUTPUTS, Head
 
-DIGIT_BITS, DIGITS = 7, 4  # a token id as numbers below 128, which every float dtype holds exactly
+DIGIT_BITS = 7
+DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exactly
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class HeadLayer:
 
 
 class HFNetwork(nn.Module):
-    """`module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification` of one label.
+    """`module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
+    of one label.
 
-    `callers` are the attention modules in the order of their calls where the decoder computes packs, and empty where it runs
-    length by length. `caches`: keys and values fit weft's cache; else the cache holds tokens, and generating computes all of
-    them again for each new one. `config` is what the generator and the cost estimate read.
+    `callers` are the attention modules in the order of their calls where the decoder computes
+    packs, and empty where it runs length by length. `caches`: keys and values fit weft's cache;
+    else the cache holds tokens, and generating computes all of them again for each new one.
+    `config` is what the generator and the cost estimate read.
     """
 
     def __init__(
@@ -66,18 +70,29 @@ class HFNetwork(nn.Module):
         caches: bool = False,
     ) -> None:
         super().__init__()
-        self.module, self.kind, self.pooling, self.config = module, head, pooling, config
+        self.module = module
+        self.kind = head
+        self.pooling = pooling
+        self.config = config
         self.vocab_size = config.vocab_size
         self.padding: int | None = None  # as `Transformer.padding`
         self.held_layers = range(config.num_layers)
-        self._head, self._callers, self._caches = [head_layer], callers, caches  # in a list: not a submodule of its own
+        # in a list: not a submodule of its own
+        self._head = [head_layer]
+        self._callers = callers
+        self._caches = caches
 
     def forward(
-        self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: Support | None = None
+        self,
+        x: Packed,
+        want: frozenset[Output],
+        temperature: float = 1.0,
+        support: Support | None = None,
     ) -> dict[Output, Tensor]:
         """As `weft.models.network.transformer.Transformer`."""
         if not want <= OUTPUTS[self.kind]:
-            lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
+            lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
+            given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         with _seeded(x.dropout):
             mean = self.kind == "score" and self.pooling == "mean"
@@ -145,7 +160,8 @@ class HFNetwork(nn.Module):
             members.setdefault(stop - start, []).append(start)
         members.pop(0, None)
         index = [
-            torch.tensor(found, device=x.tokens.device)[:, None] + torch.arange(length, device=x.tokens.device)
+            torch.tensor(found, device=x.tokens.device)[:, None]
+            + torch.arange(length, device=x.tokens.device)
             for length, found in members.items()
         ]
         states = [self.run(x.tokens[cells]).flatten(0, 1) for cells in index]
@@ -153,16 +169,22 @@ class HFNetwork(nn.Module):
         return torch.cat(states)[torch.argsort(order)]
 
     def _again(self, x: Packed, context: Cached) -> Tensor:
-        """Hidden states of new tokens where no keys and values are kept: the cache holds the tokens themselves."""
+        """Hidden states of new tokens where no keys and values are kept: the cache holds the tokens
+        themselves.
+        """
         shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
         stored = digits[:, None].to(context.cache.dtype)
         context.cache.write(0, context, stored, stored)
         kept = (context.cache.read(0, context)[0][:, 0].to(torch.int64) << shifts).sum(-1)
         new, totals = context.new.tolist(), (context.used + context.new).tolist()
-        whole = pack([tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device)
+        whole = pack(
+            [tokens[:total] for tokens, total in zip(kept, totals, strict=True)], x.tokens.device
+        )
         states = self.hidden(whole).split(totals)
-        return torch.cat([state[len(state) - count :] for state, count in zip(states, new, strict=True)])
+        return torch.cat(
+            [state[len(state) - count :] for state, count in zip(states, new, strict=True)]
+        )
 
 
 def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -172,19 +194,26 @@ def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None
 
 
 def _trunk(module: PreTrainedModel) -> nn.Module:
-    """The decoder beneath the head. A few classes name the trunk of another class; theirs is the model inside them."""
+    """The decoder beneath the head.
+
+    A few classes name the trunk of another class; theirs is the model inside them.
+    """
     if module.base_model is not module:
         return module.base_model
     inside = [child for child in module.children() if isinstance(child, PreTrainedModel)]
     if len(inside) != 1:
         raise ConfigError(
-            f"backend=hf: a {module.config.model_type} model is not one decoder and a head; weft cannot use it"
+            f"backend=hf: a {module.config.model_type} model is not one decoder and a head; weft "
+            f"cannot use it"
         )
     return inside[0]
 
 
 def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
-    """Hidden states [T, hidden] of a pack by weft's attention, and what was seen on the way. Raises `NotPacked`."""
+    """Hidden states [T, hidden] of a pack by weft's attention, and what was seen on the way.
+
+    Raises `NotPacked`.
+    """
     assert isinstance(x.attention, Dense)
     recorder = Recorder(x.attention, [], [])
     submodules = list(module.modules())
@@ -199,7 +228,9 @@ def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
 
 @contextmanager
 def _seeded(keys: DropoutKeys | None) -> Iterator[None]:
-    """The module's own dropout draws from torch's generator: seed it by the pack's keys, and leave it as it was."""
+    """The module's own dropout draws from torch's generator: seed it by the pack's keys, and leave
+    it as it was.
+    """
     if keys is None:
         yield
         return

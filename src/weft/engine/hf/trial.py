@@ -1,8 +1,10 @@
-"""Trying a `transformers` decoder out before it is used: what its head computes, and whether it computes packs.
+"""Trying a `transformers` decoder out before it is used: what its head computes, and whether it
+computes packs.
 
-That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as it computes the sequences
-alone: it may mix neighbouring tokens in convolutions, count positions by itself, or mask in a way of its own. A forward pass
-over three short sequences says, in float32 whatever the role's dtype: rounding would hide a difference, or look like one.
+That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as
+it computes the sequences alone: it may mix neighbouring tokens in convolutions, count positions by
+itself, or mask in a way of its own. A forward pass over three short sequences says, in float32
+whatever the role's dtype: rounding would hide a difference, or look like one.
 """
 
 from __future__ import annotations
@@ -26,15 +28,19 @@ PROBES = (5, 3, 7)  # lengths of the sequences
 TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32
 HALF = (torch.bfloat16, torch.float16)
 LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
-# How configurations say what happens to the logits after the output layer: (key, whether it divides).
+# How configurations say what happens to the logits after the output layer: (key, whether it
+# divides).
 LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-MOVING_ROTATIONS = ("dynamic", "longrope")  # rotations that depend on the longest sequence of the pass
+# rotations that depend on the longest sequence of the pass
+MOVING_ROTATIONS = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """`callers` and `shapes` as in `Recorder`, empty where the decoder runs length by length, with the reason."""
+    """`callers` and `shapes` as in `Recorder`, empty where the decoder runs length by length, with
+    the reason.
+    """
 
     head: HeadLayer
     hidden_size: int
@@ -45,7 +51,8 @@ class Trial:
 
 @torch.no_grad()
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
-    """Run the decoder both ways; leaves it set to weft's attention where packs come out right, and as it was elsewhere.
+    """Run the decoder both ways; leaves it set to weft's attention where packs come out right, and
+    as it was elsewhere.
 
     Raises `ConfigError` where its head computes something that weft cannot take apart.
     """
@@ -76,7 +83,10 @@ def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
     except (NotPacked, RuntimeError, ValueError, TypeError, IndexError) as refused:
         if module.config._attn_implementation != own:
             module.set_attn_implementation(own)
-        reason = str(refused).splitlines()[0] if str(refused) else type(refused).__name__
+        if str(refused):
+            reason = str(refused).splitlines()[0]
+        else:
+            reason = type(refused).__name__
         return Trial(layer, hidden_size, reason=reason)
     return Trial(layer, hidden_size, callers, shapes)
 
@@ -84,7 +94,10 @@ def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """The attention modules and their shapes. Raises `NotPacked` where the pack is not what its sequences are alone."""
+    """The attention modules and their shapes.
+
+    Raises `NotPacked` where the pack is not what its sequences are alone.
+    """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
         raise NotPacked(f"its rotations ({rotation['rope_type']}) depend on the longest sequence")
@@ -105,14 +118,21 @@ def _compute_pack(
 
 
 def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
-    """Raises `ConfigError` where a token sees later ones: then log-probs would tell each token from itself."""
+    """Raises `ConfigError` where a token sees later ones: then log-probs would tell each token from
+    itself.
+    """
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
     if _difference(prefix, alone[longest][:-1]) > TOLERANCE:
-        raise ConfigError(f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later ones")
+        raise ConfigError(
+            f"backend=hf: a {module.config.model_type} model is no decoder: its tokens see later "
+            f"ones"
+        )
 
 
-def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]) -> HeadLayer:
+def _check_head(
+    module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]
+) -> HeadLayer:
     """The output layer, taken apart so that log-probs can be computed in chunks of rows."""
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")
@@ -120,7 +140,8 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
         layers = [m for m in module.children() if isinstance(m, nn.Linear) and m.out_features == 1]
         if len(layers) != 1:
             raise ConfigError(
-                f"backend=hf: the classifier of a {kind} model is no single linear layer, so it gives no values"
+                f"backend=hf: the classifier of a {kind} model is no single linear layer, so it "
+                f"gives no values"
             )
         found = HeadLayer(layers[0])
         wanted = [module(input_ids=probe[None]).logits[0, -1:] for probe in probes]
@@ -128,7 +149,10 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
     else:
         layer = module.get_output_embeddings()
         if not isinstance(layer, nn.Linear):
-            raise ConfigError(f"backend=hf: the output layer of a {kind} model is no linear layer; weft cannot use it")
+            raise ConfigError(
+                f"backend=hf: the output layer of a {kind} model is no linear layer; weft cannot "
+                f"use it"
+            )
         scale = 1.0
         for key, divides in LOGIT_SCALES:
             if values.get(key) is not None:
@@ -140,16 +164,18 @@ def _check_head(module: PreTrainedModel, head: Head, probes: list[Tensor], alone
     for state, logits in zip(states, wanted, strict=True):
         if _difference(found.projection.logits(state * found.scale), logits.float()) > TOLERANCE:
             raise ConfigError(
-                f"backend=hf: what a {kind} model does to its logits after the output layer is not known to weft"
+                f"backend=hf: what a {kind} model does to its logits after the output layer is "
+                f"not known to weft"
             )
     return found
 
 
 @contextmanager
 def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
-    """Parameters of half precision are float32 meanwhile, with the same values: those of a block while it runs, so that no more
-    than one is there twice, and those outside of all blocks throughout. Without `by_block` all, all the time. Buffers stay:
-    rotations have float32 ones."""
+    """Parameters of half precision are float32 meanwhile, with the same values: those of a block
+    while it runs, so that no more than one is there twice, and those outside of all blocks
+    throughout. Without `by_block` all, all the time. Buffers stay: rotations have float32 ones.
+    """
     blocks = list(_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     kept: dict[int, list[_Place]] = {}
@@ -157,8 +183,12 @@ def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
         handle
         for block in blocks
         for handle in (
-            block.register_forward_pre_hook(lambda block, _: kept.__setitem__(id(block), _widen(block, set()))),
-            block.register_forward_hook(lambda block, *_: _put_back(kept.pop(id(block), [])), always_call=True),
+            block.register_forward_pre_hook(
+                lambda block, _: kept.__setitem__(id(block), _widen(block, set()))
+            ),
+            block.register_forward_hook(
+                lambda block, *_: _put_back(kept.pop(id(block), [])), always_call=True
+            ),
         )
     ]
     outside = _widen(module, inside)
@@ -186,13 +216,18 @@ class _Place:
 
 
 def _widen(module: nn.Module, but: Container[int]) -> list[_Place]:
-    """Give half-precision parameters whose ids are not in `but` float32 stand-ins, what is tied the same; what stood there."""
+    """Give half-precision parameters whose ids are not in `but` float32 stand-ins, what is tied the
+    same; what stood there.
+    """
     found: list[_Place] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.dtype in HALF and id(parameter) not in but:
             owner, _, own = name.rpartition(".")
             found.append(_Place(module.get_submodule(owner), own, parameter))
-    wide = {id(place.parameter): nn.Parameter(place.parameter.detach().float(), requires_grad=False) for place in found}
+    wide = {
+        id(place.parameter): nn.Parameter(place.parameter.detach().float(), requires_grad=False)
+        for place in found
+    }
     for place in found:
         setattr(place.owner, place.name, wide[id(place.parameter)])
     return found
@@ -206,4 +241,6 @@ def _put_back(places: Iterable[_Place]) -> None:
 def _difference(got: Tensor, wanted: Tensor) -> float:
     """Relative, in the L2 norm; 0 where both are 0."""
     size = float(wanted.double().norm())
-    return float((got.double() - wanted.double()).norm()) / size if size > 0 else float(got.double().norm())
+    if size > 0:
+        return float((got.double() - wanted.double()).norm()) / size
+    return float(got.double().norm())

@@ -1,4 +1,6 @@
-"""The reference of a role that trains adapters: the same engine with its adapters off, so that no weight is held twice."""
+"""The reference of a role that trains adapters: the same engine with its adapters off, so that no
+weight is held twice.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,21 @@ T = TypeVar("T")
 
 
 class AdaptersOff:
-    """Implements `weft.engine.base.Engine` for the frozen base of `engine`; `off()` is a context without adapters.
+    """Implements `weft.engine.base.Engine` for the frozen base of `engine`; `off()` is a context
+    without adapters.
 
-    It shares the base's memory, so offloading is the other role's business, and it cannot be trained or written to: a
-    reference that moves needs weights of its own.
+    It shares the base's memory, so offloading is the other role's business, and it cannot be
+    trained or written to: a reference that moves needs weights of its own.
     """
 
-    def __init__(self, engine: Engine, off: Callable[[], AbstractContextManager[None]], names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: Engine, off: Callable[[], AbstractContextManager[None]], names: Sequence[str]
+    ) -> None:
         self.layout: Layout = engine.layout
         self.version = 0
-        self._engine, self._off, self._names = engine, off, tuple(names)
+        self._engine = engine
+        self._off = off
+        self._names = tuple(names)
 
     def forward(
         self,
@@ -41,7 +48,9 @@ class AdaptersOff:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
         with self._off():
-            return self._engine.forward(batch, want, temperature=temperature, top=top, max_tokens=max_tokens)
+            return self._engine.forward(
+                batch, want, temperature=temperature, top=top, max_tokens=max_tokens
+            )
 
     def train(
         self,
@@ -63,7 +72,9 @@ class AdaptersOff:
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
         with self._off():
-            return self._engine.evaluate(batch, loss, temperature=temperature, max_tokens=max_tokens)
+            return self._engine.evaluate(
+                batch, loss, temperature=temperature, max_tokens=max_tokens
+            )
 
     @contextmanager
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
@@ -81,7 +92,9 @@ class AdaptersOff:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Array]]:
         return self._engine.read(names)
 
-    def write(self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0) -> None:
+    def write(
+        self, parts: Iterable[tuple[str, Slice, Array]], *, version: int, eta: float = 1.0
+    ) -> None:
         _refuse("written to")
 
     def save_state(self, d: Path) -> None:
@@ -110,8 +123,9 @@ class AdaptersOff:
 
 
 def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
-    """Whether a frozen role is what `trained` computes with its adapters off, so that on the same devices it needs no engine
-    of its own."""
+    """Whether a frozen role is what `trained` computes with its adapters off, so that on the same
+    devices it needs no engine of its own.
+    """
     same = (
         "path",
         "type",
@@ -132,10 +146,13 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
     )  # where nobody says, the reference's weights are the trained role's
     if trained.prefix.num_tokens and holds_prefix(trained.path):
         return False  # the reference is the prefix as it was
-    return trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
+    return (
+        trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
+    )
 
 
 def _refuse(what: str) -> NoReturn:
     raise ConfigError(
-        f"a reference that is its actor with the adapters off cannot be {what}; give it a path or dtype of its own"
+        f"a reference that is its actor with the adapters off cannot be {what}; give it a path or "
+        f"dtype of its own"
     )

@@ -1,5 +1,6 @@
-"""Losses whose gradient by a row's outputs depends on no other row (`Loss.by_row`): the head makes such gradients as it
-goes."""
+"""Losses whose gradient by a row's outputs depends on no other row (`Loss.by_row`): the head makes
+such gradients as it goes.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +14,40 @@ from weft.engine.rows import SampleRows
 from weft.errors import ConfigError
 from weft.models.network.packed import RowGradient
 
-BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")  # the outputs that a declaration speaks of
+# the outputs that a declaration speaks of
+BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
 TOLERANCE = 1e-5  # relative to the largest gradient: the same sums, perhaps by another kernel
 
 
-def row_gradient(loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float) -> RowGradient:
-    """The gradients by the outputs of the rows that are known, of `scale` times the loss; the other rows' outputs are 0."""
+def row_gradient(
+    loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
+) -> RowGradient:
+    """The gradients by the outputs of the rows that are known, of `scale` times the loss; the other
+    rows' outputs are 0.
+    """
 
     def of_outputs(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
-        return {"logprobs": torch.zeros_like(out["logprobs"]), **_gradients(loss, out, rows, total, scale)}
+        return {
+            "logprobs": torch.zeros_like(out["logprobs"]),
+            **_gradients(loss, out, rows, total, scale),
+        }
 
     return of_outputs
 
 
-def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]) -> bool:
-    """Compare the gradient of all rows with those made where half of the rows have their outputs and the others have
-    none.
+def check(
+    loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
+) -> bool:
+    """Compare the gradient of all rows with those made where half of the rows have their outputs
+    and the others have none.
 
-    False where these rows tell nothing: there is one alone, or no gradient, or one that is not finite. Raises `ConfigError`
-    with the loss's name where they differ: training would then be wrong, and on an accelerator silently.
+    False where these rows tell nothing: there is one alone, or no gradient, or one that is not
+    finite. Raises `ConfigError` with the loss's name where they differ: training would then be
+    wrong, and on an accelerator silently.
     """
-    plain = {key: by for key, by in _gradients(loss, out, rows, total, 1.0).items() if key in BY_ROW}
+    plain = {
+        key: by for key, by in _gradients(loss, out, rows, total, 1.0).items() if key in BY_ROW
+    }
     if not all(bool(by.isfinite().all()) for by in plain.values()) or not _several(plain):
         return False
     every_other = torch.arange(rows.num_rows) % 2 == 0
@@ -45,7 +59,8 @@ def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Map
         for key, by in plain.items():
             if not _alike(by[mask], alone[key][mask] if key in alone else None):
                 raise ConfigError(
-                    f"loss {loss_name(loss)!r} declares by_row=True, but its gradient by the {key} of a row depends on the "
+                    f"loss {loss_name(loss)!r} declares by_row=True, but its gradient by the "
+                    f"{key} of a row depends on the "
                     "outputs of other rows; set by_row to False"
                 )
     return True
@@ -53,7 +68,10 @@ def check(loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Map
 
 def _several(gradients: Mapping[Output, Tensor]) -> bool:
     """Whether more rows than one have a gradient."""
-    return any(int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1 for by in gradients.values())
+    return any(
+        int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
+        for by in gradients.values()
+    )
 
 
 def loss_name(loss: Loss) -> str:
@@ -61,7 +79,11 @@ def loss_name(loss: Loss) -> str:
 
 
 def _gradients(
-    loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float], scale: float
+    loss: Loss,
+    out: Mapping[Output, Tensor],
+    rows: SampleRows,
+    total: Mapping[str, float],
+    scale: float,
 ) -> dict[Output, Tensor]:
     """By each of the outputs that the loss is a function of."""
     with torch.enable_grad():
@@ -81,4 +103,6 @@ def _where(mask: Tensor, value: Tensor) -> Tensor:
 def _alike(one: Tensor, other: Tensor | None) -> bool:
     if other is None:
         return not bool(one.any())
-    return bool((one - other).abs().max() <= TOLERANCE * one.abs().max()) if one.numel() else True
+    if one.numel():
+        return bool((one - other).abs().max() <= TOLERANCE * one.abs().max())
+    return True

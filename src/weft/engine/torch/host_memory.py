@@ -1,4 +1,5 @@
-"""Tensors of a device whose values can lie in pinned host memory instead, in groups that come back one after the other.
+"""Tensors of a device whose values can lie in pinned host memory instead, in groups that come back
+one after the other.
 
 memory = HostMemory([[embedding], [weights of block 0], ...], lane)
 memory.leave()         # the device's memory is free
@@ -38,15 +39,21 @@ class _Block:
 
 
 class HostMemory:
-    """A tensor stays the object it is. Its storage gives up its memory and gets other memory later, as FSDP2's gathered
-    parameters do, so views, optimizers and hooks keep what they refer to. Values of `constant` tensors are copied to the host
-    once, until `changed` is called; host memory is taken once and kept.
+    """A tensor stays the object it is.
 
-    While a group is away, or its copy is on its way, nothing may read it on the device: `hold` and `wait` say when.
+    Its storage gives up its memory and gets other memory later, as FSDP2's gathered parameters do,
+    so views, optimizers and hooks keep what they refer to. Values of `constant` tensors are copied
+    to the host once, until `changed` is called; host memory is taken once and kept.
+
+    While a group is away, or its copy is on its way, nothing may read it on the device: `hold` and
+    `wait` say when.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Tensor]], lane: Lane, constant: Collection[Tensor] = frozenset()
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        lane: Lane,
+        constant: Collection[Tensor] = frozenset(),
     ) -> None:
         self._lane = lane
         self._blocks: dict[int, _Block] = {}  # by the tensor's identity
@@ -80,7 +87,10 @@ class HostMemory:
                 block.constant = False
 
     def leave(self) -> None:
-        """Free the device's memory of what is there, when its values have been copied. The host does not wait for that."""
+        """Free the device's memory of what is there, when its values have been copied.
+
+        The host does not wait for that.
+        """
         here = [number for number in range(len(self._groups)) if number not in self._away]
         if not here:
             return
@@ -89,7 +99,9 @@ class HostMemory:
         for block in blocks:
             if block.host is None or not block.constant:
                 if block.host is None:
-                    block.host = self._lane.buffer(block.size // block.tensor.itemsize, block.tensor.dtype)
+                    block.host = self._lane.buffer(
+                        block.size // block.tensor.itemsize, block.tensor.dtype
+                    )
                 self._lane.copy(block.host, block.flat)
         self._left = self._lane.mark()
         self._left.hold()  # the memory is given to others, whose work comes after the copies
@@ -115,7 +127,9 @@ class HostMemory:
         self._away.difference_update(wanted)
 
     def hold(self, *numbers: int) -> None:
-        """What the device is given from now on, on the stream in force, finds these groups, or all, which were fetched."""
+        """What the device is given from now on, on the stream in force, finds these groups, or all,
+        which were fetched.
+        """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
                 mark.hold()
@@ -126,7 +140,9 @@ class HostMemory:
             mark.wait()
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor that is away; None of one that is there, is empty, or is not among these."""
+        """The values of a tensor that is away; None of one that is there, is empty, or is not among
+        these.
+        """
         block = self._blocks.get(id(tensor))
         if block is None or block.group not in self._away:
             return None
@@ -138,15 +154,18 @@ class HostMemory:
 
 
 class BlockByBlock:
-    """A network's tensors: of `memory`'s groups the first is what a pass needs before the blocks, then comes one a block, then
-    what no pass needs. A block's first pass after `come` waits for its own group alone.
+    """A network's tensors: of `memory`'s groups the first is what a pass needs before the blocks,
+    then comes one a block, then what no pass needs. A block's first pass after `come` waits for its
+    own group alone.
 
-    Where whole parameters are `gathered` on a stream of their own, ahead of the pass, the host waits in place of the device,
-    which is at the blocks before.
+    Where whole parameters are `gathered` on a stream of their own, ahead of the pass, the host
+    waits in place of the device, which is at the blocks before.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
-        self.memory, self._blocks, self._gathered = memory, blocks, gathered
+        self.memory = memory
+        self._blocks = blocks
+        self._gathered = gathered
         self._hooks: list[RemovableHandle] = []
 
     def come(self) -> None:
@@ -156,7 +175,9 @@ class BlockByBlock:
         self.memory.fetch()
         self._needs(0)
         for number, block in enumerate(self._blocks, 1):
-            self._hooks.append(block.register_forward_pre_hook(partial(self._before, number), prepend=True))
+            self._hooks.append(
+                block.register_forward_pre_hook(partial(self._before, number), prepend=True)
+            )
 
     def ready(self) -> None:
         """All of it is there for what comes next."""

@@ -1,9 +1,11 @@
-"""One network's parameters in their two forms: float32 masters that are trained, and the compute copy that the network runs.
+"""One network's parameters in their two forms: float32 masters that are trained, and the compute
+copy that the network runs.
 
-Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once a step, each micro-batch's
-gradient is added to its master in float32, and tensors that nobody trains exist in the compute dtype alone. Masters may live
-in host memory (`home`): gradients go there as they are made, and with them the optimizer's state and its work. All that is on
-the device can leave it (`leave`) and come back, block by block.
+Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once
+a step, each micro-batch's gradient is added to its master in float32, and tensors that nobody
+trains exist in the compute dtype alone. Masters may live in host memory (`home`): gradients go
+there as they are made, and with them the optimizer's state and its work. All that is on the device
+can leave it (`leave`) and come back, block by block.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """Those parameters of `network` that require gradients are trained; they come in float32, or in `dtype` where adapters
-    were made beside frozen weights.
+    """Those parameters of `network` that require gradients are trained; they come in float32, or in
+    `dtype` where adapters were made beside frozen weights.
 
-    What goes in and out has canonical names (`weft.models.network.parameters`); the optimizer sees parameters as they are
-    stored. With a `home` every trained parameter has a master there, whatever the dtype and wherever the network goes (Ren et
-    al. 2021, "ZeRO-Offload", arXiv:2101.06840).
+    What goes in and out has canonical names (`weft.models.network.parameters`); the optimizer sees
+    parameters as they are stored. With a `home` every trained parameter has a master there,
+    whatever the dtype and wherever the network goes (Ren et al. 2021, "ZeRO-Offload",
+    arXiv:2101.06840).
 
-    `places` say what part of each whole parameter lies here; without them all of it does. Of a sharded network (`shards`) the
-    parameters are this rank's rows, float32 where they are trained; FSDP2 casts what it gathers.
+    `places` say what part of each whole parameter lies here; without them all of it does. Of a
+    sharded network (`shards`) the parameters are this rank's rows, float32 where they are trained;
+    FSDP2 casts what it gathers.
 
-    What moves between device and host goes by `lane`. `blocks` are the modules that a pass goes through one after the other;
-    of parameters that came back the others are there before it begins, and each block's before it is called.
+    What moves between device and host goes by `lane`. `blocks` are the modules that a pass goes
+    through one after the other; of parameters that came back the others are there before it begins,
+    and each block's before it is called.
     """
 
     def __init__(
@@ -54,31 +59,49 @@ class MasterWeights:
         shards: Shards | None = None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
-        self._network, self._home, self._shards, self._lane, self._blocks = network, home, shards, lane, blocks
+        self._network = network
+        self._home = home
+        self._shards = shards
+        self._lane = lane
+        self._blocks = blocks
         self._masters: dict[str, nn.Parameter] = {}  # by the stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
                 own = self._here(parameter)
                 wide = torch.promote_types(own.dtype, torch.float32)
                 self._masters[name] = nn.Parameter(own.detach().to(home, wide, copy=True))
-        self._homed = frozenset(self._masters) if home is not None else frozenset[str]()
+        if home is not None:
+            self._homed = frozenset(self._masters)
+        else:
+            self._homed = frozenset[str]()
         _cast(network, dtype, self._masters if dtype in HALF else ())
-        self._copies = {name: self._here(parameter) for name, parameter in network.named_parameters()}
+        self._copies = {
+            name: self._here(parameter) for name, parameter in network.named_parameters()
+        }
         self._canonical = canonical(network) if shards is None else shards.stored
-        self._places = places or {name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()}
+        self._places = places or {
+            name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()
+        }
         self._written: set[str] = set()
         self._sums: dict[str, Tensor] = {}  # of gradients, where masters have a home
-        self._gradients, self._values = GradientsToHost(lane), MastersToDevice(lane)
-        self._sent: set[str] = set()  # masters whose new values are on their way to the device already
+        self._gradients = GradientsToHost(lane)
+        self._values = MastersToDevice(lane)
+        # masters whose new values are on their way to the device already
+        self._sent: set[str] = set()
         self._mover: BlockByBlock | None = None  # since the first time that something left
         for name, parameter in network.named_parameters():
             if name in self._masters:
-                moves = self._moves_gradient_to(name) if home is None else self._brings_gradient_to(name)
+                if home is None:
+                    moves = self._moves_gradient_to(name)
+                else:
+                    moves = self._brings_gradient_to(name)
                 parameter.register_post_accumulate_grad_hook(moves)
 
     def _here(self, parameter: nn.Parameter) -> nn.Parameter:
         """What this rank has of a parameter of the network."""
-        return parameter if self._shards is None else self._shards.rows_of(parameter)
+        if self._shards is None:
+            return parameter
+        return self._shards.rows_of(parameter)
 
     def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
@@ -86,7 +109,10 @@ class MasterWeights:
             if copy.grad is None:  # a product has added it to the master's
                 return
             gradient = copy.grad.to(master)
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            if master.grad is None:
+                master.grad = gradient
+            else:
+                master.grad = master.grad.add_(gradient)
             copy.grad = None
 
         return move
@@ -97,7 +123,10 @@ class MasterWeights:
         def bring(copy: Tensor) -> None:
             master = self._masters[name]
             assert copy.grad is not None
-            gradient = copy.grad if self._shards is None else self._shards.gradient_of(copy)
+            if self._shards is None:
+                gradient = copy.grad
+            else:
+                gradient = self._shards.gradient_of(copy)
             fresh = master.grad is None
             if name not in self._sums:
                 self._sums[name] = torch.empty_like(master, requires_grad=False)
@@ -120,7 +149,8 @@ class MasterWeights:
     @property
     def changeable(self) -> dict[str, Tensor]:
         """What need not be as it was read: trained or written to since."""
-        parts, written = self._most_exact(), self._written
+        parts = self._most_exact()
+        written = self._written
         return {name: p.data for name, p in parts if name in written or self._trains(p)}
 
     @property
@@ -145,8 +175,13 @@ class MasterWeights:
 
     def _now(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter, or while it is away one of the same values in host memory."""
-        values = None if self._mover is None else self._mover.memory.on_host(parameter)
-        return parameter if values is None else nn.Parameter(values, requires_grad=parameter.requires_grad)
+        if self._mover is None:
+            values = None
+        else:
+            values = self._mover.memory.on_host(parameter)
+        if values is None:
+            return parameter
+        return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
     @property
     def _away(self) -> bool:
@@ -168,7 +203,9 @@ class MasterWeights:
         self._values.hold()
 
     def updated(self, masters: Iterable[nn.Parameter]) -> None:
-        """Send on what an optimizer has changed, of masters with a home, while it changes others; `refresh` follows."""
+        """Send on what an optimizer has changed, of masters with a home, while it changes others;
+        `refresh` follows.
+        """
         names = {id(master): name for name, master in self._masters.items()}
         for name in (names[id(master)] for master in masters):
             self._values.put(self._copies[name].detach(), self._masters[name].detach())
@@ -177,13 +214,17 @@ class MasterWeights:
     # -- device and host
 
     def leave(self) -> None:
-        """Free the device of every parameter but masters with a home, which are not there; their values are in host memory."""
+        """Free the device of every parameter but masters with a home, which are not there; their
+        values are in host memory.
+        """
         if not self._lane.apart:
             return
         self.ready()
         if self._mover is None:
             still = [
-                copy for name, copy in self._copies.items() if not copy.requires_grad and name not in self._masters
+                copy
+                for name, copy in self._copies.items()
+                if not copy.requires_grad and name not in self._masters
             ]
             memory = HostMemory(self._groups(), self._lane, still)
             self._mover = BlockByBlock(memory, self._blocks, gathered=self._shards is not None)
@@ -192,7 +233,9 @@ class MasterWeights:
         self._mover.memory.leave()
 
     def come(self) -> None:
-        """Begin to bring all of it back; passes wait for what they need of it, other uses for all (`ready`)."""
+        """Begin to bring all of it back; passes wait for what they need of it, other uses for all
+        (`ready`).
+        """
         if self._mover is not None:
             self._mover.come()
 
@@ -203,11 +246,17 @@ class MasterWeights:
             self._mover.ready()
 
     def _groups(self) -> list[list[Tensor]]:
-        """What is needed before the first block, then each block's, then masters, which an optimizer needs."""
-        groups = [[*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks]
+        """What is needed before the first block, then each block's, then masters, which an
+        optimizer needs.
+        """
+        groups = [
+            [*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks
+        ]
         of_blocks = {id(each) for group in groups for each in group}
         every = [*self._copies.values(), *self._network.buffers()]
-        masters: list[Tensor] = [master for name, master in self._masters.items() if name not in self._homed]
+        masters: list[Tensor] = [
+            master for name, master in self._masters.items() if name not in self._homed
+        ]
         return [[each for each in every if id(each) not in of_blocks], *groups, masters]
 
     # -- in and out
@@ -226,8 +275,9 @@ class MasterWeights:
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
         """target <- eta * source + (1 - eta) * target, in float32.
 
-        A tensor of half precision that gets a share gets a float32 master too: a moving average in bfloat16 would stand
-        still, because a small share is less than half its last digit. Raises `ConfigError` for unknown names and shapes.
+        A tensor of half precision that gets a share gets a float32 master too: a moving average in
+        bfloat16 would stand still, because a small share is less than half its last digit. Raises
+        `ConfigError` for unknown names and shapes.
         """
         stored = self.stored
         for name, where, values in parts:
@@ -237,11 +287,15 @@ class MasterWeights:
             if eta != 1.0 and self._have_master(name):
                 stored = self.stored
             place = self._places[name]
-            here = tuple(slice(w.start - p.start, w.stop - p.start) for w, p in zip(where, place, strict=True))
+            here = tuple(
+                slice(w.start - p.start, w.stop - p.start)
+                for w, p in zip(where, place, strict=True)
+            )
             target = stored[name].data[here]
             if target.shape != values.shape:
                 raise ConfigError(
-                    f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} at the source; "
+                    f"parameter {name!r} is {tuple(target.shape)} here and {tuple(values.shape)} "
+                    f"at the source; "
                     "parameters are copied between networks of one shape only"
                 )
             source = values.to(device=target.device, dtype=target.dtype)
@@ -252,14 +306,16 @@ class MasterWeights:
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what was `changeable`, bit for bit, this rank's part of each; half-precision parameters
-        that come as float32 get a master.
+        """Take over what was `changeable`, bit for bit, this rank's part of each; half-precision
+        parameters that come as float32 get a master.
 
         Raises `CheckpointError` where others were written to since, whose values are then gone.
         """
         gone = sorted(set(self.changeable) - set(tensors))
         if gone:
-            raise CheckpointError(f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read")
+            raise CheckpointError(
+                f"the saved state has no {', '.join(gone[:5])}, which was changed since it was read"
+            )
         for name, values in tensors.items():
             _check_known(name, self._canonical)
             if values.dtype == torch.float32:
@@ -274,7 +330,9 @@ class MasterWeights:
         away = self._away
         self.come()
         self.ready()
-        self._masters[part.name] = nn.Parameter(part.parameter.detach().float(), requires_grad=False)
+        self._masters[part.name] = nn.Parameter(
+            part.parameter.detach().float(), requires_grad=False
+        )
         self._mover = None  # another tensor is to leave from now on
         if away:
             self.leave()
@@ -283,19 +341,23 @@ class MasterWeights:
 
 def _check_known(name: str, parameters: Mapping[str, StoredParameter]) -> None:
     if name not in parameters:
-        raise ConfigError(f"this network has no parameter {name!r}; the two networks are of different kinds")
+        raise ConfigError(
+            f"this network has no parameter {name!r}; the two networks are of different kinds"
+        )
 
 
 def _check_wide(name: str, part: StoredParameter) -> None:
     if isinstance(part.data, Quantized):
         raise ConfigError(
-            f"parameter {name!r} is held in few bits (quantize), in which an average stands still; leave that out"
+            f"parameter {name!r} is held in few bits (quantize), in which an average stands "
+            f"still; leave that out"
         )
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
     """Replace these parameters by ones of `dtype`; a tensor that is tied stays tied."""
-    chosen, made = set(names), dict[nn.Parameter, nn.Parameter]()
+    chosen = set(names)
+    made = dict[nn.Parameter, nn.Parameter]()
     for name, parameter in network.named_parameters():
         if name in chosen and parameter.dtype != dtype:
             made[parameter] = nn.Parameter(parameter.detach().to(dtype))

@@ -1,6 +1,8 @@
-"""AdamW whose moments take less memory than float32: in bfloat16, rounded at random, or in 8 bits by `bitsandbytes`.
+"""AdamW whose moments take less memory than float32: in bfloat16, rounded at random, or in 8 bits
+by `bitsandbytes`.
 
-Weight decay and clipping are the caller's. The arithmetic is float32; only what is kept from one step to the next is narrow.
+Weight decay and clipping are the caller's. The arithmetic is float32; only what is kept from one
+step to the next is narrow.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ from weft.randomness import key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256  # elements that have one scale
-LEAST_CODED = 4096  # elements of a parameter whose moments are coded; norms and biases stay in float32
-PIECE = 2**24  # elements updated at once, which bounds what they take in float32 meanwhile; a multiple of BLOCK
+# elements of a parameter whose moments are coded; norms and biases stay in float32
+LEAST_CODED = 4096
+# elements updated at once, which bounds what they take in float32 meanwhile; a multiple of BLOCK
+PIECE = 2**24
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), the `number`-th of a parameter, from 1."""
+    """One step of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), the `number`-th of a
+    parameter, from 1.
+    """
 
     number: int
     lr: float
@@ -54,7 +60,9 @@ class Moments(Protocol):
     def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None: ...
 
     def saved(self, state: State) -> State:
-        """Values of the parameter's shape, and what makes them exactly what they were when they come back."""
+        """Values of the parameter's shape, and what makes them exactly what they were when they
+        come back.
+        """
         ...
 
     def taken(self, parameter: nn.Parameter, saved: State) -> State:
@@ -80,13 +88,14 @@ class PlainMoments:
 
 
 class BFloat16Moments:
-    """In bfloat16, rounded up or down at random so that the expected value is the exact one (Gupta et al. 2015,
-    arXiv:1502.02551).
+    """In bfloat16, rounded up or down at random so that the expected value is the exact one (Gupta
+    et al. 2015, arXiv:1502.02551).
 
-    A moving average with beta2 = 0.999 moves by a thousandth of the difference, less than half of bfloat16's last bit: rounded
-    to the nearest it would stand still. A compensated sum would not, but what it keeps besides takes the memory that is to
-    be saved. Numbers are drawn from the parameter's name and the step, so that copies of a parameter on several ranks stay
-    equal, and a run that goes on draws what it would have drawn.
+    A moving average with beta2 = 0.999 moves by a thousandth of the difference, less than half of
+    bfloat16's last bit: rounded to the nearest it would stand still. A compensated sum would not,
+    but what it keeps besides takes the memory that is to be saved. Numbers are drawn from the
+    parameter's name and the step, so that copies of a parameter on several ranks stay equal, and a
+    run that goes on draws what it would have drawn.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -94,7 +103,10 @@ class BFloat16Moments:
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def new(self, parameter: nn.Parameter) -> State:
-        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False) for name in MOMENTS}
+        return {
+            name: torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False)
+            for name in MOMENTS
+        }
 
     def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None:
         device = parameter.device
@@ -115,15 +127,16 @@ class BFloat16Moments:
 
 
 class CodedMoments:
-    """In 8 bits: a code an element and a float32 scale a block (Dettmers et al. 2022, arXiv:2110.02861), as `bitsandbytes`
-    keeps and updates them.
+    """In 8 bits: a code an element and a float32 scale a block (Dettmers et al. 2022,
+    arXiv:2110.02861), as `bitsandbytes` keeps and updates them.
 
-    What is saved are their values in float32, which fit any layout. The scales go with them: where blocks begin at the same
-    places, codes come out as they were.
+    What is saved are their values in float32, which fit any layout. The scales go with them: where
+    blocks begin at the same places, codes come out as they were.
     """
 
     def __init__(self) -> None:
-        logging.getLogger(STATE_LIBRARY).setLevel(logging.ERROR)  # it warns of kernels that nobody asked for
+        # it warns of kernels that nobody asked for
+        logging.getLogger(STATE_LIBRARY).setLevel(logging.ERROR)
         self._library: Any = importlib.import_module(f"{STATE_LIBRARY}.functional")
         self._levels: dict[tuple[str, torch.device], Tensor] = {}
 
@@ -131,7 +144,9 @@ class CodedMoments:
         state: State = {}
         for name in MOMENTS:
             state[name] = torch.zeros_like(parameter, dtype=torch.uint8, requires_grad=False)
-            state[name + SCALES] = parameter.new_zeros(blocks(parameter.numel(), BLOCK), requires_grad=False)
+            state[name + SCALES] = parameter.new_zeros(
+                blocks(parameter.numel(), BLOCK), requires_grad=False
+            )
         return state
 
     def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None:
@@ -139,12 +154,29 @@ class CodedMoments:
         mean, square = (self.levels(name, parameter.device) for name in MOMENTS)
         codes = [state[name].view(-1).split(PIECE) for name in MOMENTS]
         scales = [state[name + SCALES].split(PIECE // BLOCK) for name in MOMENTS]
-        values, gradients = parameter.view(-1).split(PIECE), parameter.grad.reshape(-1).split(PIECE)
-        for value, gradient, m, v, of_m, of_v in zip(values, gradients, *codes, *scales, strict=True):
+        values = parameter.view(-1).split(PIECE)
+        gradients = parameter.grad.reshape(-1).split(PIECE)
+        for value, gradient, m, v, of_m, of_v in zip(
+            values, gradients, *codes, *scales, strict=True
+        ):
             self._library.optimizer_update_8bit_blockwise(
-                "adam", gradient, value, m, v, rule.beta1, rule.beta2, 0.0, 0.0, rule.eps, rule.number, rule.lr,
-                mean, square, of_m, of_v,
-            )  # fmt: skip
+                "adam",
+                gradient,
+                value,
+                m,
+                v,
+                rule.beta1,
+                rule.beta2,
+                0.0,
+                0.0,
+                rule.eps,
+                rule.number,
+                rule.lr,
+                mean,
+                square,
+                of_m,
+                of_v,
+            )
 
     def levels(self, name: str, device: torch.device) -> Tensor:
         """[256], rising: the values of the codes of blocks whose scale is 1."""
@@ -156,7 +188,8 @@ class CodedMoments:
     def saved(self, state: State) -> State:
         made: State = {}
         for name in MOMENTS:
-            codes, scales = state[name].cpu(), state[name + SCALES].cpu()
+            codes = state[name].cpu()
+            scales = state[name + SCALES].cpu()
             made[name] = decoded(codes, scales, self.levels(name, codes.device))
             made[name + SCALES] = scales
         return made
@@ -190,12 +223,18 @@ class NarrowAdamW(Eager):
         loss = closure() if closure else None
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
-                state, moments = self.state[parameter], self._moments[id(parameter)]
+                state = self.state[parameter]
+                moments = self._moments[id(parameter)]
                 if not state:
-                    state.update(moments.new(parameter), step=torch.zeros(()))  # on the host: read without waiting
+                    # on the host: read without waiting
+                    state.update(moments.new(parameter), step=torch.zeros(()))
                 state["step"] += 1
                 beta1, beta2 = group["betas"]
-                moments.update(parameter, state, Rule(int(state["step"]), group["lr"], beta1, beta2, group["eps"]))
+                moments.update(
+                    parameter,
+                    state,
+                    Rule(int(state["step"]), group["lr"], beta1, beta2, group["eps"]),
+                )
         return loss
 
     def saved(self, parameter: nn.Parameter, state: State) -> State:
@@ -203,7 +242,10 @@ class NarrowAdamW(Eager):
         return {**self._moments[id(parameter)].saved(state), "step": state["step"]}
 
     def taken(self, parameter: nn.Parameter, saved: State) -> State:
-        return {**self._moments[id(parameter)].taken(parameter, saved), "step": saved["step"].cpu().clone()}
+        return {
+            **self._moments[id(parameter)].taken(parameter, saved),
+            "step": saved["step"].cpu().clone(),
+        }
 
 
 def make(
@@ -214,20 +256,35 @@ def make(
     betas: tuple[float, float],
     eps: float,
 ) -> NarrowAdamW:
-    """With states in `state_dtype` (`bfloat16`, `8bit`) of parameters that have these names. In 8 bits embeddings keep float32:
-    rows of rare tokens have gradients much unlike their neighbours'."""
+    """With states in `state_dtype` (`bfloat16`, `8bit`) of parameters that have these names.
+
+    In 8 bits embeddings keep float32: rows of rare tokens have gradients much unlike their
+    neighbours'.
+    """
     if state_dtype == "bfloat16":
-        narrow: Moments = BFloat16Moments({id(parameter): name for parameter, name in parameters.items()})
+        narrow: Moments = BFloat16Moments(
+            {id(parameter): name for parameter, name in parameters.items()}
+        )
         wide: set[int] = set()
     else:
-        narrow, wide = CodedMoments(), {id(each) for each in embeddings}
-        wide |= {id(each) for each in parameters if each.numel() < LEAST_CODED or each.dtype != torch.float32}
+        narrow = CodedMoments()
+        wide = {id(each) for each in embeddings}
+        wide |= {
+            id(each)
+            for each in parameters
+            if each.numel() < LEAST_CODED or each.dtype != torch.float32
+        }
     plain = PlainMoments()
-    return NarrowAdamW([*parameters], lr, betas, eps, lambda each: plain if id(each) in wide else narrow)
+    return NarrowAdamW(
+        [*parameters], lr, betas, eps, lambda each: plain if id(each) in wide else narrow
+    )
 
 
 def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16, up with the probability of what is cut off as a share of the last bit. Others are float32 first."""
+    """float32 to bfloat16, up with the probability of what is cut off as a share of the last bit.
+
+    Others are float32 first.
+    """
     bits = values.float().view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 2**16, generator=generator)
     return (bits + noise).bitwise_and_(-(2**16)).view(torch.float32).to(torch.bfloat16)
@@ -236,20 +293,28 @@ def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 def decoded(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     """float32, of the shape of `codes`: level times scale."""
     made = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    per_piece = zip(made.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True)
+    per_piece = zip(
+        made.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
+    )
     for to, code, scale in per_piece:
         torch.mul(levels[code.int()], _spread(scale, len(to)), out=to)
     return made.view(codes.shape)
 
 
 def coded(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) nearest to the values. A block keeps its given scale where the values come of it exactly, and has
-    otherwise its largest magnitude."""
+    """(codes, scales) nearest to the values.
+
+    A block keeps its given scale where the values come of it exactly, and has otherwise its largest
+    magnitude.
+    """
     flat = values.reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=values.device)
     own = values.new_empty(blocks(flat.numel(), BLOCK))
     between = (levels[1:] + levels[:-1]) / 2
-    given = own.split(PIECE // BLOCK) if scales is None else scales.split(PIECE // BLOCK)
+    if scales is None:
+        given = own.split(PIECE // BLOCK)
+    else:
+        given = scales.split(PIECE // BLOCK)
     for to, scale, value, known in zip(
         codes.split(PIECE), own.split(PIECE // BLOCK), flat.split(PIECE), given, strict=True
     ):

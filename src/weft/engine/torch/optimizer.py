@@ -1,7 +1,9 @@
-"""The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping, and their state.
+"""The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping,
+and their state.
 
-Masters are float32 and so is everything here, but for states that the user wants narrower. AdamW and SGD are torch's own
-(fused where the device has it); Lion is ours, and so is AdamW with narrow states.
+Masters are float32 and so is everything here, but for states that the user wants narrower. AdamW
+and SGD are torch's own (fused where the device has it); Lion is ours, and so is AdamW with narrow
+states.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
-BUCKET = 2**24  # elements that are updated at once where their state or their new values are moved meanwhile
+# elements that are updated at once where their state or their new values are moved meanwhile
+BUCKET = 2**24
 Updated = Callable[[Sequence[nn.Parameter]], None]
-FIRST_SCALE, GROWTH_INTERVAL = (
-    2.0**16,
-    2000,
-)  # of float16 losses: the first scale, and steps without overflow until it doubles
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = (
+    2000  # of float16 losses: the first scale, and steps without overflow until it doubles
+)
 
 CLIP_EPS = 1e-6  # as `torch.nn.utils.clip_grads_with_norm_` adds to the norm
 
@@ -37,8 +40,9 @@ CLIP_EPS = 1e-6  # as `torch.nn.utils.clip_grads_with_norm_` adds to the norm
 def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up rises linearly and reaches `lr` on its last step, so that no step has rate 0 (`transformers` starts at 0).
-    What follows goes from `lr` towards `last_lr`, which it would reach one step after the last, as `transformers`' does.
+    Warm-up rises linearly and reaches `lr` on its last step, so that no step has rate 0
+    (`transformers` starts at 0). What follows goes from `lr` towards `last_lr`, which it would
+    reach one step after the last, as `transformers`' does.
     """
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
@@ -46,17 +50,24 @@ def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
     done = min((step - schedule.warmup_steps) / rest, 1.0) if rest > 0 else 1.0
     if spec.lr_scheduler_type == "constant":
         return spec.peak_lr
-    share = 1.0 - done if spec.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    if spec.lr_scheduler_type == "linear":
+        share = 1.0 - done
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * done))
     return spec.last_lr + (spec.peak_lr - spec.last_lr) * share
 
 
 def decayed(network: nn.Module) -> frozenset[str]:
-    """Canonical names of parameters that weight decay applies to: tensors of two or more dims that are no embeddings.
+    """Canonical names of parameters that weight decay applies to: tensors of two or more dims that
+    are no embeddings.
 
-    Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it is not decayed either.
+    Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it
+    is not decayed either.
     """
     apart = embeddings(network)
-    return frozenset(n for n, part in canonical(network).items() if part.data.dim() >= 2 and n not in apart)
+    return frozenset(
+        n for n, part in canonical(network).items() if part.data.dim() >= 2 and n not in apart
+    )
 
 
 def embeddings(network: nn.Module) -> frozenset[str]:
@@ -73,32 +84,39 @@ def embeddings(network: nn.Module) -> frozenset[str]:
 def make(
     spec: OptimizerSpec, names: Mapping[nn.Parameter, str], embeddings: Collection[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer in torch's form for `spec` and the parameters that have these names. `sgd` has momentum `beta1` (0 is plain
-    SGD); `lion` takes both betas."""
+    """An optimizer in torch's form for `spec` and the parameters that have these names.
+
+    `sgd` has momentum `beta1` (0 is plain SGD); `lion` takes both betas.
+    """
     parameters = list(names)
     fused = parameters[0].device.type in FUSED
     betas = (spec.beta1, spec.beta2)
     if spec.state_dtype != "float32":
         spec.check_library()
-        return narrow_states.make(spec.state_dtype, names, embeddings, spec.peak_lr, betas, spec.eps)
+        return narrow_states.make(
+            spec.state_dtype, names, embeddings, spec.peak_lr, betas, spec.eps
+        )
     if spec.type == "adamw":
-        return AdamW(parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused)
+        return AdamW(
+            parameters, lr=spec.peak_lr, betas=betas, eps=spec.eps, weight_decay=0.0, fused=fused
+        )
     if spec.type == "lion":
         return Lion(parameters, lr=spec.peak_lr, betas=betas)
     return SGD(parameters, lr=spec.peak_lr, momentum=spec.beta1, fused=fused)
 
 
 class Optimizer:
-    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that shrink, `embeddings` those
-    whose states are never of 8 bits. `steps` counts the steps taken. State goes in and out by canonical name, however
-    parameters are stored.
+    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that
+    shrink, `embeddings` those whose states are never of 8 bits. `steps` counts the steps taken.
+    State goes in and out by canonical name, however parameters are stored.
 
-    `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is multiplied by `loss_scale`
-    before the backward pass and the gradients divided by it; it halves when they overflow (Micikevicius et al. 2017,
-    arXiv:1710.03740).
+    `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is
+    multiplied by `loss_scale` before the backward pass and the gradients divided by it; it halves
+    when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
 
-    State can go to host memory by `lane`. It comes back in buckets at the next step: one is on its way while the one before is
-    updated. `updated` is told of each bucket then, where masters' new values are to be sent on meanwhile.
+    State can go to host memory by `lane`. It comes back in buckets at the next step: one is on its
+    way while the one before is updated. `updated` is told of each bucket then, where masters' new
+    values are to be sent on meanwhile.
     """
 
     def __init__(
@@ -113,20 +131,30 @@ class Optimizer:
         lane: Lane | None = None,
         updated: Updated | None = None,
     ) -> None:
-        self.spec, self.schedule, self.steps = spec, schedule, 0
+        self.spec = spec
+        self.schedule = schedule
+        self.steps = 0
         self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
-        self.loss_scale, self._calm_steps, self._scaled = (FIRST_SCALE if scaled else 1.0), 0, scaled
+        self.loss_scale = FIRST_SCALE if scaled else 1.0
+        self._calm_steps = 0
+        self._scaled = scaled
         self._trained = dict(trained)
         names: dict[nn.Parameter, str] = {}
         for name, part in self._trained.items():
             names.setdefault(part.parameter, name)
         self._parameters = list(names)
         shrink = set(decay)
-        self._decayed = list(dict.fromkeys(part.parameter for name, part in self._trained.items() if name in shrink))
-        self._optimizer = make(
-            spec, names, [self._trained[name].parameter for name in embeddings if name in self._trained]
+        self._decayed = list(
+            dict.fromkeys(part.parameter for name, part in self._trained.items() if name in shrink)
         )
-        self._lane, self._updated, self._buckets = lane, updated, _buckets(self._parameters)
+        self._optimizer = make(
+            spec,
+            names,
+            [self._trained[name].parameter for name in embeddings if name in self._trained],
+        )
+        self._lane = lane
+        self._updated = updated
+        self._buckets = _buckets(self._parameters)
         self._memory: HostMemory | None = None  # of the state, since it left first
         self._held: list[list[Tensor]] = []  # what that is of
 
@@ -141,15 +169,22 @@ class Optimizer:
         return self._parameters
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of all masters that have one, by canonical name. Takes the loss scale out of them first; ask once a step."""
+        """Those of all masters that have one, by canonical name.
+
+        Takes the loss scale out of them first; ask once a step.
+        """
         if self._scaled:
-            torch._foreach_div_([p.grad for p in self._parameters if p.grad is not None], self.loss_scale)
+            torch._foreach_div_(
+                [p.grad for p in self._parameters if p.grad is not None], self.loss_scale
+            )
         return {name: part.grad for name, part in self._trained.items() if part.grad is not None}
 
     def step(self, norm: Tensor) -> None:
-        """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the masters.
+        """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the
+        masters.
 
-        Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
+        Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <-
+        p (1 - lr wd).
         """
         if self.spec.max_grad_norm > 0.0:
             self._clip(norm)
@@ -165,11 +200,15 @@ class Optimizer:
         self.steps += 1
         self._calm_steps += 1
         if self._scaled and self._calm_steps == GROWTH_INTERVAL:
-            self.loss_scale, self._calm_steps = 2.0 * self.loss_scale, 0
+            self.loss_scale = 2.0 * self.loss_scale
+            self._calm_steps = 0
 
     def _update(self) -> None:
         """Update all masters at once, or bucket by bucket."""
-        memory = self._memory if self._memory is not None and self._memory.away else None
+        if self._memory is not None and self._memory.away:
+            memory = self._memory
+        else:
+            memory = None
         if memory is None and self._updated is None:
             self._optimizer.step()
             return
@@ -187,17 +226,23 @@ class Optimizer:
             group["params"] = self._parameters
 
     def _clip(self, norm: Tensor) -> None:
-        """To `max_grad_norm`. A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass."""
+        """To `max_grad_norm`.
+
+        A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass.
+        """
         if isinstance(self._optimizer, AdamW) and self._parameters[0].device.type == "cuda":
             self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]
         else:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
     def overflowed(self) -> bool:
-        """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is then in force."""
+        """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is
+        then in force.
+        """
         if not self._scaled or self.loss_scale <= 1.0:
             return False
-        self.loss_scale, self._calm_steps = self.loss_scale / 2.0, 0
+        self.loss_scale = self.loss_scale / 2.0
+        self._calm_steps = 0
         return True
 
     def zero_grad(self) -> None:
@@ -212,9 +257,13 @@ class Optimizer:
     def _saved(self, parameter: nn.Parameter) -> State:
         """What is written of a parameter's state."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
-        here = {slot: self._now(value) for slot, value in state.items() if isinstance(value, Tensor)}
+        here = {
+            slot: self._now(value) for slot, value in state.items() if isinstance(value, Tensor)
+        }
         own = self._optimizer
-        return own.saved(parameter, here) if here and isinstance(own, NarrowAdamW) else here
+        if here and isinstance(own, NarrowAdamW):
+            return own.saved(parameter, here)
+        return here
 
     def values(self) -> dict[str, float]:
         """The rest of the state: plain numbers."""
@@ -226,14 +275,22 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Take over what `tensors` and `values` returned, bit for bit. Raises `CheckpointError` for an unknown parameter."""
-        if unknown := [name for name in (key.rsplit("/", 1)[0] for key in tensors) if name not in self._trained]:
-            raise CheckpointError(f"the optimizer state holds {unknown[0]!r}, which this role does not train")
+        """Take over what `tensors` and `values` returned, bit for bit.
+
+        Raises `CheckpointError` for an unknown parameter.
+        """
+        if unknown := [
+            name for name in (key.rsplit("/", 1)[0] for key in tensors) if name not in self._trained
+        ]:
+            raise CheckpointError(
+                f"the optimizer state holds {unknown[0]!r}, which this role does not train"
+            )
         self._memory = None  # what is away is not taken back
         self._optimizer.state.clear()
         for parameter, saved in states.stored(self._trained, tensors, BLOCK).items():
             self._optimizer.state[parameter] = self._taken(parameter, saved)
-        self.steps, self.attempts = int(values["steps"]), int(values["attempts"])
+        self.steps = int(values["steps"])
+        self.attempts = int(values["attempts"])
         self._calm_steps = int(values["calm_steps"])
         self.loss_scale = float(values["loss_scale"])
 
@@ -245,7 +302,10 @@ class Optimizer:
         steps = {slot: value.clone() for slot, value in made.items() if not value.dim()}
         if self._optimizer.defaults.get("fused"):
             steps = {slot: value.to(parameter.device) for slot, value in steps.items()}
-        return {**{slot: value.to(parameter, copy=True) for slot, value in made.items() if value.dim()}, **steps}
+        return {
+            **{slot: value.to(parameter, copy=True) for slot, value in made.items() if value.dim()},
+            **steps,
+        }
 
     def _now(self, value: Tensor) -> Tensor:
         """As it lies: in host memory what is away."""
@@ -256,11 +316,20 @@ class Optimizer:
         """Free the device of the state, but for step counters; its values are in host memory."""
         if self._lane is None or not self._lane.apart:
             return
-        slots = [[self._optimizer.state.get(parameter, {}) for parameter in bucket] for bucket in self._buckets]
-        held = [[v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()] for bucket in slots]
-        if self._memory is None or [[*map(id, each)] for each in held] != [[*map(id, each)] for each in self._held]:
+        slots = [
+            [self._optimizer.state.get(parameter, {}) for parameter in bucket]
+            for bucket in self._buckets
+        ]
+        held = [
+            [v for s in bucket for v in s.values() if isinstance(v, Tensor) and v.dim()]
+            for bucket in slots
+        ]
+        if self._memory is None or [[*map(id, each)] for each in held] != [
+            [*map(id, each)] for each in self._held
+        ]:
             self.come()
-            self._memory, self._held = HostMemory(held, self._lane), held
+            self._memory = HostMemory(held, self._lane)
+            self._held = held
         self._memory.leave()
 
     def come(self) -> None:

@@ -1,4 +1,6 @@
-"""One rank's part of a network: its parameters sharded and filled, and the other ranks within reach."""
+"""One rank's part of a network: its parameters sharded and filled, and the other ranks within
+reach.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,15 @@ from weft.parallel.shard import Shards
 from weft.topology import holdings, whole
 
 
-def spread(source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device) -> Part:
-    """Give `network`, this rank's part of `every`, its memory and its values. Every rank of the mesh calls it."""
-    shards, stages = None, _stages(source, network, mesh)
+def spread(
+    source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device
+) -> Part:
+    """Give `network`, this rank's part of `every`, its memory and its values.
+
+    Every rank of the mesh calls it.
+    """
+    shards = None
+    stages = _stages(source, network, mesh)
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
         if dtype in HALF and source.spec.trained:  # what is frozen stays in it
@@ -51,12 +59,16 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
                 for module in (getattr(network, name, None) for name in ("embed", "head")):
                     if isinstance(module, nn.Module):
                         module.float()
-        shard.shard(stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2))
+        shard.shard(
+            stages.values(), mesh, device, dtype, reshard=source.spec.zero_stage not in (1, 2)
+        )
     quantized.give_memory(network, device)
     if mesh.layout.fsdp > 1:
         shards = Shards(network)
     held = {
-        rank: holdings(source.shapes, source.config, mesh.layout, mesh.mesh.coordinates(rank), tied=source.tied)
+        rank: holdings(
+            source.shapes, source.config, mesh.layout, mesh.mesh.coordinates(rank), tied=source.tied
+        )
         for rank in mesh.mesh.ranks
     }
     stored = canonical(network) if shards is None else shards.stored
@@ -72,14 +84,31 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         if mesh.layout.pipeline > 1:
             half = shards is not None and (own := DTYPES[dtype_of(source.spec)]) in HALF
             kind = cast(Kind, source.spec.pipeline_schedule)
-            count_of = partial(context.count_of, group=mesh.group("context")) if mesh.size("context") > 1 else None
+            if mesh.size("context") > 1:
+                count_of = partial(context.count_of, group=mesh.group("context"))
+            else:
+                count_of = None
             staged = Pipeline(
-                stages, kind, mesh.group("pipeline"), own if half else None, count_of, sums_once=sums_once
+                stages,
+                kind,
+                mesh.group("pipeline"),
+                own if half else None,
+                count_of,
+                sums_once=sums_once,
             )
         return ManyDevices(
-            mesh, network, held, source.shapes, now, source.config, shards, staged, source.tied,
-            shares_rows=source.spec.sequence_parallel, sums_once=sums_once,
-        )  # fmt: skip
+            mesh,
+            network,
+            held,
+            source.shapes,
+            now,
+            source.config,
+            shards,
+            staged,
+            source.tied,
+            shares_rows=source.spec.sequence_parallel,
+            sums_once=sums_once,
+        )
 
     return Part(
         shapes=source.shapes,
@@ -87,12 +116,16 @@ def spread(source: Source, network: Transformer, every: Transformer, mesh: RankM
         places=held[mesh.rank],
         spread=ranks,
         shards=shards,
-        generating=lambda spec, version, kept: _generating(source, network, stages, mesh, device, spec, version, kept),
+        generating=lambda spec, version, kept: _generating(
+            source, network, stages, mesh, device, spec, version, kept
+        ),
     )
 
 
 def _stages(source: Source, network: Transformer, mesh: RankMesh) -> dict[int, Transformer]:
-    """The stages of a pipeline that a rank holds, by number; of `network`, which is one of them or has all of them."""
+    """The stages of a pipeline that a rank holds, by number; of `network`, which is one of them or
+    has all of them.
+    """
     runs = source.stages(mesh)
     if len(runs) == 1:
         return dict.fromkeys(runs, network)
@@ -112,7 +145,9 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
         shapes=shapes,
         trained=frozenset(name for name, part in stored.items() if part.requires_grad),
         places=places,
-        spread=lambda now: ManyDevices(mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now),
+        spread=lambda now: ManyDevices(
+            mesh, network, dict.fromkeys(mesh.mesh.ranks, places), shapes, now
+        ),
         shards=None,
         generating=lambda spec, version, kept: open_generator(
             cast(Decoder, network), spec, device=device, version=version, eos_ids=(), kept=kept
@@ -122,29 +157,51 @@ def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
 
 @contextmanager
 def _generating(
-    source: Source, network: Transformer, held: Mapping[int, Transformer], mesh: RankMesh, device: torch.device,
-    spec: GenerationSpec, version: int, kept: KeptPages,
-) -> Iterator[Generator]:  # fmt: skip
-    """Ranks of one data-parallel part generate in step, those of different parts each for themselves. `held` are the stages of
-    `network`. What is gathered for one call leaves nothing to the next, whose weights lie elsewhere."""
+    source: Source,
+    network: Transformer,
+    held: Mapping[int, Transformer],
+    mesh: RankMesh,
+    device: torch.device,
+    spec: GenerationSpec,
+    version: int,
+    kept: KeptPages,
+) -> Iterator[Generator]:
+    """Ranks of one data-parallel part generate in step, those of different parts each for
+    themselves. `held` are the stages of `network`. What is gathered for one call leaves nothing to
+    the next, whose weights lie elsewhere.
+    """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     whole = _gathered(source, network, mesh, device) if apart else network
     dtype = next(whole.parameters()).dtype
     layers = replace(whole.config, num_layers=len(whole.blocks))
     budget = _agreed(default_budget(layers, device, dtype, spec.kv_cache_gb, kept.num_bytes), mesh)
-    alike = partial(context.drawn_by_first, group=mesh.host_group("context")) if mesh.size("context") > 1 else None
+    if mesh.size("context") > 1:
+        alike = partial(context.drawn_by_first, group=mesh.host_group("context"))
+    else:
+        alike = None
     if mesh.size("pipeline") == 1:
         settle: Settle = drawn_here if alike is None else alike
         with open_generator(
-            whole, spec, device=device, version=version, eos_ids=(), budget=budget, settle=settle,
+            whole,
+            spec,
+            device=device,
+            version=version,
+            eos_ids=(),
+            budget=budget,
+            settle=settle,
             kept=None if apart else kept,
-        ) as generator:  # fmt: skip
+        ) as generator:
             yield generator
         return
-    count, stages = mesh.size("pipeline"), _stages(source, whole, mesh) if apart else held
+    count = mesh.size("pipeline")
+    stages = _stages(source, whole, mesh) if apart else held
     with (
         StagedDecoder(
-            whole, stages, mesh.layout.placement, mesh.group("pipeline"), mesh.host_group("pipeline")
+            whole,
+            stages,
+            mesh.layout.placement,
+            mesh.group("pipeline"),
+            mesh.host_group("pipeline"),
         ) as decoder,
         open_turns(
             decoder,
@@ -160,8 +217,12 @@ def _generating(
         yield turns
 
 
-def _settled(decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
-    """As the decoder settles a step's tokens; of several pipelines that generate the same, by `alike` with the first one's."""
+def _settled(
+    decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int
+) -> Callable[[], Drawn]:
+    """As the decoder settles a step's tokens; of several pipelines that generate the same, by
+    `alike` with the first one's.
+    """
     return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
@@ -176,9 +237,12 @@ def _agreed(own: Budget, mesh: RankMesh) -> Budget:
     return replace(own, max_tokens=min(budget.max_tokens for budget in budgets))
 
 
-def _gathered(source: Source, network: Transformer, mesh: RankMesh, device: torch.device) -> Transformer:
-    """The network with whole parameters and all experts, in the dtype it computes in: where it generates no rank then waits for
-    another at every layer of every token."""
+def _gathered(
+    source: Source, network: Transformer, mesh: RankMesh, device: torch.device
+) -> Transformer:
+    """The network with whole parameters and all experts, in the dtype it computes in: where it
+    generates no rank then waits for another at every layer of every token.
+    """
     whole = source.network(mesh, experts_apart=False)
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:
         whole.to(dtype)

@@ -1,4 +1,6 @@
-"""From a part of a batch to what the network is called with, and from its outputs back to the part's rows."""
+"""From a part of a batch to what the network is called with, and from its outputs back to the
+part's rows.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,19 @@ from weft.parallel.microbatch import Microbatch
 
 Want = frozenset[Output]
 SCORED = ("logprobs", "ref_logprobs", "values")
-# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second pass of attention, on an
-# accelerator by a slower kernel.
+# Of all tokens, those that sharing whatever the ids must spare in all: to join parts takes a second
+# pass of attention, on an accelerator by a slower kernel.
 LEAST_SHARE = {"cpu": 0.02}
 DEFAULT_LEAST_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How one micro-batch goes through a network. `extra` rows follow each completion's last token; without `dropout` keys
-    (of a sequence's seed and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out."""
+    """How one micro-batch goes through a network.
+
+    `extra` rows follow each completion's last token; without `dropout` keys (of a sequence's seed
+    and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out.
+    """
 
     want: Want
     temperature: float = 1.0
@@ -57,27 +62,37 @@ class Shares(Protocol):
 def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
     """The same sequences, with prompts shared that are worth it, of a batch with these keys.
 
-    What was sampled is joined where the generator joined it: its log-probs then come out with the same rounding.
+    What was sampled is joined where the generator joined it: its log-probs then come out with the
+    same rounding.
     """
-    return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS) if "logprobs" in keys else layout.by_id()
+    if "logprobs" in keys:
+        return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
+    return layout.by_id()
 
 
 def sharing_in_training(
     layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
 ) -> PackLayout:
-    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or system prompt, say).
+    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or
+    system prompt, say).
 
-    Not where another pass has scored the same tokens: it shares by id, and rounding is then the same.
+    Not where another pass has scored the same tokens: it shares by id, and rounding is then the
+    same.
     """
     if not any(key in keys for key in SCORED):
         across = layout.by_prefix(sample)
-        if across.spared >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum():
+        if (
+            across.spared
+            >= LEAST_SHARE.get(device.type, DEFAULT_LEAST_SHARE) * across.lengths.sum()
+        ):
             return across
     return sharing(layout, keys)
 
 
 def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.NDArray[np.bool_]:
-    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss mask has."""
+    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss
+    mask has.
+    """
     counts = layout.rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:
         counts = counts & np.not_equal(host_array(part.data["loss_mask"]), 0.0)
@@ -85,8 +100,9 @@ def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.ND
 
 
 def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.device) -> Prepared:
-    """A micro-batch, ready for the network. Rows that do not exist will give 0, and so will those with loss mask 0 where
-    `how.trained_only`.
+    """A micro-batch, ready for the network.
+
+    Rows that do not exist will give 0, and so will those with loss mask 0 where `how.trained_only`.
 
     Dropout differs between the completions of a prompt, so a pass with dropout shares none.
     """
@@ -97,26 +113,46 @@ def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.d
         and cast(Shares, network).shares_prefixes(int(layout.lengths.max()))
     ):
         keys = part.data
-        layout = sharing_in_training(layout, keys, part, device) if how.trained_only else sharing(layout, keys)
-    ids = given_ids_of(part, device) if "given_logprobs" in how.want else how.top
+        if how.trained_only:
+            layout = sharing_in_training(layout, keys, part, device)
+        else:
+            layout = sharing(layout, keys)
+    if "given_logprobs" in how.want:
+        ids: Tensor | TopIds | None = given_ids_of(part, device)
+    else:
+        ids = how.top
     packed = replace(
-        pack(part, layout, device, extra=how.extra), aux_loss=how.aux_loss, row_gradient=how.gradient, ids=ids
+        pack(part, layout, device, extra=how.extra),
+        aux_loss=how.aux_loss,
+        row_gradient=how.gradient,
+        ids=ids,
     )
     if how.dropout is not None:
-        packed = replace(packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device))
-    support, counts = support_of(part, device), counting_rows(part, layout, how)
+        packed = replace(
+            packed, dropout=DropoutKeys.of(*how.dropout, microbatches.sequence_keys(part), device)
+        )
+    support = support_of(part, device)
+    counts = counting_rows(part, layout, how)
     if counts.all() or "scores" in how.want:
-        return Prepared(part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out)
+        return Prepared(
+            part, layout, Microbatch(packed, how.want, how.temperature, support), lambda out: out
+        )
     chosen = np.flatnonzero(counts)
     rows = put(chosen, device)
-    given = Microbatch(packed.at(rows), how.want, how.temperature, None if support is None else support.select(chosen))
+    given = Microbatch(
+        packed.at(rows),
+        how.want,
+        how.temperature,
+        None if support is None else support.select(chosen),
+    )
     return Prepared(part, layout, given, lambda out: among_zeros(out, rows, len(counts)))
 
 
 def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
     """A pass of one token."""
     outputs: Want = next(
-        (frozenset[Output]({each}) for each in ("values", "scores") if each in want), frozenset({"logprobs"})
+        (frozenset[Output]({each}) for each in ("values", "scores") if each in want),
+        frozenset({"logprobs"}),
     )
     token = np.zeros(1, np.int64)
     one = SequenceSample.from_groups(
@@ -140,9 +176,9 @@ class Scoring:
         return filler(self.network, self.how.want, self.device)
 
     def finish(self, prepared: Prepared, out: Outputs) -> SequenceSample | None:
-        return (
-            None if prepared.part is None else as_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
-        )
+        if prepared.part is None:
+            return None
+        return as_sample(prepared.part, prepared.layout, cast(dict[str, Tensor], out))
 
     def stage_loss(self, prepared: Prepared) -> Tensor | None:
         return None

@@ -16,11 +16,16 @@ MULTIPLE = 16  # of rows that a grown vocabulary has
 
 
 def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The configuration with room for the tokens that `tokenizer.add_tokens` made, and with `rope_scaling`.
+    """The configuration with room for the tokens that `tokenizer.add_tokens` made, and with
+    `rope_scaling`.
 
-    Raises `CheckpointError` where the tokenizer had ids without an embedding before, `ConfigError` where nothing is rotated.
+    Raises `CheckpointError` where the tokenizer had ids without an embedding before, `ConfigError`
+    where nothing is rotated.
     """
-    before = tokenizer.vocab_size if tokenizer.added_from is None else tokenizer.added_from
+    if tokenizer.added_from is None:
+        before = tokenizer.vocab_size
+    else:
+        before = tokenizer.added_from
     hf_io.check_vocabulary(config, before, str(spec.path), spec.tokenizer.path or str(spec.path))
     if tokenizer.vocab_size > config.vocab_size:
         config = replace(config, vocab_size=-(-tokenizer.vocab_size // MULTIPLE) * MULTIPLE)
@@ -29,40 +34,59 @@ def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) ->
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """With the prefix that is trained, or with the directory's own. Raises `ConfigError` where the two do not go together."""
-    there, asked = config.prefix_tokens, spec.prefix.num_tokens
+    """With the prefix that is trained, or with the directory's own.
+
+    Raises `ConfigError` where the two do not go together.
+    """
+    there = config.prefix_tokens
+    asked = spec.prefix.num_tokens
     trains = spec.trained or spec.mirrors
     if asked and config.family in NO_PREFIX:
         raise ConfigError(
-            f"prefix.num_tokens={asked}: PEFT has no form to save a prefix of a {config.family} model in; use lora.r"
+            f"prefix.num_tokens={asked}: PEFT has no form to save a prefix of a {config.family} "
+            f"model in; use lora.r"
         )
     if there and trains and asked != there:
         raise ConfigError(
-            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write prefix.num_tokens={there} to "
+            f"{spec.path} is a prefix of {there} tokens, and prefix.num_tokens={asked}; write "
+            f"prefix.num_tokens={there} to "
             "train it further, or give the path of the model it belongs to"
         )
     if asked and trains and config.learned_positions is not None:
         places = config.learned_positions - config.position_offset
         if asked >= places:
-            raise ConfigError(f"prefix.num_tokens={asked}: leaves no room in the {places} positions of {spec.path}")
+            raise ConfigError(
+                f"prefix.num_tokens={asked}: leaves no room in the {places} positions of "
+                f"{spec.path}"
+            )
     return replace(config, prefix_tokens=asked) if trains and asked else config
 
 
 def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """With the positions of `rope_scaling`: `linear` divides them by the factor (Chen et al. 2023, "Position interpolation"),
-    `ntk` raises the base to base * alpha^(d / (d - 2)), `dynamic` does so as a sequence outgrows the trained length (bloc97
-    2023)."""
-    rope, value = config.rope, spec.rope_scaling
+    """With the positions of `rope_scaling`: `linear` divides them by the factor (Chen et al. 2023,
+    "Position interpolation"), `ntk` raises the base to base * alpha^(d / (d - 2)), `dynamic` does
+    so as a sequence outgrows the trained length (bloc97 2023).
+    """
+    rope = config.rope
+    value = spec.rope_scaling
     if rope is None or rope.scaling != "none":
-        has = "positions that are not rotated" if rope is None else f"rope_scaling of type {rope.scaling} already"
+        if rope is None:
+            has = "positions that are not rotated"
+        else:
+            has = f"rope_scaling of type {rope.scaling} already"
         raise ConfigError(f"rope_scaling={value!r}: {spec.path} has {has}; leave the option out")
-    number, positions = rope_scaling.number_of(value), config.max_positions
+    number = rope_scaling.number_of(value)
+    positions = config.max_positions
     match value["type"]:
         case "linear":
             rope = replace(rope, scaling="linear", values={"factor": number})
-        case "dynamic":  # the length it was trained on is what config.json calls its positions, so these stay
+        # the length it was trained on is what config.json calls its positions, so these stay
+        case "dynamic":
             return replace(
-                config, rope=replace(rope, scaling="dynamic", values={"factor": number, "original": positions})
+                config,
+                rope=replace(
+                    rope, scaling="dynamic", values={"factor": number, "original": positions}
+                ),
             )
         case _:
             rope = replace(rope, theta=rope.theta * number ** (rope.dim / (rope.dim - 2)))

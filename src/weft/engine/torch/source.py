@@ -1,4 +1,6 @@
-"""Where a role's parameters come from: a model directory, read slice by slice, or draws of which a rank takes its part."""
+"""Where a role's parameters come from: a model directory, read slice by slice, or draws of which a
+rank takes its part.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from weft.topology import Coordinates, Layout, Slice, whole
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a layout where nobody is there to talk to: its part of a network has the sizes, joined to none."""
+    """A rank's place in a layout where nobody is there to talk to: its part of a network has the
+    sizes, joined to none.
+    """
 
     layout: Layout
     at: Coordinates
@@ -41,15 +45,26 @@ GROWN = ("embed.weight", "head.weight", "head.bias")  # what has a row for each 
 
 
 class Source:
-    """One role's network, built of its configuration without memory, and the values of its parameters."""
+    """One role's network, built of its configuration without memory, and the values of its
+    parameters.
+    """
 
-    def __init__(self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None
+    ) -> None:
         self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
-        self._added_from = added_from  # the first token that was added: its row, and those after it, are new
-        self._reader = None if spec.init_from_scratch or spec.planned else hf_io.Reader(path, self.head, spec.type)
-        unasked: Pooling = "last" if self._reader is None else self._reader.pooling  # a directory's own word counts
+        # the first token that was added: its row, and those after it, are new
+        self._added_from = added_from
+        if spec.init_from_scratch or spec.planned:
+            self._reader = None
+        else:
+            self._reader = hf_io.Reader(path, self.head, spec.type)
+        # a directory's own word counts
+        unasked: Pooling = "last" if self._reader is None else self._reader.pooling
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
-        self.shapes = {name: tuple(part.data.shape) for name, part in canonical(self.network(None)).items()}
+        self.shapes = {
+            name: tuple(part.data.shape) for name, part in canonical(self.network(None)).items()
+        }
 
     @property
     def tied(self) -> bool:
@@ -57,12 +72,19 @@ class Source:
         return self.config.tied and self.head == "lm"
 
     def network(self, mesh: RankMesh | Seat | None, *, experts_apart: bool = True) -> Transformer:
-        """The whole network, or one rank's part of it joined to the others', on the meta device; its adapters are there.
-        Without `experts_apart` every rank has all experts, whatever the layout."""
-        config, layers = self.config, cast("list[int] | None", None)
+        """The whole network, or one rank's part of it joined to the others', on the meta device;
+        its adapters are there. Without `experts_apart` every rank has all experts, whatever the
+        layout.
+        """
+        config = self.config
+        layers = cast("list[int] | None", None)
         if mesh is not None:
-            layout, at = mesh.layout, mesh.at
-            config = config if layout.tensor == 1 else config.narrowed(layout.tensor, at.tensor)
+            layout = mesh.layout
+            at = mesh.at
+            if layout.tensor == 1:
+                config = config
+            else:
+                config = config.narrowed(layout.tensor, at.tensor)
             if layout.pipeline > 1:
                 layers = [layer for run in self.stages(mesh).values() for layer in run]
         spec = self.spec
@@ -74,7 +96,9 @@ class Source:
         if spec.dropout is not None:
             _set_dropout(network, spec.dropout)
         if spec.residual_dropout:
-            frozen.set_residual_dropout(network, spec.residual_dropout, ramp=spec.residual_dropout_lima)
+            frozen.set_residual_dropout(
+                network, spec.residual_dropout, ramp=spec.residual_dropout_lima
+            )
         network.recompute_every = spec.recomputed_layers
         network.requires_grad_(spec.trained)
         first = frozen.frozen_layers(spec.freeze_layers, spec.train_last_layers, config.num_layers)
@@ -84,7 +108,9 @@ class Source:
         if spec.has_adapters:
             own = spec.lora
             if own.r:
-                lora.add(network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets)
+                lora.add(
+                    network, r=own.r, alpha=own.alpha, dropout=own.dropout, targets=own.targets
+                )
             else:
                 prefix.train(network)
             if spec.trains_embeddings:
@@ -95,21 +121,28 @@ class Source:
             matrices = [each for each in network.blocks.modules() if isinstance(each, Linear)]
             quantized.hold(matrices, cast(Kind, spec.quantize), common.reading_dtype(spec))
         if isinstance(mesh, RankMesh) and mesh.size("tensor") > 1:
-            tensor.join(network, self.config, mesh.group("tensor"), shares_rows=spec.sequence_parallel)
+            tensor.join(
+                network, self.config, mesh.group("tensor"), shares_rows=spec.sequence_parallel
+            )
         if isinstance(mesh, RankMesh) and mesh.size("context") > 1:
             context.join(network, mesh.group("context"))
         return network.eval()
 
     def stages(self, mesh: RankMesh | Seat) -> dict[int, range]:
         """The blocks of every stage that a rank holds, by the stage's number."""
-        placement, config = mesh.layout.placement, self.config
+        placement = mesh.layout.placement
+        config = self.config
         return {
-            stage: topology.stage_of(config.num_layers, placement.num_stages, stage, config.head_layers)
+            stage: topology.stage_of(
+                config.num_layers, placement.num_stages, stage, config.head_layers
+            )
             for stage in placement.stages_of(mesh.at.pipeline)
         }
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
-        """Give parameters their values: of each the part that `places` names, all of it where it names none."""
+        """Give parameters their values: of each the part that `places` names, all of it where it
+        names none.
+        """
         with torch.no_grad():
             for name, part in stored.items():
                 part.data.copy_(self._values(name, places.get(name)))
@@ -118,18 +151,25 @@ class Source:
         shape = self.shapes[name]
         if lora.is_adapter(name):
             values = lora.initial(name, shape, self.spec.seed)
-        elif self._reader is None or name in self._reader.missing or name not in self._reader.shapes:
+        elif (
+            self._reader is None or name in self._reader.missing or name not in self._reader.shapes
+        ):
             values = hf_io.initial(name, shape, self.config, self.head, self.spec.seed)
         elif name in GROWN and self._added_from is not None:
-            return self._with_new_rows(self._reader, name, whole(shape) if where is None else where, self._added_from)
+            return self._with_new_rows(
+                self._reader, name, whole(shape) if where is None else where, self._added_from
+            )
         else:
             return self._reader.read(name, where)
         return values if where is None else values[where]
 
-    def _with_new_rows(self, reader: hf_io.Reader, name: str, where: Slice, added_from: int) -> Tensor:
-        """Rows of the vocabulary: those that were there, and of tokens that were added the mean over all that were (Hewitt
-        2021, "Initializing new word embeddings for pretrained language models"), which leaves the others' probabilities nearly
-        as they were."""
+    def _with_new_rows(
+        self, reader: hf_io.Reader, name: str, where: Slice, added_from: int
+    ) -> Tensor:
+        """Rows of the vocabulary: those that were there, and of tokens that were added the mean
+        over all that were (Hewitt 2021, "Initializing new word embeddings for pretrained language
+        models"), which leaves the others' probabilities nearly as they were.
+        """
         rows, *rest = where
         kept = slice(rows.start, min(max(added_from, rows.start), rows.stop))
         old = reader.read(name, (kept, *rest))
@@ -153,32 +193,40 @@ def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> 
 def _check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
     if layout.context > 1 and config.prefix_tokens:
         raise ConfigError(
-            f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and {spec.path} is to have one of "
+            f"layout={layout}: ranks that share the tokens of a sequence (c) have no prefix, and "
+            f"{spec.path} is to have one of "
             f"{config.prefix_tokens} tokens; write c1, or take lora.r in its place"
         )
     if layout.expert > 1:
         _check_experts(layout, config)
     if layout.pipeline > 1 and spec.trained and spec.freezes:
         raise ConfigError(
-            f"layout={layout}: the stages of a pipeline all have something to train, which freeze_layers and train_last_layers "
+            f"layout={layout}: the stages of a pipeline all have something to train, which "
+            f"freeze_layers and train_last_layers "
             "do not leave them; write p1, or leave these out"
         )
     config.narrowed(layout.tensor, 0)
     topology.stage_of(config.num_layers, layout.pipeline, 0)
-    count, kind = layout.placement.num_stages, spec.pipeline_schedule
+    count = layout.placement.num_stages
+    kind = spec.pipeline_schedule
     if count > config.num_layers:
         raise ConfigError(
-            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank makes {count} stages of a "
-            f"model with {config.num_layers} layers; every stage needs at least one: lower p, or pipeline_stages_per_rank"
+            f"layout={layout}: pipeline_schedule={kind} with {layout.stages_a_rank} stages a rank "
+            f"makes {count} stages of a "
+            f"model with {config.num_layers} layers; every stage needs at least one: lower p, or "
+            f"pipeline_stages_per_rank"
         )
 
 
 def _check_experts(layout: Layout, config: TransformerConfig) -> None:
     if config.experts is None:
-        raise ConfigError(f"layout={layout}: a {config.family} model has no experts to share; write e1")
+        raise ConfigError(
+            f"layout={layout}: a {config.family} model has no experts to share; write e1"
+        )
     if config.experts.num % layout.expert:
         raise ConfigError(
-            f"layout={layout}: e={layout.expert} does not divide the model's {config.experts.num} experts; write an e that does"
+            f"layout={layout}: e={layout.expert} does not divide the model's {config.experts.num} "
+            f"experts; write an e that does"
         )
 
 

@@ -1,7 +1,8 @@
-"""Gradients that go to host memory while the backward pass goes on, and masters that go back while the next are updated.
+"""Gradients that go to host memory while the backward pass goes on, and masters that go back while
+the next are updated.
 
-Both go through a few pinned buffers of one size, used in turn, so that neither masters nor gradients need be pinned: pinned
-memory is bounded, and a copy that is on its way keeps its buffer.
+Both go through a few pinned buffers of one size, used in turn, so that neither masters nor
+gradients need be pinned: pinned memory is bounded, and a copy that is on its way keeps its buffer.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from torch import Tensor
 
 from weft.kernels import Lane, Mark
 
-SLOTS, SLOT_BYTES = 4, 2**25  # of pinned memory: 128 MiB in each direction
+SLOTS = 4
+SLOT_BYTES = 2**25  # of pinned memory: 128 MiB in each direction
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """A piece of a gradient on its way. `kept` is what it is copied from, which stays in the device's memory so long."""
+    """A piece of a gradient on its way.
+
+    `kept` is what it is copied from, which stays in the device's memory so long.
+    """
 
     mark: Mark
     arrived: Tensor
@@ -30,25 +35,35 @@ class _Sum:
 
 
 class GradientsToHost:
-    """`add` begins to bring a gradient; after `finish` all are there. Sums are made in the dtype of what they go into."""
+    """`add` begins to bring a gradient; after `finish` all are there.
+
+    Sums are made in the dtype of what they go into.
+    """
 
     def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        self._lane, self._slots, self._slot_bytes = lane, slots, slot_bytes
+        self._lane = lane
+        self._slots = slots
+        self._slot_bytes = slot_bytes
         self._free: list[Tensor] = []  # buffers, taken when first needed
         self._taken = 0
         self._coming: deque[tuple[_Sum, Tensor]] = deque()  # with the buffer
 
     @torch.no_grad()
     def add(self, gradient: Tensor, into: Tensor, *, fresh: bool) -> None:
-        """into <- gradient where it is `fresh`, else into <- into + gradient; both have one shape. The gradient must not be
-        written to any more."""
-        flat, sums = gradient.reshape(-1), into.view(-1)
+        """into <- gradient where it is `fresh`, else into <- into + gradient; both have one shape.
+
+        The gradient must not be written to any more.
+        """
+        flat = gradient.reshape(-1)
+        sums = into.view(-1)
         self._lane.follow()
         for low, high in _pieces(flat, self._slot_bytes):
             buffer = self._buffer()
             arrived = buffer.view(flat.dtype)[: high - low]
             self._lane.copy(arrived, flat[low:high])
-            self._coming.append((_Sum(self._lane.mark(), arrived, sums[low:high], fresh, flat), buffer))
+            self._coming.append(
+                (_Sum(self._lane.mark(), arrived, sums[low:high], fresh, flat), buffer)
+            )
 
     def finish(self) -> None:
         while self._coming:
@@ -75,11 +90,14 @@ class GradientsToHost:
 
 
 class MastersToDevice:
-    """`put` begins to bring values, rounded on the host to the dtype they get, and returns when a buffer holds the last of
-    them; `hold` has the device's next work find them."""
+    """`put` begins to bring values, rounded on the host to the dtype they get, and returns when a
+    buffer holds the last of them; `hold` has the device's next work find them.
+    """
 
     def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        self._lane, self._slots, self._slot_bytes = lane, slots, slot_bytes
+        self._lane = lane
+        self._slots = slots
+        self._slot_bytes = slot_bytes
         self._going: deque[tuple[Mark, Tensor]] = deque()  # with the buffer
         self._begun = False
 
@@ -89,7 +107,8 @@ class MastersToDevice:
         if not self._begun:
             self._lane.follow()
             self._begun = True
-        to, values = target.view(-1), source.view(-1)
+        to = target.view(-1)
+        values = source.view(-1)
         for low, high in _pieces(to, self._slot_bytes):
             buffer = self._buffer()
             rounded = buffer.view(to.dtype)[: high - low]

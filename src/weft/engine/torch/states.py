@@ -1,4 +1,6 @@
-"""The state that an optimizer keeps of its parameters, as it is written and taken over: by canonical name, in any layout."""
+"""The state that an optimizer keeps of its parameters, as it is written and taken over: by
+canonical name, in any layout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from weft.models.network.parameters import StoredParameter
 from weft.topology import Slice
 
 State = dict[str, Tensor]  # of one parameter, by slot
-SCALES = ":scales"  # ends the slot of scales of blocks, a slot of the parameter's shape goes before it
+# ends the slot of scales of blocks, a slot of the parameter's shape goes before it
+SCALES = ":scales"
 
 
 def is_scales(key: str) -> bool:
@@ -28,8 +31,11 @@ def blocks(count: int, size: int) -> int:
 def named(
     trained: Mapping[str, StoredParameter], states: Mapping[nn.Parameter, State], block: int
 ) -> dict[str, Tensor]:
-    """`{parameter}/{slot}` -> tensor, from the state of each stored parameter. Scales are those of the blocks, of `block`
-    elements of the stored parameter, that a canonical one has a part in."""
+    """`{parameter}/{slot}` -> tensor, from the state of each stored parameter.
+
+    Scales are those of the blocks, of `block` elements of the stored parameter, that a canonical
+    one has a part in.
+    """
     return {
         f"{name}/{slot}": _part_of(part, slot, value, block)
         for name, part in trained.items()
@@ -40,7 +46,10 @@ def named(
 def stored(
     trained: Mapping[str, StoredParameter], tensors: Mapping[str, Tensor], block: int
 ) -> dict[nn.Parameter, State]:
-    """The way back. A stored parameter of which some parts have scales and others none has zeros in their place."""
+    """The way back.
+
+    A stored parameter of which some parts have scales and others none has zeros in their place.
+    """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
         name, slot = key.rsplit("/", 1)
@@ -54,7 +63,9 @@ def stored(
                 count = blocks(part.parameter.numel(), block)
                 held.setdefault(slot, value.new_zeros(count))[where] = value
         else:
-            whole = held.setdefault(slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device))
+            whole = held.setdefault(
+                slot, torch.zeros_like(part.parameter, dtype=value.dtype, device=value.device)
+            )
             part.of(whole).copy_(value)
     return states
 
@@ -74,8 +85,12 @@ def _blocks_of(part: StoredParameter, block: int) -> slice:
 
 
 def written(tensors: Mapping[str, Tensor], places: Mapping[str, Slice]) -> dict[str, Tensor]:
-    """As a rank writes them: scales, which fit the part here alone, under names that say which part that is."""
-    return {_placed(key, places) if is_scales(key) else key: value for key, value in tensors.items()}
+    """As a rank writes them: scales, which fit the part here alone, under names that say which part
+    that is.
+    """
+    return {
+        _placed(key, places) if is_scales(key) else key: value for key, value in tensors.items()
+    }
 
 
 def fits_layouts(written_as: str, value: Tensor) -> bool:
@@ -83,9 +98,12 @@ def fits_layouts(written_as: str, value: Tensor) -> bool:
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
-def read(saved: Saved, places: Mapping[str, Slice], elsewhere: Collection[str]) -> dict[str, Tensor]:
-    """This rank's part of every tensor that was saved, but of parameters that other ranks have (`elsewhere`) and of scales that
-    are of other parts than lie here."""
+def read(
+    saved: Saved, places: Mapping[str, Slice], elsewhere: Collection[str]
+) -> dict[str, Tensor]:
+    """This rank's part of every tensor that was saved, but of parameters that other ranks have
+    (`elsewhere`) and of scales that are of other parts than lie here.
+    """
     names = _readable(saved.names, places)
     of = owners(names, places)
     return {
@@ -96,7 +114,9 @@ def read(saved: Saved, places: Mapping[str, Slice], elsewhere: Collection[str]) 
 
 
 def owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of it."""
+    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of
+    it.
+    """
     return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
 
 

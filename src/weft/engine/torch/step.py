@@ -1,4 +1,6 @@
-"""One optimizer step: forward and backward over the micro-batches of a minibatch, the checks before the step, the step."""
+"""One optimizer step: forward and backward over the micro-batches of a minibatch, the checks before
+the step, the step.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ from weft.models.network.aux_loss import MoEAuxLoss
 
 Veto = Callable[[Mapping[str, float]], str | None]
 SHOWN = 8  # sample ids that an error names
-# Beside the loss's own denominators: what the experts' auxiliary loss is divided by, and whether there is anything to train.
-SEQUENCES, TRAINED = "sequences of the minibatch", "trained rows of the minibatch"
+# Beside the loss's own denominators: what the experts' auxiliary loss is divided by, and whether
+# there is anything to train.
+SEQUENCES = "sequences of the minibatch"
+TRAINED = "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 
 @dataclass
 class PassResults:
-    """What the micro-batches of one minibatch leave behind; tensors stay on the device until all are through."""
+    """What the micro-batches of one minibatch leave behind; tensors stay on the device until all
+    are through.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
@@ -52,11 +58,17 @@ class PassResults:
         operations = sum(self.operations)
         read = Reading()
         losses = [read.later(loss) for loss in self.losses]
-        stats, grad_norm = _later(self.stats, read), read.later(0.0 if norm is None else norm)
+        stats = _later(self.stats, read)
+        grad_norm = read.later(0.0 if norm is None else norm)
         read.now()
         values = [float(loss) for loss in losses]
         wrong = tuple(
-            dict.fromkeys(id for x, ids in zip(values, self.ids, strict=True) if not math.isfinite(x) for id in ids)
+            dict.fromkeys(
+                id
+                for x, ids in zip(values, self.ids, strict=True)
+                if not math.isfinite(x)
+                for id in ids
+            )
         )
         made = Accumulated(sum(values), _numbers(stats), wrong, sum(self.tokens), operations)
         return made, float(grad_norm)
@@ -64,7 +76,9 @@ class PassResults:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What one rank's micro-batches of a minibatch amount to; `not_finite` are the ids whose loss is NaN or infinite."""
+    """What one rank's micro-batches of a minibatch amount to; `not_finite` are the ids whose loss
+    is NaN or infinite.
+    """
 
     loss: float
     stats: Sequence[Mapping[str, Stat]]
@@ -142,7 +156,9 @@ def _of_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """The experts' balance: its weight, a mean over sequences, and how many ranks compute it and sum its gradient."""
+    """The experts' balance: its weight, a mean over sequences, and how many ranks compute it and
+    sum its gradient.
+    """
 
     weight: float = 0.0
     ranks: int = 1
@@ -151,7 +167,9 @@ class AuxLoss:
     def of(self, uneven: Tensor) -> Tensor:
         """Its part of the loss."""
         value = self.weight * uneven
-        return value if self.ranks == 1 else value.detach() + (value - value.detach()) / self.ranks
+        if self.ranks == 1:
+            return value
+        return value.detach() + (value - value.detach()) / self.ranks
 
 
 NO_AUX_LOSS = AuxLoss()
@@ -159,7 +177,10 @@ NO_AUX_LOSS = AuxLoss()
 
 @dataclass(frozen=True)
 class Step:
-    """What a minibatch needs besides its samples. `on_nonfinite` is "stop" (`NotFinite`) or "skip" (no step, counted)."""
+    """What a minibatch needs besides its samples.
+
+    `on_nonfinite` is "stop" (`NotFinite`) or "skip" (no step, counted).
+    """
 
     network: nn.Module
     optimizer: Optimizer
@@ -176,11 +197,15 @@ class Step:
     ready: Callable[[], None]  # what passes left on its way is there then: gradients, masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
-        """Accumulate the gradient of the minibatch, look at its statistics, and step unless something speaks against it."""
+        """Accumulate the gradient of the minibatch, look at its statistics, and step unless
+        something speaks against it.
+        """
         started = time.perf_counter()
         total = self._denominators(minibatch, loss)
         if total is None:
-            return StepStats({"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING)
+            return StepStats(
+                {"num_tokens": 0.0, "learning_rate": self.optimizer.learning_rate}, skipped=NOTHING
+            )
         passes = PassResults(chosen=choose_ids(minibatch.ids))
         parts = microbatches.cut(minibatch, self.max_tokens, loss.unit)
         self.spread.run(self.network, parts, _Training(self, loss, total, passes), trains=True)
@@ -192,7 +217,9 @@ class Step:
         done = Accumulated.join(ranks)
         reduced = reduce_stats(done.stats)
         metrics = {
-            **{name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)},
+            **{
+                name: value for name, value in loss.summary(reduced).items() if math.isfinite(value)
+            },
             "loss": done.loss,
             "grad_norm": grad_norm,
             "learning_rate": self.optimizer.learning_rate,
@@ -229,19 +256,28 @@ class Step:
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
-        """Why the optimizer must not step, or None. Takes what is not finite out of the metrics. Raises `NotFinite`."""
+        """Why the optimizer must not step, or None.
+
+        Takes what is not finite out of the metrics. Raises `NotFinite`.
+        """
         ids = list(not_finite)
         what = "loss"
         if not ids and not math.isfinite(metrics["grad_norm"]):
             if self.optimizer.overflowed():
                 del metrics["grad_norm"]
                 return f"float16 gradients overflowed; they are scaled by {self.optimizer.loss_scale:g} from now on"
-            ids, what = list(minibatch.ids), "gradient"
+            ids = list(minibatch.ids)
+            what = "gradient"
         if ids:
-            shown = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
+            shown = ", ".join(ids[:SHOWN]) + (
+                f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+            )
             reason = f"the {what} is not finite at optimizer step {self.optimizer.steps + 1}; samples: {shown}"
             if self.on_nonfinite == "stop":
-                raise NotFinite(f"{reason}; lower the learning rate, look at these samples, or set on_nonfinite=skip")
+                raise NotFinite(
+                    f"{reason}; lower the learning rate, look at these samples, or set "
+                    f"on_nonfinite=skip"
+                )
             for name in [name for name, value in metrics.items() if not math.isfinite(value)]:
                 del metrics[name]
             metrics["nonfinite"] = 1.0
@@ -259,22 +295,38 @@ class _Training:
     passes: PassResults
 
     def prepare(self, part: SequenceSample) -> Prepared:
-        step, loss = self.step, self.loss
-        dropout = None if step.dropout_seed is None else (step.dropout_seed, step.optimizer.attempts)
+        step = self.step
+        loss = self.loss
+        if step.dropout_seed is None:
+            dropout = None
+        else:
+            dropout = (step.dropout_seed, step.optimizer.attempts)
         aux_loss = None
         if step.aux_loss.weight:
-            aux_loss = MoEAuxLoss(put(PackLayout.of(part).lengths, step.device), step.aux_loss.num_layers)
-        rows, gradient = SampleRows(part, PackLayout.of(part), step.device, self._floats), None
+            aux_loss = MoEAuxLoss(
+                put(PackLayout.of(part).lengths, step.device), step.aux_loss.num_layers
+            )
+        rows = SampleRows(part, PackLayout.of(part), step.device, self._floats)
+        gradient = None
         if loss.by_row:
             gradient = by_row.row_gradient(loss, rows, self.total, step.optimizer.loss_scale)
         how = Pass(
-            loss.outputs, step.temperature, dropout=dropout, aux_loss=aux_loss, trained_only=True, gradient=gradient
+            loss.outputs,
+            step.temperature,
+            dropout=dropout,
+            aux_loss=aux_loss,
+            trained_only=True,
+            gradient=gradient,
         )
         prepared = prepare(step.network, part, how, step.device)
-        layout, scores = prepared.layout, "scores" in loss.outputs
-        counted = len(layout.length) if scores else np.count_nonzero(counting_rows(part, layout, how))
+        layout = prepared.layout
+        scores = "scores" in loss.outputs
+        if scores:
+            counted = float(len(layout.length))
+        else:
+            counted = float(np.count_nonzero(counting_rows(part, layout, how)))
         self.passes.operations.append(
-            step.cost.training(layout.segments, rows=float(counted), across=layout.pairs_across)
+            step.cost.training(layout.segments, rows=counted, across=layout.pairs_across)
         )
         return replace(prepared, rows=rows)
 
@@ -282,7 +334,10 @@ class _Training:
         return filler(self.step.network, self.loss.outputs, self.step.device)
 
     def finish(self, prepared: Prepared, out: Outputs) -> Tensor:
-        part, step, loss, batch = prepared.part, self.step, self.loss, prepared.rows
+        part = prepared.part
+        step = self.step
+        loss = self.loss
+        batch = prepared.rows
         if part is None or batch is None:
             return torch.stack([each.sum() for each in out.values()]).sum() * 0.0
         value, stats = loss(cast(dict[str, Tensor], out), batch, self.total)
@@ -305,7 +360,8 @@ class _Training:
             return None
         value = self.step.aux_loss.of(uneven) / self.total[SEQUENCES]
         self.passes.losses.append(value.detach())
-        self.passes.stats.append({"balance_loss": Sum(uneven.detach(), 0.0)})  # the last stage counts the sequences
+        # the last stage counts the sequences
+        self.passes.stats.append({"balance_loss": Sum(uneven.detach(), 0.0)})
         self.passes.ids.append([])
         return value * self.step.optimizer.loss_scale
 
@@ -315,8 +371,10 @@ class _Training:
 
 
 def _uneven(prepared: Prepared) -> Tensor | None:
-    """How unevenly the layers that the pack went through use their experts, over its sequences; None where nobody asks. What a
-    recomputed layer adds later is of the same pass and not counted again."""
+    """How unevenly the layers that the pack went through use their experts, over its sequences;
+    None where nobody asks. What a recomputed layer adds later is of the same pass and not counted
+    again.
+    """
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:
         return None

@@ -1,7 +1,8 @@
 """Update rules in torch's form: its own AdamW and SGD, and Lion.
 
-torch decorates optimizers for `torch.compile`, and the decorators load the compiler at the first call, which takes a second.
-Blocks may be compiled, optimizers never are, so the classes here call what is beneath the decorators.
+torch decorates optimizers for `torch.compile`, and the decorators load the compiler at the first
+call, which takes a second. Blocks may be compiled, optimizers never are, so the classes here call
+what is beneath the decorators.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class SGD(Eager, torch.optim.SGD):
 class Lion(Eager):
     """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]) -> None:
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
 
     @torch.no_grad()

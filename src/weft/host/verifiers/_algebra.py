@@ -1,8 +1,10 @@
-"""A process that compares answers by `math_verify`: `python -m weft.host.verifiers._algebra FD`, started by `_symbolic`.
+"""A process that compares answers by `math_verify`: `python -m weft.host.verifiers._algebra FD`,
+started by `_symbolic`.
 
-It forks a child that takes questions (number, reference, answer, seconds) from the connection and answers each with
-(number, whether they are the same, seconds it took). When the processor seconds of a question are over the kernel ends the
-child, in whatever loop of whatever library it is; (None, False, 0) is then the answer, and another child is forked.
+It forks a child that takes questions (number, reference, answer, seconds) from the connection and
+answers each with (number, whether they are the same, seconds it took). When the processor seconds
+of a question are over the kernel ends the child, in whatever loop of whatever library it is; (None,
+False, 0) is then the answer, and another child is forked.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ import math_verify
 from weft.host.verifiers._survival import survives
 
 MEMORY = 4 << 30  # bytes of address space
-TARGETS = math_verify.LatexExtractionConfig(boxed_match_priority=0), math_verify.ExprExtractionConfig()
+TARGETS = (
+    math_verify.LatexExtractionConfig(boxed_match_priority=0),
+    math_verify.ExprExtractionConfig(),
+)
 
 
 def main(descriptor: int) -> None:
@@ -67,21 +72,31 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def same(reference: str, answer: str) -> bool:
-    """Return whether two texts, formulas or sentences that hold one, are equal to the library and it dropped nothing."""
+    """Return whether two texts, formulas or sentences that hold one, are equal to the library and
+    it dropped nothing.
+    """
     return alike(reference, answer) and survives(reference, answer, alike, parsed)
 
 
 def alike(reference: str, answer: str) -> bool:
     """Return the library's own verdict."""
-    one, other = parsed(reference), parsed(answer)
+    one = parsed(reference)
+    other = parsed(answer)
     return bool(
-        one and other and math_verify.verify(list(one), list(other), timeout_seconds=None, allow_set_relation_comp=True)
+        one
+        and other
+        and math_verify.verify(
+            list(one), list(other), timeout_seconds=None, allow_set_relation_comp=True
+        )
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> tuple[Any, ...]:
-    """What a text says: its last boxed answer, or its last formula or number. Empty where there is none."""
+    """What a text says: its last boxed answer, or its last formula or number.
+
+    Empty where there is none.
+    """
     return tuple(math_verify.parse(text, TARGETS, parsing_timeout=None))
 
 

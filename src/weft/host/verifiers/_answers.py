@@ -13,13 +13,29 @@ MOST_DIGITS = 1000  # of one number
 
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 SUPERSCRIPT = re.compile("(?<=[0-9)])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5",
-          "⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}  # fmt: skip
+VULGAR = {
+    "½": "1/2",
+    "⅓": "1/3",
+    "⅔": "2/3",
+    "¼": "1/4",
+    "¾": "3/4",
+    "⅕": "1/5",
+    "⅖": "2/5",
+    "⅗": "3/5",
+    "⅘": "4/5",
+    "⅙": "1/6",
+    "⅚": "5/6",
+    "⅛": "1/8",
+    "⅜": "3/8",
+    "⅝": "5/8",
+    "⅞": "7/8",
+}
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-# A sign counts where no word, digit or bracket stands before it ("5-3" is a difference). Commas, blanks,
-# apostrophes and LaTeX's spaces group three digits ("1,000", "1 000", "1{,}000", "1\\,000").
+# A sign counts where no word, digit or bracket stands before it ("5-3" is a difference). Commas,
+# blanks, apostrophes and LaTeX's spaces group three digits ("1,000", "1 000", "1{,}000",
+# "1\\,000").
 GROUP = r"(?:,|\{,\}|\\,|\\ |,\\!|['’]|[ \u00a0\u2007\u2009\u202f])"
 GROUPED = rf"[1-9]\d{{0,2}}(?P<group>{GROUP})\d{{3}}(?:(?P=group)\d{{3}})*(?!\d)"
 POWER = r"\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<{0}_braced>[-+]?\d+)\s*\}}|(?P<{0}>[-+]?\d+))"
@@ -37,8 +53,12 @@ NUMBER = re.compile(
 )
 
 
-def references(columns: Mapping[str, Sequence[Any]], column: str | None, count: int) -> Sequence[Any]:
-    """The right answers: the named column, or the first of `COLUMNS` there is; None for rows that have none."""
+def references(
+    columns: Mapping[str, Sequence[Any]], column: str | None, count: int
+) -> Sequence[Any]:
+    """The right answers: the named column, or the first of `COLUMNS` there is; None for rows that
+    have none.
+    """
     for name in (column,) if column else COLUMNS:
         if name in columns:
             return columns[name]
@@ -48,8 +68,8 @@ def references(columns: Mapping[str, Sequence[Any]], column: str | None, count: 
 def numbers(text: str) -> list[Fraction | None]:
     """Every number in a text, in order; None for one that cannot be read, such as 1/0 or a root.
 
-    Read as one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3, \\frac{1}{2}, 5 million.
-    A minus may be the sign U+2212.
+    Read as one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3, \\frac{1}{2},
+    5 million. A minus may be the sign U+2212.
     """
     return [_value(match) for match in NUMBER.finditer(_spelled_plainly(text))]
 

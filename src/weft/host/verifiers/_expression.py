@@ -8,23 +8,81 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-Node = tuple[Any, ...]  # ("number", Fraction), ("letter", name), ("constant", name), or an operation and its nodes
+# ("number", Fraction), ("letter", name), ("constant", name), or an operation and its nodes
+Node = tuple[Any, ...]
 
 MOST_CHARACTERS = 1000
 MOST_DEEP = 50
 MOST_EXPONENT = 400  # of a number such as 1e400
-FUNCTIONS = ("sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln", "log", "exp")
+FUNCTIONS = (
+    "sin",
+    "cos",
+    "tan",
+    "sec",
+    "csc",
+    "cot",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "ln",
+    "log",
+    "exp",
+)
 INVERSES = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}
 CONSTANTS = {"pi": "pi", r"\pi": "pi", "e": "e", "i": "i"}
 GREEK = (
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "kappa", "lambda", "mu",
-    "nu", "xi", "rho", "sigma", "tau", "phi", "varphi", "chi", "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi",
-    "Sigma", "Phi", "Psi", "Omega",
-)  # fmt: skip
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "epsilon",
+    "varepsilon",
+    "zeta",
+    "eta",
+    "theta",
+    "vartheta",
+    "kappa",
+    "lambda",
+    "mu",
+    "nu",
+    "xi",
+    "rho",
+    "sigma",
+    "tau",
+    "phi",
+    "varphi",
+    "chi",
+    "psi",
+    "omega",
+    "Gamma",
+    "Delta",
+    "Theta",
+    "Lambda",
+    "Xi",
+    "Sigma",
+    "Phi",
+    "Psi",
+    "Omega",
+)
 BARE = ("sin", "cos", "tan", "ln", "log", "exp")  # functions that count without a backslash, too
-# What letters in a row are cut into; the names of hyperbolic functions keep `\sinh` from being `\sin h`.
+# What letters in a row are cut into; the names of hyperbolic functions keep `\sinh` from being
+# `\sin h`.
 KNOWN = sorted(
-    [rf"\{name}" for name in (*FUNCTIONS, *GREEK, "sinh", "cosh", "tanh", "frac", "sqrt", "binom", "dbinom", "tbinom")]
+    [
+        rf"\{name}"
+        for name in (
+            *FUNCTIONS,
+            *GREEK,
+            "sinh",
+            "cosh",
+            "tanh",
+            "frac",
+            "sqrt",
+            "binom",
+            "dbinom",
+            "tbinom",
+        )
+    ]
     + [r"\lfloor", r"\rfloor", r"\lceil", r"\rceil", "pi", "sqrt", "inf", *BARE],
     key=len,
     reverse=True,
@@ -36,7 +94,9 @@ ENDS = {"+", "-", *CLOSING.values()}
 
 @dataclass(frozen=True)
 class Expression:
-    """A tree, the letters in it (but e and i), and whether a number in it has digits behind its point."""
+    """A tree, the letters in it (but e and i), and whether a number in it has digits behind its
+    point.
+    """
 
     root: Node
     letters: frozenset[str]
@@ -65,7 +125,9 @@ class _Parser:
     """sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?."""
 
     def __init__(self, text: str) -> None:
-        self._tokens = [token for match in TOKEN.finditer(text) for token in _letters(match.group())]
+        self._tokens = [
+            token for match in TOKEN.finditer(text) for token in _letters(match.group())
+        ]
         if "".join(self._tokens) != text:
             raise _Syntax
         self._at = 0
@@ -105,7 +167,11 @@ class _Parser:
             if self._take("/"):
                 parts.append((-1, self._power(depth)))
             else:
-                if not self._take("*") and self._peek()[0] in ".0123456789" and parts[-1][1][0] == "number":
+                if (
+                    not self._take("*")
+                    and self._peek()[0] in ".0123456789"
+                    and parts[-1][1][0] == "number"
+                ):
                     raise _Syntax  # two numbers in a row
                 parts.append((1, self._power(depth)))
         node: Node = parts[0][1] if len(parts) == 1 else ("product", *parts)
@@ -120,7 +186,9 @@ class _Parser:
         return ("power", base, self._exponent(depth)) if self._take("^") else base
 
     def _exponent(self, depth: int) -> Node:
-        return ("negative", self._atom(depth)) if self._take("-") else self._atom(depth)
+        if self._take("-"):
+            return ("negative", self._atom(depth))
+        return self._atom(depth)
 
     def _group(self, opening: str, depth: int) -> Node:
         self.need(opening)
@@ -133,7 +201,10 @@ class _Parser:
         if token in ("(", "{", "["):
             return self._group(token, depth)
         if token in ("|", r"\lfloor", r"\lceil"):
-            return ({"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}[token], self._group(token, depth))
+            return (
+                {"|": "abs", r"\lfloor": "floor", r"\lceil": "ceil"}[token],
+                self._group(token, depth),
+            )
         self._at += 1
         if token[:1].isdigit() or token[:1] == ".":
             return ("number", self._number(token))
@@ -142,7 +213,10 @@ class _Parser:
         if token in (r"\binom", r"\dbinom", r"\tbinom"):
             return ("binom", self._group("{", depth), self._group("{", depth))
         if token in (r"\sqrt", "sqrt"):
-            degree = self._group("[", depth) if self._peek() == "[" else ("number", Fraction(2))
+            if self._peek() == "[":
+                degree = self._group("[", depth)
+            else:
+                degree = ("number", Fraction(2))
             return ("root", self._group("{" if self._peek() == "{" else "(", depth), degree)
         name = token.lstrip("\\")
         if name in FUNCTIONS:
@@ -164,15 +238,21 @@ class _Parser:
         return number
 
     def _function(self, name: str, depth: int) -> Node:
-        """`\\sin^2 x`, `\\log_2 8`, `\\sin 2x`: an argument without brackets goes on to the next sign or function."""
-        base = self._peek() if name == "log" and self._peek().startswith("_{") else ""
+        """`\\sin^2 x`, `\\log_2 8`, `\\sin 2x`: an argument without brackets goes on to the next
+        sign or function.
+        """
+        if name == "log" and self._peek().startswith("_{"):
+            base = self._peek()
+        else:
+            base = ""
         if base:
             self._at += 1
             if not base[2:-1].isdigit():
                 raise _Syntax
         exponent = self._exponent(depth + 1) if self._take("^") else None
         if exponent == ("negative", ("number", Fraction(1))):
-            name, exponent = INVERSES.get(name, ""), None
+            name = INVERSES.get(name, "")
+            exponent = None
             if not name:
                 raise _Syntax
         argument = self._argument(depth)
@@ -188,7 +268,12 @@ class _Parser:
         if self._peek() in CLOSING and self._peek() not in "|[":
             return self._atom(depth + 1)
         parts = [(1, self._power(depth + 1))]
-        while (token := self._peek()) and token not in ENDS and token not in "*(" and not _is_function(token):
+        while (
+            (token := self._peek())
+            and token not in ENDS
+            and token not in "*("
+            and not _is_function(token)
+        ):
             if token == "/":
                 raise _Syntax  # of the function or of its argument
             parts.append((1, self._power(depth + 1)))
@@ -200,12 +285,17 @@ def _is_function(token: str) -> bool:
 
 
 def _letters(token: str) -> list[str]:
-    """Letters in a row, cut into names that are known and variables: xy is x times y, and \\sinx the sine of x."""
+    """Letters in a row, cut into names that are known and variables: xy is x times y, and \\sinx
+    the sine of x.
+    """
     if not token.lstrip("\\").isalpha():
         return [token]
     cut = []
     while token:
-        name = next((known for known in KNOWN if token.startswith(known)), token if token[0] == "\\" else token[0])
+        name = next(
+            (known for known in KNOWN if token.startswith(known)),
+            token if token[0] == "\\" else token[0],
+        )
         cut.append(name)
         token = token[len(name) :]
     return cut

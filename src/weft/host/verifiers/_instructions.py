@@ -1,7 +1,9 @@
-"""The 25 verifiable instructions of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models").
+"""The 25 verifiable instructions of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for
+Large Language Models").
 
-Each check answers whether a response follows an instruction with its arguments. They keep the published evaluation's
-definitions; sentences and words are cut by rules here, where that uses nltk, and languages told by `_language`.
+Each check answers whether a response follows an instruction with its arguments. They keep the
+published evaluation's definitions; sentences and words are cut by rules here, where that uses nltk,
+and languages told by `_language`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TOKEN = re.compile(r"\w+(?:[-'.]\w+)*")
 
 
 def count_sentences(text: str) -> int:
-    """Runs of text that end in . ! or ? before a blank (not after an abbreviation), and what is left after the last one."""
+    """Runs of text that end in . ! or ? before a blank (not after an abbreviation), and what is
+    left after the last one.
+    """
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)
     return sum(1 for part in parts if re.search(r"\w", part))
@@ -56,7 +60,8 @@ def _paragraphs(text: str, a: Arguments) -> bool:
 def _nth_paragraph(text: str, a: Arguments) -> bool:
     """Exactly so many paragraphs between blank lines, the nth beginning with a given word."""
     parts = re.split(r"\n\n", text)
-    count, nth = sum(bool(part.strip()) for part in parts), int(a["nth_paragraph"])
+    count = sum(bool(part.strip()) for part in parts)
+    nth = int(a["nth_paragraph"])
     if count != int(a["num_paragraphs"]) or nth > len(parts) or not parts[nth - 1].strip():
         return False
     first = parts[nth - 1].split()[0].lstrip("'").lstrip('"')
@@ -72,7 +77,10 @@ def _postscript(text: str, a: Arguments) -> bool:
 
 def _highlights(text: str, a: Arguments) -> bool:
     single = [part.strip("*").strip() for part in re.findall(r"\*[^\n*]*\*", text)]
-    double = [part.removeprefix("**").removesuffix("**").strip() for part in re.findall(r"\*\*[^\n*]*\*\*", text)]
+    double = [
+        part.removeprefix("**").removesuffix("**").strip()
+        for part in re.findall(r"\*\*[^\n*]*\*\*", text)
+    ]
     return sum(map(bool, single + double)) >= int(a["num_highlights"])
 
 
@@ -125,8 +133,12 @@ def _exact_word(word: str) -> str:
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 CHECKS: Mapping[str, Check] = {
-    "keywords:existence": lambda t, a: all(_occurrences(re.escape(word), t) for word in a["keywords"]),
-    "keywords:frequency": lambda t, a: related(_occurrences(re.escape(a["keyword"]), t), a["relation"], a["frequency"]),
+    "keywords:existence": lambda t, a: all(
+        _occurrences(re.escape(word), t) for word in a["keywords"]
+    ),
+    "keywords:frequency": lambda t, a: related(
+        _occurrences(re.escape(a["keyword"]), t), a["relation"], a["frequency"]
+    ),
     "keywords:forbidden_words": lambda t, a: (
         not any(_occurrences(_exact_word(word), t) for word in a["forbidden_words"])
     ),
@@ -134,21 +146,35 @@ CHECKS: Mapping[str, Check] = {
         t.lower().count(str(a["letter"]).lower()), a["let_relation"], a["let_frequency"]
     ),
     "language:response_language": lambda t, a: detect(t) == a["language"],
-    "length_constraints:number_sentences": lambda t, a: related(count_sentences(t), a["relation"], a["num_sentences"]),
+    "length_constraints:number_sentences": lambda t, a: related(
+        count_sentences(t), a["relation"], a["num_sentences"]
+    ),
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": lambda t, a: related(count_words(t), a["relation"], a["num_words"]),
+    "length_constraints:number_words": lambda t, a: related(
+        count_words(t), a["relation"], a["num_words"]
+    ),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "detectable_content:number_placeholders": lambda t, a: len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"]),
+    "detectable_content:number_placeholders": lambda t, a: (
+        len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"])
+    ),
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": lambda t, a: any(choice in t for choice in CONSTRAINED),
+    "detectable_format:constrained_response": lambda t, a: any(
+        choice in t for choice in CONSTRAINED
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
-    "detectable_format:title": lambda t, a: any(title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", t)),
+    "detectable_format:title": lambda t, a: any(
+        title.strip("<> ") for title in re.findall(r"<<[^\n]+>>", t)
+    ),
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": lambda t, a: t.strip().lower().startswith(str(a["prompt_to_repeat"]).strip().lower()),
-    "startend:end_checker": lambda t, a: t.strip().strip('"').lower().endswith(str(a["end_phrase"]).strip().lower()),
+    "combination:repeat_prompt": lambda t, a: (
+        t.strip().lower().startswith(str(a["prompt_to_repeat"]).strip().lower())
+    ),
+    "startend:end_checker": lambda t, a: (
+        t.strip().strip('"').lower().endswith(str(a["end_phrase"]).strip().lower())
+    ),
     "startend:quotation": _quoted,
     "change_case:capital_word_frequency": _capital_words,
     "change_case:english_capital": lambda t, a: t.isupper() and detect(t) == "en",

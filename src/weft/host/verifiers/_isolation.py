@@ -1,8 +1,9 @@
-"""Linux protections around a process that runs untrusted code, through `ctypes`. Imports nothing of weft: the launcher
-loads this file by its path.
+"""Linux protections around a process that runs untrusted code, through `ctypes`.
 
-`enter` puts the calling process behind the protections it is asked for and raises `OSError` for one that the system refuses;
-`weft.host.verifiers._sandbox` finds out once which ones work.
+Imports nothing of weft: the launcher loads this file by its path.
+
+`enter` puts the calling process behind the protections it is asked for and raises `OSError` for one
+that the system refuses; `weft.host.verifiers._sandbox` finds out once which ones work.
 """
 
 from __future__ import annotations
@@ -22,36 +23,81 @@ from dataclasses import dataclass
 
 NOBODY = 65534  # the other user, who owns nothing
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
 MNT_DETACH = 2
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 4, 22, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 EPERM = 1
 
 # Numbers of system calls on x86-64 and on ARM64.
 CALLS: Mapping[str, tuple[int, int]] = {
-    "capset": (126, 91), "pivot_root": (155, 41),
-    "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445), "landlock_restrict_self": (446, 446),
-}  # fmt: skip
-# What a program that computes never needs. With these refused it opens no socket, reaches no other process, leaves its process
-# group not, and gets no new namespace, mount, key, or memory that outlives it.
+    "capset": (126, 91),
+    "pivot_root": (155, 41),
+    "landlock_create_ruleset": (444, 444),
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+}
+# What a program that computes never needs. With these refused it opens no socket, reaches no other
+# process, leaves its process group not, and gets no new namespace, mount, key, or memory that
+# outlives it.
 DENIED: Mapping[str, tuple[int, int]] = {
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "setsid": (112, 157), "setpgid": (109, 154),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "fsmount": (432, 432),
-    "mount_setattr": (442, 442), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "memfd_create": (319, 279),
-}  # fmt: skip
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "pidfd_send_signal": (424, 424),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+}
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000  # from here on x86-64 has the same calls again, under other numbers
 
-# Landlock's rights: execute 1, write 2, read a file 4, read a folder 8, then all that makes and removes.
-LANDLOCK_READ, LANDLOCK_DEVICE = 1 | 4 | 8, 2 | 4
+# Landlock's rights: execute 1, write 2, read a file 4, read a folder 8, then all that makes and
+# removes.
+LANDLOCK_READ = 1 | 4 | 8
+LANDLOCK_DEVICE = 2 | 4
 LANDLOCK_ALL = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
@@ -61,14 +107,26 @@ O_PATH = 1 << 21
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM = (
-    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/localtime"
-)  # fmt: skip
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/nix/store",
+    "/gnu/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The protections to put up, by name, and what they need. `folder` is an empty one; with `files` it is where the new root
-    is mounted, and the program works in `/tmp`, of `disk_mb` at most."""
+    """The protections to put up, by name, and what they need.
+
+    `folder` is an empty one; with `files` it is where the new root is mounted, and the program
+    works in `/tmp`, of `disk_mb` at most.
+    """
 
     protections: frozenset[str]
     limits: Mapping[str, int]
@@ -77,9 +135,18 @@ class Wanted:
 
 
 def readable() -> list[str]:
-    """Folders and files a Python program needs: the system's libraries, and the installation it runs in."""
+    """Folders and files a Python program needs: the system's libraries, and the installation it
+    runs in.
+    """
     found: list[str] = []
-    for path in [*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sys.prefix, sys.exec_prefix, *site.getsitepackages()]:
+    for path in [
+        *SYSTEM,
+        sys.base_prefix,
+        sys.base_exec_prefix,
+        sys.prefix,
+        sys.exec_prefix,
+        *site.getsitepackages(),
+    ]:
         known = any(path == other or path.startswith(other + "/") for other in found)
         if not known and os.path.exists(path):
             found.append(path)
@@ -113,8 +180,11 @@ def hide_memory() -> None:
 
 
 def enter(wanted: Wanted) -> None:
-    """Put this process behind the protections. With `namespaces` it goes on as a grandchild, behind the first process of the
-    new PID namespace; the processes in between wait, and the first one's end kills all the others."""
+    """Put this process behind the protections.
+
+    With `namespaces` it goes on as a grandchild, behind the first process of the new PID namespace;
+    the processes in between wait, and the first one's end kills all the others.
+    """
     if "namespaces" in wanted.protections:
         _unshare()
         _fork_and_wait()
@@ -144,14 +214,19 @@ def enter(wanted: Wanted) -> None:
 
 def _unshare() -> None:
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
-    uid, gid = os.geteuid(), os.getegid()
+    uid = os.geteuid()
+    gid = os.getegid()
     if uid == 0:
         with contextlib.suppress(OSError):
             _checked(_libc().unshare(flags))
             return
     _checked(_libc().unshare(flags | NEWUSER))
     inside = 0 if uid == 0 else NOBODY
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {uid} 1"),
+        ("gid_map", f"{inside} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
 
@@ -167,7 +242,9 @@ def _fork_and_wait() -> None:
 
 
 def _own_files(wanted: Wanted) -> None:
-    """Change to a new root: the readable folders, read-only, four devices and an empty /tmp of limited size; no /proc."""
+    """Change to a new root: the readable folders, read-only, four devices and an empty /tmp of
+    limited size; no /proc.
+    """
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -184,12 +261,20 @@ def _own_files(wanted: Wanted) -> None:
         _mount(path, place, "", MS_BIND | MS_REC)
     os.mkdir(f"{root}/tmp")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        places = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4]) for line in file]
+        places = [
+            re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split(" ")[4])
+            for line in file
+        ]
     for place in places:
         if place == root or place.startswith(root + "/"):
             kept = os.statvfs(place).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)
             device = place.removeprefix(root) in DEVICES
-            _mount("none", place, "", MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY))
+            _mount(
+                "none",
+                place,
+                "",
+                MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY),
+            )
     size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)
@@ -228,11 +313,18 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """A seccomp filter that answers the calls in `DENIED` with EPERM, and calls of another architecture with death."""
+    """A seccomp filter that answers the calls in `DENIED` with EPERM, and calls of another
+    architecture with death.
+    """
     machine = platform.machine()
     column = list(AUDIT).index(machine)
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    kill, refuse, allow = 0x80000000, 0x00050000 | EPERM, 0x7FFF0000
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    give = 0x06
+    kill = 0x80000000
+    refuse = 0x00050000 | EPERM
+    allow = 0x7FFF0000
     numbers = sorted(pair[column] for pair in DENIED.values())
     tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
     code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
@@ -250,14 +342,19 @@ def _mount(source: str, target: str, kind: str, flags: int, options: str = "") -
 
 
 def _prctl(option: int, *values: object) -> None:
-    given = [value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value))) for value in values]
+    given = [
+        value if isinstance(value, ctypes.c_void_p) else ctypes.c_ulong(int(str(value)))
+        for value in values
+    ]
     _checked(_libc().prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
 
 
 def _call(name: str, *values: object) -> int:
     """A system call without a function in the C library."""
     column = list(AUDIT).index(platform.machine())
-    given: list[object] = [ctypes.c_long(value) if isinstance(value, int) else value for value in values]
+    given: list[object] = [
+        ctypes.c_long(value) if isinstance(value, int) else value for value in values
+    ]
     return _checked(_libc().syscall(ctypes.c_long(CALLS[name][column]), *given))
 
 

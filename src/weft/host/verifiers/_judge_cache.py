@@ -24,22 +24,28 @@ FORM = 1  # of the keys
 
 
 def place(cache: str | bool | None) -> Path | None:
-    """The file that the option `cache` means: None and True are `weft/judge` in `$XDG_CACHE_HOME`, else in `~/.cache`; a text
-    is a folder or a file; False and "" are no file. Raises `ConfigError` for anything else."""
+    """The file that the option `cache` means: None and True are `weft/judge` in `$XDG_CACHE_HOME`,
+    else in `~/.cache`; a text is a folder or a file; False and "" are no file. Raises `ConfigError`
+    for anything else.
+    """
     if cache is False or cache == "":
         return None
     if cache is None or cache is True:
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "weft" / "judge" / FILE
     if not isinstance(cache, str):
-        raise ConfigError(f"judge: cache={cache!r} must be the path of a folder or a file, or false for none")
+        raise ConfigError(
+            f"judge: cache={cache!r} must be the path of a folder or a file, or false for none"
+        )
     refuse_url(cache, f"judge: cache={cache}", ConfigError)
     path = Path(cache).expanduser()
     return path if path.is_file() or path.suffix in ENDINGS else path / FILE
 
 
 def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
-    """A hash of all that determines an answer: the server, the request's body, and which of several votes it is."""
+    """A hash of all that determines an answer: the server, the request's body, and which of several
+    votes it is.
+    """
     told = json.dumps([FORM, url, body, vote], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
@@ -51,7 +57,11 @@ def cache_at(file: Path) -> Cache:
 
 
 class Cache:
-    """Texts by key. A file that cannot be used is told of once, as a warning; then nothing is found and nothing is kept."""
+    """Texts by key.
+
+    A file that cannot be used is told of once, as a warning; then nothing is found and nothing is
+    kept.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -64,18 +74,26 @@ class Cache:
     def _open(self) -> sqlite3.Connection:
         self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(destination(self.file), os.O_CREAT | os.O_RDWR, 0o600))
-        database = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        with contextlib.suppress(sqlite3.OperationalError):  # another process is changing the mode just now
+        database = sqlite3.connect(
+            self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        # another process is changing the mode just now
+        with contextlib.suppress(sqlite3.OperationalError):
             database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=NORMAL")
-        database.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, text TEXT NOT NULL) "
+            "WITHOUT ROWID"
+        )
         return database
 
     def get(self, key: str) -> str | None:
         if self._database is None:
             return None
         try:
-            row = self._database.execute("SELECT text FROM answers WHERE key = ?", (key,)).fetchone()
+            row = self._database.execute(
+                "SELECT text FROM answers WHERE key = ?", (key,)
+            ).fetchone()
         except sqlite3.Error as error:
             self._give_up(error)
             return None
@@ -94,7 +112,8 @@ class Cache:
             self._database.close()
             self._database = None
         warnings.warn(
-            f"judge: cache={str(self.file)!r} cannot be used ({type(error).__name__}: {error}); this process goes on without "
+            f"judge: cache={str(self.file)!r} cannot be used ({type(error).__name__}: {error}); "
+            f"this process goes on without "
             "it, and pays for every answer; move the file away, or name another one",
             RuntimeWarning,
             stacklevel=3,

@@ -1,4 +1,6 @@
-"""Requests to an OpenAI-compatible server: where it is, what may be sent to it, how often it is asked again."""
+"""Requests to an OpenAI-compatible server: where it is, what may be sent to it, how often it is
+asked again.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ FIXES = {
     404: "check model, and url, which usually ends in /v1",
     422: "check model, max_tokens and extra",
     429: "lower concurrency, or raise retries",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,28 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str | None, key_variable: str | None, insecure: bool) -> Endpoint:
-        """The options `url`, `api_key_env` and `insecure`, with what the environment says. Raises `ConfigError`; no message
-        holds a key, or credentials out of a URL."""
+        """The options `url`, `api_key_env` and `insecure`, with what the environment says.
+
+        Raises `ConfigError`; no message holds a key, or credentials out of a URL.
+        """
         base = url or os.environ.get(URL_VARIABLE)
         if not base:
             raise ConfigError(
-                f"judge: url is not set, and neither is the environment variable {URL_VARIABLE}; set url to the server's base "
+                f"judge: url is not set, and neither is the environment variable {URL_VARIABLE}; "
+                f"set url to the server's base "
                 "URL, such as http://127.0.0.1:8000/v1"
             )
-        parts = http.parts("judge: url", base, ("http", "https"), "http://127.0.0.1:8000/v1", KEY_VARIABLE)
-        key, loopback = (
-            http.secret("judge: api_key_env", key_variable, KEY_VARIABLE),
-            http.is_loopback(parts.hostname or ""),
+        parts = http.parts(
+            "judge: url", base, ("http", "https"), "http://127.0.0.1:8000/v1", KEY_VARIABLE
         )
+        key = http.secret("judge: api_key_env", key_variable, KEY_VARIABLE)
+        loopback = http.is_loopback(parts.hostname or "")
         if not isinstance(insecure, bool):
             raise ConfigError(f"judge: insecure={insecure!r} must be true or false")
         if key is not None and parts.scheme == "http" and not loopback and not insecure:
             raise ConfigError(
-                f"judge: url={base!r} would send the key unencrypted to another machine; use https, set api_key_env to null to "
+                f"judge: url={base!r} would send the key unencrypted to another machine; use "
+                f"https, set api_key_env to null to "
                 "send no key, or set insecure to true where the network is trusted"
             )
         return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
@@ -92,7 +98,10 @@ class Answer:
 
 
 class Unanswered(UserError):
-    """A request that got no answer in all its attempts. `what`: why, without what the server said."""
+    """A request that got no answer in all its attempts.
+
+    `what`: why, without what the server said.
+    """
 
     def __init__(self, message: str, what: str) -> None:
         super().__init__(message)
@@ -100,10 +109,13 @@ class Unanswered(UserError):
 
 
 class Session:
-    """The open connections to a server: `async with Session(..) as session: await session.ask(body)`."""
+    """The open connections to a server: `async with Session(..) as session: await
+    session.ask(body)`.
+    """
 
     def __init__(self, endpoint: Endpoint, policy: Policy) -> None:
-        self.endpoint, self.policy = endpoint, policy
+        self.endpoint = endpoint
+        self.policy = policy
         self.sent = 0  # requests
         self._slots = asyncio.Semaphore(policy.concurrency)
         self._jitter = random.Random()
@@ -113,7 +125,8 @@ class Session:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=policy.timeout_s,
-            limits=httpx.Limits(max_keepalive_connections=policy.concurrency),  # requests are counted by `_slots`
+            # requests are counted by `_slots`
+            limits=httpx.Limits(max_keepalive_connections=policy.concurrency),
             follow_redirects=False,  # another host would get the key
             trust_env=not endpoint.loopback,  # a proxy cannot reach this machine's own ports
         )
@@ -125,15 +138,22 @@ class Session:
         await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any]) -> Answer:
-        """The answer to a chat completion request. Raises `Unanswered` with url, what came back, and the fix."""
+        """The answer to a chat completion request.
+
+        Raises `Unanswered` with url, what came back, and the fix.
+        """
         content = json.dumps(body).encode()
         attempt = 0
-        async with self._slots:  # also while it waits: a busy server is not asked for more meanwhile
+        # also while it waits: a busy server is not asked for more meanwhile
+        async with self._slots:
             while isinstance(came := await self._send(content), Trouble):
                 if not came.again or came.after > http.LONGEST_S or attempt == self.policy.retries:
                     times = f" (asked {attempt + 1} times)" if attempt else ""
                     said = f": {shortened(came.said)!r}" if came.said.strip() else ""
-                    raise Unanswered(f"judge: url={self.endpoint.url}: {came.what}{times}{said}; {came.fix}", came.what)
+                    raise Unanswered(
+                        f"judge: url={self.endpoint.url}: {came.what}{times}{said}; {came.fix}",
+                        came.what,
+                    )
                 await asyncio.sleep(http.pause(attempt, came.after, self._jitter))
                 attempt += 1
         return came
@@ -145,7 +165,9 @@ class Session:
                 response = await self._client.post(self.endpoint.url, content=content)
         except (TimeoutError, httpx.TimeoutException):
             fix = "raise timeout_s, lower max_tokens or concurrency, or check that the server works"
-            return Trouble(f"no answer within timeout_s={self.policy.timeout_s:g} seconds", fix, True)
+            return Trouble(
+                f"no answer within timeout_s={self.policy.timeout_s:g} seconds", fix, True
+            )
         except httpx.HTTPError as error:
             said = self.endpoint.without_key(str(error))
             return Trouble(type(error).__name__, "start the server, or correct url", True, said)
@@ -153,7 +175,9 @@ class Session:
         if response.status_code != 200:
             return _refusal(response.status_code, said, response.headers.get("Retry-After"))
         came = _answer(said)
-        return replace(came, text=self.endpoint.without_key(came.text)) if isinstance(came, Answer) else came
+        if isinstance(came, Answer):
+            return replace(came, text=self.endpoint.without_key(came.text))
+        return came
 
 
 def _answer(said: str) -> Answer | Trouble:
@@ -163,7 +187,8 @@ def _answer(said: str) -> Answer | Trouble:
         choice = answer["choices"][0]
         text = choice["message"]["content"] or ""  # null where a model only thought, or refused
         usage = answer.get("usage") or {}
-        paid, made = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        paid = int(usage.get("prompt_tokens") or 0)
+        made = int(usage.get("completion_tokens") or 0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         fix = "check that url is the base URL of an OpenAI-compatible server"
         return Trouble("the answer is no chat completion", fix, True, said)
@@ -172,11 +197,21 @@ def _answer(said: str) -> Answer | Trouble:
 
 
 def _refusal(status: int, said: str, retry_after: str | None) -> Trouble:
-    """What another status than 200 means. What comes with 401 and 403 is not shown: it may hold a part of the key."""
+    """What another status than 200 means.
+
+    What comes with 401 and 403 is not shown: it may hold a part of the key.
+    """
     shown = "" if status in (401, 403) else said
     if 300 <= status < 400:
-        return Trouble(f"status {status}", "redirects are not followed; set url to where the server is", False)
+        return Trouble(
+            f"status {status}", "redirects are not followed; set url to where the server is", False
+        )
     after = http.seconds(retry_after)
-    wait = f", to be asked again in {after:g} seconds" if after > http.LONGEST_S else ""
-    fix = FIXES.get(status, "look at the server's log" if status >= 500 else "check url, model and extra")
+    if after > http.LONGEST_S:
+        wait = f", to be asked again in {after:g} seconds"
+    else:
+        wait = ""
+    fix = FIXES.get(
+        status, "look at the server's log" if status >= 500 else "check url, model and extra"
+    )
     return Trouble(f"status {status}{wait}", fix, http.may_repeat(status), shown, after)

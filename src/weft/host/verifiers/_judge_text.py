@@ -1,4 +1,6 @@
-"""What a judge is asked and how its answer is read: a template filled from a row, and the score in a text."""
+"""What a judge is asked and how its answer is read: a template filled from a row, and the score in
+a text.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ score that it states.
 Judge how correct, complete and helpful the answer is. Give your reasons in at most three sentences. Then end with one line \
 "Score: N", where N is a number from {low} (useless) to {high} (as good as an answer can be)."""
 
-# "Score: 7", "**Rating (1-10):** 7/10", {"final_score": 7}, "[[7]]", or an answer that is nothing but a number.
+# "Score: 7", "**Rating (1-10):** 7/10", {"final_score": 7}, "[[7]]", or an answer that is nothing
+# but a number.
 SCORE = (
     r"(?i)(?:(?<![^\W_])(?:score|rating|grade)(?![^\W_])[\"'*_\s]{0,4}(?:\([^()\n]{0,40}\))?[\"'*_\s]{0,4}"
     r"(?:is|of|[:=]|[-\u2013\u2014](?=\s))?[\"'*_\s]{0,8}(?:\[\[)?"
@@ -40,8 +43,12 @@ OWN = ("prompt", "completion", "low", "high")  # placeholders that are no column
 SHOWN = 200  # characters of an answer in a message
 
 
-def number(name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf) -> None:
-    """Raises `ConfigError` where an option is no finite number, or one below `least` or not above `above`."""
+def number(
+    name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
+) -> None:
+    """Raises `ConfigError` where an option is no finite number, or one below `least` or not above
+    `above`.
+    """
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
         raise ConfigError(f"judge: {name}={value!r} must be {rule}")
@@ -73,27 +80,36 @@ class Scale:
         try:
             groups = re.compile(self.pattern).groups
         except (re.error, TypeError) as error:
-            raise ConfigError(f"judge: pattern={self.pattern!r} must be a regular expression: {error}") from None
+            raise ConfigError(
+                f"judge: pattern={self.pattern!r} must be a regular expression: {error}"
+            ) from None
         if groups != 1:
             raise ConfigError(
-                f"judge: pattern={self.pattern!r} has {groups} groups; it must have one, which holds the score; write (?:..) "
+                f"judge: pattern={self.pattern!r} has {groups} groups; it must have one, which "
+                f"holds the score; write (?:..) "
                 "for others"
             )
 
     def reward(self, answer: str) -> float | None:
-        """From 0 to 1: the last match's score on the scale; None where there is none, or one outside the scale."""
+        """From 0 to 1: the last match's score on the scale; None where there is none, or one
+        outside the scale.
+        """
         found = list(re.finditer(self.pattern, answer))
         try:
             score = float(found[-1][1]) if found else math.nan
         except (TypeError, ValueError):  # the group took no part, or holds no number
             return None
-        return (score - self.low) / (self.high - self.low) if self.low <= score <= self.high else None
+        if self.low <= score <= self.high:
+            return (score - self.low) / (self.high - self.low)
+        return None
 
 
 @dataclass(frozen=True)
 class Template:
-    """A text with `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`. `{{NAME}}` stands for the text `{NAME}`; other
-    braces are what they are."""
+    """A text with `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
+
+    `{{NAME}}` stands for the text `{NAME}`; other braces are what they are.
+    """
 
     text: str
     scale: Scale
@@ -105,7 +121,8 @@ class Template:
                 raise ConfigError(f"judge: {name}={value!r} must be a text")
         if "completion" not in self.names:
             raise ConfigError(
-                f"judge: prompt={shortened(self.text)!r} shows the judge no completion; it must hold {{completion}}"
+                f"judge: prompt={shortened(self.text)!r} shows the judge no completion; it must "
+                f"hold {{completion}}"
             )
 
     @cached_property
@@ -114,9 +131,13 @@ class Template:
         return [name for _, name in PLACE.findall(self.text) if name]
 
     def messages(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
     ) -> list[list[dict[str, str]] | None]:
-        """The chat messages for each completion; None where a column that the template names has no value in the row.
+        """The chat messages for each completion; None where a column that the template names has no
+        value in the row.
 
         Raises `DataError` for a placeholder that is no column.
         """
@@ -137,13 +158,17 @@ class Template:
 
     def _chat(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
         """One pass, so that braces in the data are not looked at."""
-        asked = PLACE.sub(lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text)
+        asked = PLACE.sub(
+            lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text
+        )
         begin = [{"role": "system", "content": self.system}] if self.system else []
         return [*begin, {"role": "user", "content": asked}]
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _unknown_place(name: str, columns: Mapping[str, Any]) -> str:
@@ -151,6 +176,7 @@ def _unknown_place(name: str, columns: Mapping[str, Any]) -> str:
     close = nearest(name, [*held, *OWN])
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"judge: prompt names {{{name}}}, which is no column; {hint}the dataset's columns are: {', '.join(held) or 'none'}; "
+        f"judge: prompt names {{{name}}}, which is no column; {hint}the dataset's columns are: "
+        f"{', '.join(held) or 'none'}; "
         f"write {{{{{name}}}}} for the text {{{name}}}"
     )

@@ -16,7 +16,9 @@ AND = re.compile(
 NAMED = re.compile(
     r"\s*(\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\s*\([a-z](?:,\s*[a-z])*\))?|\([A-Za-z](?:,\s*[A-Za-z])+\))\s*(?:=(?!=)|\\in(?![A-Za-z]))"
 )
-SUCH_THAT = re.compile(r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|:|\|)\s*(.+?)\s*\\\}$")
+SUCH_THAT = re.compile(
+    r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|:|\|)\s*(.+?)\s*\\\}$"
+)
 # Words: three letters in a row, or a short word of English.
 WORD = re.compile(
     r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|(?:am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|or|so|to|up|us|we)(?![A-Za-z]))",
@@ -38,11 +40,13 @@ MEANT = (
     r"matrix|matrices|more|less|than)\b)"
 )
 UNIT = re.compile(
-    rf"(?<=[\d}})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{{{MEANT}\s*[A-Za-z][^{{}}]*\}}(?:\^\{{?\d\}}?)?|\\Omega)$"  # 10\ \Omega
+    # 10\ \Omega
+    rf"(?<=[\d}})])\s*(?:\\(?:text|mbox|mathrm|textrm)\{{{MEANT}\s*[A-Za-z][^{{}}]*\}}(?:\^\{{?\d\}}?)?|\\Omega)$"
 )
 SCALE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALED = re.compile(
-    rf"(?<=\d)\s*(?:\\(?:text|mbox|mathrm|textrm)\{{\s*)?({'|'.join(SCALE)})\b([^{{}}]*\}})?", re.IGNORECASE
+    rf"(?<=\d)\s*(?:\\(?:text|mbox|mathrm|textrm)\{{\s*)?({'|'.join(SCALE)})\b([^{{}}]*\}})?",
+    re.IGNORECASE,
 )
 UNITS = (
     "cm|mm|km|ft|in|yd|mi|kg|mg|lb|lbs|oz|ml|cl|hr|hrs|min|sec|mph|kmh|kph|pm|am|cents?|dollars?|euros?|percent|degrees?|radians?|"
@@ -51,29 +55,83 @@ UNITS = (
 )
 # One spelling of units that have several; answers in two different ones of these differ.
 SPELLINGS = {
-    "cm": "centimeters? centimetres?", "mm": "millimeters? millimetres?", "km": "kilometers? kilometres?",
-    "m": "meters? metres?", "ft": "feet foot", "in": "inch inches", "yd": "yards?", "mi": "miles?",
-    "kg": "kilograms?", "g": "grams?", "mg": "milligrams?", "lb": "lbs pounds?", "oz": "ounces?", "ml": "milliliters?",
-    "l": "liters? litres?", "hr": "h hrs hours?", "min": "minutes?", "sec": "s seconds?", "day": "days",
-    "week": "weeks", "month": "months", "year": "years?", "cent": "cents", "dollar": "dollars", "euro": "euros",
-    "percent": "", "degree": "degrees", "radian": "radians", "am": "", "pm": "",
-}  # fmt: skip
-MEASURE = re.compile(r"(?<=[\d})])\s*(square|sq|cubic)?\.?\s*([A-Za-z]+)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\.?$")
+    "cm": "centimeters? centimetres?",
+    "mm": "millimeters? millimetres?",
+    "km": "kilometers? kilometres?",
+    "m": "meters? metres?",
+    "ft": "feet foot",
+    "in": "inch inches",
+    "yd": "yards?",
+    "mi": "miles?",
+    "kg": "kilograms?",
+    "g": "grams?",
+    "mg": "milligrams?",
+    "lb": "lbs pounds?",
+    "oz": "ounces?",
+    "ml": "milliliters?",
+    "l": "liters? litres?",
+    "hr": "h hrs hours?",
+    "min": "minutes?",
+    "sec": "s seconds?",
+    "day": "days",
+    "week": "weeks",
+    "month": "months",
+    "year": "years?",
+    "cent": "cents",
+    "dollar": "dollars",
+    "euro": "euros",
+    "percent": "",
+    "degree": "degrees",
+    "radian": "radians",
+    "am": "",
+    "pm": "",
+}
+MEASURE = re.compile(
+    r"(?<=[\d})])\s*(square|sq|cubic)?\.?\s*([A-Za-z]+)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\.?$"
+)
 RATES = r"(?:[kcm]?m|ft|mi|[km]?g|l|L|mol|rad|J|N|V|W)\s*/\s*(?:s|h|hr|min|[cm]?m|k?g|l|L|mol|K)"
-# A unit stands behind a number: a known one, or behind a blank a rate or a word of four letters or more.
+# A unit stands behind a number: a known one, or behind a blank a rate or a word of four letters or
+# more.
 PLAIN_UNIT = re.compile(
     rf"(?<=\d){MEANT}(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
 )
-QUANTITY = re.compile(rf"(\d+(?:\.\d+)?)\s*({UNITS}|[A-Za-z]{{4,}})(?![A-Za-z])\.?[\s,]*(?:and\s)?\s*")
+QUANTITY = re.compile(
+    rf"(\d+(?:\.\d+)?)\s*({UNITS}|[A-Za-z]{{4,}})(?![A-Za-z])\.?[\s,]*(?:and\s)?\s*"
+)
 WRAPPED = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname)\{([^{}]*)\}")
 SUBSCRIPT = re.compile(r"\s*_\s*(?:\{([^{}]*)\}|(\d+|[A-Za-z]))")
 NAMES = {
-    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\infty": "inf", r"\pi": "pi", r"\cdot": "*",
-    r"\times": "*", r"\div": "/", r"\leq": "<=", r"\le": "<=", r"\geq": ">=", r"\ge": ">=", r"\neq": "!=", r"\ne": "!=",
-    r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lparen": "(", r"\rparen": ")", "π": "pi", "∞": "inf", "√": r"\sqrt",
-    "−": "-", "×": "*", "·": "*", "÷": "/", "≤": "<=", "≥": ">=",
-}  # fmt: skip
-NAME = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(NAMES, key=len, reverse=True)))
+    r"\dfrac": r"\frac",
+    r"\tfrac": r"\frac",
+    r"\cfrac": r"\frac",
+    r"\infty": "inf",
+    r"\pi": "pi",
+    r"\cdot": "*",
+    r"\times": "*",
+    r"\div": "/",
+    r"\leq": "<=",
+    r"\le": "<=",
+    r"\geq": ">=",
+    r"\ge": ">=",
+    r"\neq": "!=",
+    r"\ne": "!=",
+    r"\lbrace": r"\{",
+    r"\rbrace": r"\}",
+    r"\lparen": "(",
+    r"\rparen": ")",
+    "π": "pi",
+    "∞": "inf",
+    "√": r"\sqrt",
+    "−": "-",
+    "×": "*",
+    "·": "*",
+    "÷": "/",
+    "≤": "<=",
+    "≥": ">=",
+}
+NAME = re.compile(
+    "|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(NAMES, key=len, reverse=True))
+)
 
 
 def braced(text: str) -> str | None:
@@ -87,20 +145,29 @@ def braced(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """An answer in its own LaTeX, without what says nothing: dollar signs, sizes of brackets, bold type, spacing. Commas part
-    members only, as do "and" and "or" between them."""
+    """An answer in its own LaTeX, without what says nothing: dollar signs, sizes of brackets, bold
+    type, spacing. Commas part members only, as do "and" and "or" between them.
+    """
     text = answer.strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     text = SIZES.sub("", text.rstrip(".")).replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
     text = _without_style(text)
     text = re.sub(r",\\!\s*|(?<=\d)\{,\}(?=\d)", ",", text)
-    text = re.sub(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])", lambda match: match.group().replace(",", ""), text)
+    text = re.sub(
+        r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])",
+        lambda match: match.group().replace(",", ""),
+        text,
+    )
     text = re.sub(r"(?<!\\)\\[!,;: ]|~|\\q?quad(?![A-Za-z])", " ", text)
     text = SCALED.sub(_scaled, text)
     text = CHOOSE.sub(r"\\binom{\1\3}{\2\4}", text)
     text = SUCH_THAT.sub(r"\1", AND.sub(", ", text).strip())
-    return re.sub(r"(?<![\w.])(\d+)\s+(\d+/\d+)(?![\w.])", r"(\1+\2)", text.replace(r"\varnothing", r"\emptyset"))
+    return re.sub(
+        r"(?<![\w.])(\d+)\s+(\d+/\d+)(?![\w.])",
+        r"(\1+\2)",
+        text.replace(r"\varnothing", r"\emptyset"),
+    )
 
 
 def _scaled(match: re.Match[str]) -> str:
@@ -123,22 +190,29 @@ def _without_style(text: str) -> str:
 
 
 def named(text: str) -> tuple[str | None, str]:
-    """(what stands before "=" or "is in", in plain form, what stands behind it): x=5 answers with 5."""
+    """(what stands before "=" or "is in", in plain form, what stands behind it): x=5 answers with
+    5.
+    """
     match = NAMED.match(text)
     if match and match[1].count("{") != match[1].count("}"):
         return None, text  # the bound of a sum
-    return (plain(match[1]), text[match.end() :].strip()) if match else (None, text)
+    if match:
+        return (plain(match[1]), text[match.end() :].strip())
+    return (None, text)
 
 
 def is_formula(text: str) -> bool:
     """Whether a text holds no words beside the names of functions."""
-    return not any(word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text))
+    return not any(
+        word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text)
+    )
 
 
 def quantities(text: str) -> list[tuple[Fraction, str]] | None:
     """(number, unit) of each part of "3 hours 20 minutes"; None for anything but two parts or more."""
     rest = WRAPPED.sub(r" \1 ", text).strip()
-    parts, at = [], 0
+    parts = []
+    at = 0
     while match := QUANTITY.match(rest, at):
         parts.append((Fraction(match[1]), match[2].lower()))
         at = match.end()
@@ -146,7 +220,9 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
 
 
 def measure(text: str) -> tuple[str, int] | None:
-    """(unit in one spelling, its power) of a tidy answer that ends in a unit of measure; None for any other."""
+    """(unit in one spelling, its power) of a tidy answer that ends in a unit of measure; None for
+    any other.
+    """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
         return None
@@ -158,7 +234,9 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def spelled_alike(one: str, other: str) -> bool:
-    """Return whether two texts in plain form differ in letter case at most, where letter case has no meaning."""
+    """Return whether two texts in plain form differ in letter case at most, where letter case has
+    no meaning.
+    """
     if one == other:
         return True
     return one.casefold() == other.casefold() and not (_case_matters(one) or _case_matters(other))
@@ -173,8 +251,9 @@ def _case_matters(text: str) -> bool:
 
 
 def plain(answer: str) -> str:
-    """One spelling of a tidy answer: no spacing, units, dollar or percent signs; fractions and roots with braces. A blank
-    stays between two numbers that are not the groups of one."""
+    """One spelling of a tidy answer: no spacing, units, dollar or percent signs; fractions and
+    roots with braces. A blank stays between two numbers that are not the groups of one.
+    """
     text = answer.strip().strip("$").rstrip(".").strip()
     text = FUNCTION_OF_DEGREES.sub(r"\\\1(\2*pi/180)", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree", "", text)
@@ -186,37 +265,48 @@ def plain(answer: str) -> str:
     text = PLAIN_UNIT.sub("", text.strip())
     text = SUBSCRIPT.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?!\d)", lambda match: re.sub(r"\s", "", match.group()), text)
+    text = re.sub(
+        r"(?<![\d.])\d{1,3}(?:\s\d{3})+(?!\d)", lambda match: re.sub(r"\s", "", match.group()), text
+    )
     text = re.sub(r"(?<![\d.])\s+|\s+(?![\d.])", "", text)
     text = re.sub(r"\\frac(\d|[a-z])\{", r"\\frac{\1}{", text)
     text = re.sub(r"(\\frac\{[^{}]*\})(\d|[a-z])", r"\1{\2}", text)
     text = re.sub(r"\\sqrt(\[[^\]]*\])?(\d+|[a-z])", r"\\sqrt\1{\2}", text)
-    text = re.sub(r"(?<![\w}])(\d+)\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)  # 1\frac{1}{2} is 3/2
+    # 1\frac{1}{2} is 3/2
+    text = re.sub(r"(?<![\w}])(\d+)\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
     return re.sub(r"^\(([A-Za-z])\)$", r"\1", text.removeprefix("+"))  # choice (C)
 
 
 def _repeating(match: re.Match[str]) -> str:
     r"""`0.1\overline{6}` as a fraction."""
-    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4]
-    scale, cycle = 10 ** len(fixed), 10 ** len(period) - 1
+    whole = match[1] or "0"
+    fixed = match[2]
+    period = match[3] or match[4]
+    scale = 10 ** len(fixed)
+    cycle = 10 ** len(period) - 1
     value = Fraction(int(whole + fixed), scale) + Fraction(int(period), scale * cycle)
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def exact(text: str) -> Fraction | None:
-    """The value of a number in plain form, decimal point and fraction bar included; None for anything else."""
+    """The value of a number in plain form, decimal point and fraction bar included; None for
+    anything else.
+    """
     if HEXADECIMAL.fullmatch(text):
         return Fraction(int(text, 16))
     match = NUMBER.fullmatch(text) if len(text) <= MOST_DIGITS else None
     if match is None:
         return None
-    top, bottom = Fraction(match[1]), Fraction(match[2] or 1)
+    top = Fraction(match[1])
+    bottom = Fraction(match[2] or 1)
     return top / bottom if bottom else None
 
 
 def split_top(text: str, separator: str) -> list[str]:
     """The parts of a text between separators that stand in no bracket."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for index, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")
         if depth == 0 and text.startswith(separator, index):

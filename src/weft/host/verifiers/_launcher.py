@@ -1,10 +1,11 @@
-"""Forks a process for each program and its tests: `python -I -B _launcher.py`, with a Unix socket as its standard input.
-Imports nothing of weft, and holds no secret.
+"""Forks a process for each program and its tests: `python -I -B _launcher.py`, with a Unix socket
+as its standard input. Imports nothing of weft, and holds no secret.
 
-Through the socket come pairs of descriptors, one to read from and one to write to; the answer is the process id of the fork
-that serves them. It reads two messages: (protections, limits, folders, program), then (tests, prompt, entry point, word). The
-program gets a process before the second is read, so neither the tests nor the word are ever in it. The process that runs the
-tests calls the program's functions (`_peer.py`), and writes the word after the last test.
+Through the socket come pairs of descriptors, one to read from and one to write to; the answer is
+the process id of the fork that serves them. It reads two messages: (protections, limits, folders,
+program), then (tests, prompt, entry point, word). The program gets a process before the second is
+read, so neither the tests nor the word are ever in it. The process that runs the tests calls the
+program's functions (`_peer.py`), and writes the word after the last test.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Modules that tests may use by these names without importing them; they never come from the program.
-MODULES = {"np": "numpy", "pd": "pandas", **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch")}}
+# Modules that tests may use by these names without importing them; they never come from the
+# program.
+MODULES = {
+    "np": "numpy",
+    "pd": "pandas",
+    **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch")},
+}
 
 
 def _sibling(name: str) -> Any:
@@ -38,7 +44,8 @@ def _sibling(name: str) -> Any:
     return module
 
 
-isolation, peers = _sibling("_isolation"), _sibling("_peer")
+isolation = _sibling("_isolation")
+peers = _sibling("_peer")
 
 
 def main() -> None:
@@ -90,14 +97,20 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """The next message, and no byte behind it: what follows must not be in this process when the program's process begins."""
-    content, left = b"", 8
+    """The next message, and no byte behind it: what follows must not be in this process when the
+    program's process begins.
+    """
+    content = b""
+    left = 8
     while left:
         part = os.read(descriptor, left)
         if not part:
             os._exit(1)
         content += part
-        left = 8 + int.from_bytes(content[:8], "little") - len(content) if len(content) >= 8 else 8 - len(content)
+        if len(content) >= 8:
+            left = 8 + int.from_bytes(content[:8], "little") - len(content)
+        else:
+            left = 8 - len(content)
     return json.loads(content[8:])
 
 
@@ -116,7 +129,9 @@ CHILDREN: list[int] = []
 
 
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> int:
-    """Have a new process enter its protections and do the work; it holds no descriptor but the channel and `kept`."""
+    """Have a new process enter its protections and do the work; it holds no descriptor but the
+    channel and `kept`.
+    """
     child = os.fork()
     if child:
         CHILDREN.append(child)
@@ -155,7 +170,9 @@ def _run(program: str, channel: int) -> None:
 def _check(given: dict[str, Any], channel: int, out: int) -> None:
     """The tests' process: run them on the program's functions, then write the word."""
     isolation.hide_memory()
-    tests, prompt, entry_point = given["tests"], given["prompt"], given["entry_point"]
+    tests = given["tests"]
+    prompt = given["prompt"]
+    entry_point = given["entry_point"]
     peer = peers.Peer(channel, guarded=True)
     names = _main_module()
     if entry_point is not None:
@@ -168,14 +185,17 @@ def _check(given: dict[str, Any], channel: int, out: int) -> None:
             names[name] = importlib.import_module(MODULES.get(name, name))
     found = peer.request("names", None, [[*own, *plain]], {})
     if not any(name in found for name in own):
-        own = [*own, *plain]  # a program may be asked for a function `sum`, and the tests use nothing else of it
+        # a program may be asked for a function `sum`, and the tests use nothing else of it
+        own = [*own, *plain]
     names.update({name: found[name] for name in own if name in found})
     exec(compile(tests, "tests.py", "exec"), names)
     os.write(out, given["word"].encode())
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt where it is code: tests may use its functions, and must not get them from the program."""
+    """Run the prompt where it is code: tests may use its functions, and must not get them from the
+    program.
+    """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)
     except Exception:  # a text, or code that goes on in the completion

@@ -1,10 +1,12 @@
-"""Calls between the process that runs a program and the one that runs its tests. Imports nothing of weft: the launcher loads
-this file by its path.
+"""Calls between the process that runs a program and the one that runs its tests.
 
-Plain values travel as JSON that says their type, and arrive as new objects of the built-in types; nothing that comes from the
-program is unpickled or evaluated. Any other object stays where it is, and the other side holds a `Remote`, whose calls,
-attributes and items are asked for. A `Remote` is unequal to every plain value, so that an object of the program cannot claim to
-equal what a test expects.
+Imports nothing of weft: the launcher loads this file by its path.
+
+Plain values travel as JSON that says their type, and arrive as new objects of the built-in types;
+nothing that comes from the program is unpickled or evaluated. Any other object stays where it is,
+and the other side holds a `Remote`, whose calls, attributes and items are asked for. A `Remote` is
+unequal to every plain value, so that an object of the program cannot claim to equal what a test
+expects.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ MOST_BYTES = 64 << 20  # of one message
 MOST_PRINTED = 1 << 20  # characters that are passed on at a time
 SAFE_INTEGER = 1 << 62
 DUNDERS = ("__name__", "__doc__", "__qualname__")
-# Methods of texts, numbers and sets that answer yes or no: an object in the place of a plain value could answer always yes.
+# Methods of texts, numbers and sets that answer yes or no: an object in the place of a plain value
+# could answer always yes.
 ANSWERS = frozenset(
     name
     for kind in (str, bytes, float, set, range)
@@ -120,7 +123,9 @@ class Remote:
         _ask(self, "exit")
 
     def __eq__(self, other: Any) -> Any:
-        return bool(_ask(self, "eq", other)) if _is_remote(other) else NotImplemented
+        if _is_remote(other):
+            return bool(_ask(self, "eq", other))
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(_place(self)[1])
@@ -152,7 +157,9 @@ def _place(remote: Any) -> tuple[Peer, int]:
 def _ask(remote: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
     peer, number = _place(remote)
     if peer.guarded and operation == "getattr" and args[0] in ANSWERS:
-        raise AttributeError(f"{args[0]!r} of an object of the program is not asked: only plain values answer that")
+        raise AttributeError(
+            f"{args[0]!r} of an object of the program is not asked: only plain values answer that"
+        )
     return peer.request(operation, number, args, kwargs)
 
 
@@ -165,16 +172,30 @@ def _next(items: Any) -> list[Any]:
 
 DO: dict[str, Callable[..., Any]] = {
     "call": lambda of, *args, **kwargs: of(*args, **kwargs),
-    "getattr": getattr, "setattr": setattr, "iter": iter, "next": _next, "len": len, "bool": bool, "str": str, "repr": repr,
-    "getitem": operator.getitem, "setitem": operator.setitem, "eq": operator.eq,
-    "enter": lambda of: of.__enter__(), "exit": lambda of: of.__exit__(None, None, None),
-    "isinstance": lambda of, value: isinstance(value, of), **{name: getattr(operator, name) for name in OPERATORS},
-}  # fmt: skip
+    "getattr": getattr,
+    "setattr": setattr,
+    "iter": iter,
+    "next": _next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "eq": operator.eq,
+    "enter": lambda of: of.__enter__(),
+    "exit": lambda of: of.__exit__(None, None, None),
+    "isinstance": lambda of, value: isinstance(value, of),
+    **{name: getattr(operator, name) for name in OPERATORS},
+}
 
 
 class Peer:
-    """One end of the channel. The `guarded` end runs the tests: it lets the other one do nothing but call functions that it
-    was handed, and read and set the attributes and items of objects whose classes the tests define."""
+    """One end of the channel.
+
+    The `guarded` end runs the tests: it lets the other one do nothing but call functions that it
+    was handed, and read and set the attributes and items of objects whose classes the tests define.
+    """
 
     def __init__(self, descriptor: int, *, guarded: bool) -> None:
         self.guarded = guarded
@@ -186,7 +207,9 @@ class Peer:
 
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
         """Have the other side do something, and return or raise what came of it."""
-        self._send(["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)])
+        self._send(
+            ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
+        )
         while (message := self._receive())[0] == "?":
             self._answer(message)
         kind, value, printed, *rest = message
@@ -199,19 +222,29 @@ class Peer:
         raise self._error(value, *rest)
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Do what the other side asks, until it closes the channel. `names` are the globals it may ask for."""
+        """Do what the other side asks, until it closes the channel.
+
+        `names` are the globals it may ask for.
+        """
         while True:
             message = self._receive()
             if message[1] == "names":
-                held = {name: self.encode(names[name]) for name in self.decode(message[3][0]) if name in names}
-                self._send(["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}])
+                held = {
+                    name: self.encode(names[name])
+                    for name in self.decode(message[3][0])
+                    if name in names
+                }
+                self._send(
+                    ["!", {"d": [[name, value] for name, value in held.items()]}, self._print(), {}]
+                )
             else:
                 self._answer(message)
 
     def _answer(self, message: Any) -> None:
         _, operation, number, given, named = message
         try:
-            args, kwargs = [self.decode(arg) for arg in given], self.decode(named)
+            args = [self.decode(arg) for arg in given]
+            kwargs = self.decode(named)
             of = self._objects[number]
             self._check_allowed(of, operation, args)
             value = self.encode(DO[operation](of, *args, **kwargs))
@@ -271,18 +304,29 @@ class Peer:
             return float.__float__(value)
         if isinstance(value, int):
             number = int.__int__(value)
-            return number if -SAFE_INTEGER < number < SAFE_INTEGER else {"i": hex(number)}
+            if -SAFE_INTEGER < number < SAFE_INTEGER:
+                return number
+            return {"i": hex(number)}
         if isinstance(value, tuple):
             items = [self.encode(item) for item in value]
             fields = getattr(type(value), "_fields", None)
-            return {"t": items} if fields is None else {"n": [type(value).__name__, list(fields), items]}
+            if fields is None:
+                return {"t": items}
+            return {"n": [type(value).__name__, list(fields), items]}
         for kind, tag in TAGS.items():
             if isinstance(value, kind):
                 return self._container(tag, value)
         if type(value) in (decimal.Decimal, datetime.datetime, datetime.date, datetime.time):
-            text = str(value) if isinstance(value, decimal.Decimal) else value.isoformat()
+            if isinstance(value, decimal.Decimal):
+                text = str(value)
+            else:
+                text = value.isoformat()
             return {"w": [type(value).__name__, text]}
-        if isinstance(value, type) and value.__module__ == "builtins" and hasattr(builtins, value.__name__):
+        if (
+            isinstance(value, type)
+            and value.__module__ == "builtins"
+            and hasattr(builtins, value.__name__)
+        ):
             return {"x": value.__name__}
         return self._reference(value)
 
@@ -388,17 +432,38 @@ class Peer:
 
 
 TAGS: dict[type, str] = {
-    list: "l", collections.Counter: "C", collections.OrderedDict: "O", dict: "d", set: "s", frozenset: "f", bytes: "b",
-    bytearray: "B", fractions.Fraction: "q", complex: "c", range: "R", datetime.timedelta: "T", collections.deque: "D",
-}  # fmt: skip
+    list: "l",
+    collections.Counter: "C",
+    collections.OrderedDict: "O",
+    dict: "d",
+    set: "s",
+    frozenset: "f",
+    bytes: "b",
+    bytearray: "B",
+    fractions.Fraction: "q",
+    complex: "c",
+    range: "R",
+    datetime.timedelta: "T",
+    collections.deque: "D",
+}
 MAKE: dict[str, Callable[[Any], Any]] = {
-    "t": tuple, "s": set, "f": frozenset, "d": dict, "C": lambda pairs: collections.Counter(dict(pairs)),
-    "O": collections.OrderedDict, "b": base64.b64decode, "B": lambda text: bytearray(base64.b64decode(text)),
-    "i": lambda text: int(text, 16), "q": lambda parts: fractions.Fraction(*parts), "c": lambda parts: complex(*parts),
-    "R": lambda parts: range(*parts), "T": lambda parts: datetime.timedelta(*parts),
-    "D": lambda parts: collections.deque(parts[1], parts[0]), "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
+    "t": tuple,
+    "s": set,
+    "f": frozenset,
+    "d": dict,
+    "C": lambda pairs: collections.Counter(dict(pairs)),
+    "O": collections.OrderedDict,
+    "b": base64.b64decode,
+    "B": lambda text: bytearray(base64.b64decode(text)),
+    "i": lambda text: int(text, 16),
+    "q": lambda parts: fractions.Fraction(*parts),
+    "c": lambda parts: complex(*parts),
+    "R": lambda parts: range(*parts),
+    "T": lambda parts: datetime.timedelta(*parts),
+    "D": lambda parts: collections.deque(parts[1], parts[0]),
+    "w": lambda parts: TEXTUAL[parts[0]](parts[1]),
     "a": lambda parts: _unpacked(*parts),
-}  # fmt: skip
+}
 CHANGEABLE = (list, dict, set, bytearray, collections.deque)
 
 
@@ -417,7 +482,9 @@ def _is_plain(value: Any) -> bool:
 
 def _base(kind: type) -> str:
     """The nearest built-in exception."""
-    return next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    return next(
+        base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base
+    )
 
 
 def _packed(value: Any) -> list[Any] | None:

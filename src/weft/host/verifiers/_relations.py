@@ -18,8 +18,11 @@ CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
 def known_ratio(one: str, other: str) -> bool | None:
-    """Whether two ratios in plain form are proportional; None where either is none or this cannot be told."""
-    parts, others = _ratio(one), _ratio(other)
+    """Whether two ratios in plain form are proportional; None where either is none or this cannot
+    be told.
+    """
+    parts = _ratio(one)
+    others = _ratio(other)
     if parts is None and others is None:
         return None
     if parts is None or others is None:
@@ -47,9 +50,11 @@ def _ratio(text: str) -> list[str] | None:
 def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
     """Whether two congruences in tidy form say the same; None where neither is one.
 
-    The left sides agree or one is left out, the moduli agree, and so do the residues up to multiples of the modulus.
+    The left sides agree or one is left out, the moduli agree, and so do the residues up to
+    multiples of the modulus.
     """
-    first, second = _congruence(one), _congruence(other)
+    first = _congruence(one)
+    second = _congruence(other)
     if first is None and second is None:
         return None
     if first is None or second is None:

@@ -1,7 +1,8 @@
-"""Runs a Python program and its tests in two processes, behind the protections that this system allows.
+"""Runs a Python program and its tests in two processes, behind the protections that this system
+allows.
 
-`_launcher.py` is what is started, `_isolation.py` the protections, `_peer.py` how the tests call the program's functions.
-docs/code-reward.md says what is protected and what is not.
+`_launcher.py` is what is started, `_isolation.py` the protections, `_peer.py` how the tests call
+the program's functions. docs/code-reward.md says what is protected and what is not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ END_SECONDS = 5.0  # that the launcher may take to end what it has started
 PROBE_SECONDS = 20.0
 # In the order in which they are tried, and what each one does.
 PROTECTIONS: Mapping[str, str] = {
-    "namespaces": "own process, mount, network and IPC namespaces (no network, no other process in sight)",
+    "namespaces": (
+        "own process, mount, network and IPC namespaces (no network, no other process in sight)"
+    ),
     "files": "own file tree (only the system and Python, read-only, and an empty /tmp)",
     "landlock": "Landlock (no files but those of the system, of Python and of an empty folder)",
     "user": "another user",
@@ -38,14 +41,17 @@ PROTECTIONS: Mapping[str, str] = {
 }
 # Programs import from the standard library; a protection that prevents this is of no use.
 PROBE = "import hashlib, math, random, struct\ndef probe(x):\n    open('f', 'w').close()\n    return math.floor(x)"
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # no process may start threads
+# no process may start threads
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each of the two processes: `seconds` of wall time for both together, and of processor time; `memory_mb` of
-    address space; `file_mb` of the largest file; `disk_mb` of all files in its folder, where that has a file tree of its own;
-    `processes` it may start (root is not held to this)."""
+    """Limits of each of the two processes: `seconds` of wall time for both together, and of
+    processor time; `memory_mb` of address space; `file_mb` of the largest file; `disk_mb` of all
+    files in its folder, where that has a file tree of its own; `processes` it may start (root is
+    not held to this).
+    """
 
     seconds: float = 5.0
     memory_mb: int = 1024
@@ -66,8 +72,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Task:
-    """A program and its tests. Names that the tests use and do not define come from `prompt`, where that is code, and for
-    the rest, `entry_point` among them, from the program."""
+    """A program and its tests.
+
+    Names that the tests use and do not define come from `prompt`, where that is code, and for the
+    rest, `entry_point` among them, from the program.
+    """
 
     program: str
     tests: str
@@ -101,7 +110,9 @@ class Launcher:
             self.process.wait()
 
     def fork(self, descriptors: Sequence[int]) -> int:
-        """Return the process id of a fork that reads from the first descriptor and writes to the second."""
+        """Return the process id of a fork that reads from the first descriptor and writes to the
+        second.
+        """
         with self._lock:
             socket.send_fds(self._socket, [b"+"], list(descriptors))
             number = self._socket.recv(4, socket.MSG_WAITALL)
@@ -114,7 +125,11 @@ _launchers: list[Launcher] = []  # of this process: none or one
 
 
 def _launcher() -> Launcher:
-    if not _launchers or _launchers[0].owner != os.getpid() or _launchers[0].process.poll() is not None:
+    if (
+        not _launchers
+        or _launchers[0].owner != os.getpid()
+        or _launchers[0].process.poll() is not None
+    ):
         _launchers[:] = [Launcher()]
     return _launchers[0]
 
@@ -122,7 +137,8 @@ def _launcher() -> Launcher:
 def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> bool:
     """Return whether the program runs to its end and its tests do, within the limits.
 
-    Nothing that either of them starts outlives the call. `active`: protections; by default all that work here.
+    Nothing that either of them starts outlives the call. `active`: protections; by default all that
+    work here.
     """
     word = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
@@ -134,7 +150,12 @@ def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> b
             "disk_mb": limits.disk_mb,
             "program": task.program,
         }
-        second = {"tests": task.tests, "prompt": task.prompt, "entry_point": task.entry_point, "word": word}
+        second = {
+            "tests": task.tests,
+            "prompt": task.prompt,
+            "entry_point": task.entry_point,
+            "word": word,
+        }
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         stack.callback(os.close, ours_out)
@@ -157,8 +178,11 @@ def _message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Everything up to the end of the processes that write to this pipe; None where they do not end in time."""
-    said, end = b"", time.monotonic() + seconds
+    """Everything up to the end of the processes that write to this pipe; None where they do not end
+    in time.
+    """
+    said = b""
+    end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(descriptor, 4096)
         if not part:
@@ -168,7 +192,9 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 
 
 def _end(leader: int, pipe: int) -> None:
-    """End a fork of the launcher, which ends what it has started first; where it cannot, end its process group."""
+    """End a fork of the launcher, which ends what it has started first; where it cannot, end its
+    process group.
+    """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):
             (os.kill if kind == signal.SIGTERM else os.killpg)(leader, kind)
@@ -209,13 +235,20 @@ def _works(names: Sequence[str]) -> bool:
 def described(active: Sequence[str]) -> list[str]:
     """Lines that say which protections hold, and which ones this system refuses."""
     held = [PROTECTIONS[name] for name in active]
-    lines = [f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"]
+    lines = [
+        f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"
+    ]
     # One of a pair is enough; the other user is for root.
     covers = {"landlock": "files", "files": "landlock"}
-    missing = [name for name in PROTECTIONS if name not in active and covers.get(name) not in active]
+    missing = [
+        name for name in PROTECTIONS if name not in active and covers.get(name) not in active
+    ]
     if os.geteuid() != 0:
         missing = [name for name in missing if name != "user"]
     if missing:
         refused = "; ".join(PROTECTIONS[name] for name in missing)
-        lines.append(f"code reward: NOT protected by {refused}: this system refuses it; see docs/code-reward.md")
+        lines.append(
+            f"code reward: NOT protected by {refused}: this system refuses it; see "
+            f"docs/code-reward.md"
+        )
     return lines

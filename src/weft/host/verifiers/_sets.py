@@ -1,4 +1,7 @@
-"""Answers that have members: lists, sets, tuples, intervals, unions. All texts are tidy (`_latex.tidy`)."""
+"""Answers that have members: lists, sets, tuples, intervals, unions.
+
+All texts are tidy (`_latex.tidy`).
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,38 @@ import re
 
 from weft.host.verifiers._latex import split_top
 
-OPEN, CLOSED = ("(", "["), (")", "]")
-SIGN = {r"\leq": "≤", r"\le": "≤", r"\geq": "≥", r"\ge": "≥", r"\lt": "<", r"\gt": ">", "<=": "≤", ">=": "≥"}
+OPEN = ("(", "[")
+CLOSED = (")", "]")
+SIGN = {
+    r"\leq": "≤",
+    r"\le": "≤",
+    r"\geq": "≥",
+    r"\ge": "≥",
+    r"\lt": "<",
+    r"\gt": ">",
+    "<=": "≤",
+    ">=": "≥",
+}
 WRITTEN = re.compile(r"\\(?:leq?|geq?|lt|gt)(?:slant)?(?![A-Za-z])|[<>]=")
 LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
 def braces(text: str) -> str | None:
-    r"""The members of a set in braces, `\{1,2\}`; None for anything else, a condition between braces included."""
+    r"""The members of a set in braces, `\{1,2\}`; None for anything else, a condition between
+    braces included.
+    """
     for opening, closing in ((r"\{", r"\}"), ("{", "}")):
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+        if (
+            text.startswith(opening)
+            and text.endswith(closing)
+            and len(text) > len(opening) + len(closing)
+        ):
             inside = text[len(opening) : -len(closing)]
-            if _balanced(inside) and not re.search(r"\\mid|[:|]", inside) and (opening == r"\{" or "," in inside):
+            if (
+                _balanced(inside)
+                and not re.search(r"\\mid|[:|]", inside)
+                and (opening == r"\{" or "," in inside)
+            ):
                 return inside.strip()
     return None
 
@@ -55,12 +78,16 @@ def bracketed(text: str) -> list[str] | None:
 
 def inequality(text: str) -> tuple[str, list[str]] | None:
     """(letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
-    parts = re.split(r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text))
-    terms, signs = [part.strip() for part in parts[::2]], parts[1::2]
+    parts = re.split(
+        r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text)
+    )
+    terms = [part.strip() for part in parts[::2]]
+    signs = parts[1::2]
     if not all(terms):
         return None
     if len(terms) == 2 and LETTER.fullmatch(terms[1]):
-        terms, signs = terms[::-1], [_turned(signs[0])]
+        terms = terms[::-1]
+        signs = [_turned(signs[0])]
     if len(terms) == 2 and LETTER.fullmatch(terms[0]):
         below = signs[0] in "<≤"
         closed = signs[0] in "≤≥"
@@ -68,8 +95,14 @@ def inequality(text: str) -> tuple[str, list[str]] | None:
         return terms[0], ends if below else ["[" if closed else "(", terms[1], r"\infty", ")"]
     if len(terms) == 3 and LETTER.fullmatch(terms[1]) and (signs[0] in "<≤") == (signs[1] in "<≤"):
         if signs[0] in ">≥":
-            terms, signs = terms[::-1], [_turned(sign) for sign in signs[::-1]]
-        return terms[1], ["(" if signs[0] == "<" else "[", terms[0], terms[2], ")" if signs[1] == "<" else "]"]
+            terms = terms[::-1]
+            signs = [_turned(sign) for sign in signs[::-1]]
+        return terms[1], [
+            "(" if signs[0] == "<" else "[",
+            terms[0],
+            terms[2],
+            ")" if signs[1] == "<" else "]",
+        ]
     return None
 
 

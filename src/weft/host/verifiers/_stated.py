@@ -9,13 +9,17 @@ from weft.host.verifiers._latex import braced
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
 MOST_BOXES = 20  # that are looked at, from the last one
 GAP = r"(?:[\s$,;.]|\\[()\[\],;]|\\q?quad)*"
-JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")  # between the boxes of one answer
+# between the boxes of one answer
+JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")
 MOST_JOINT = 40  # characters of it
 SAID = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(?=\S)", re.IGNORECASE)
 NEGATED = re.compile(r"not\b(?:.{0,80}?\bbut\s+(?:rather\s+)?(?=\S))?", re.IGNORECASE)
 FORMULA = re.compile(r"\s*(?:\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
-NEXT = re.compile(r"\s*(?:,\s*(?:and\s|or\s)?|and\s|or\s)\s*(?=\$|\\[(\[])")  # between formulas that are one answer
-ENDED = re.compile(r"\.(?:\s|$)|[,;]?\s+(?:because|since|as|so|which|where|when|for)\s", re.IGNORECASE)
+# between formulas that are one answer
+NEXT = re.compile(r"\s*(?:,\s*(?:and\s|or\s)?|and\s|or\s)\s*(?=\$|\\[(\[])")
+ENDED = re.compile(
+    r"\.(?:\s|$)|[,;]?\s+(?:because|since|as|so|which|where|when|for)\s", re.IGNORECASE
+)
 
 
 def boxes(text: str) -> int:
@@ -24,14 +28,18 @@ def boxes(text: str) -> int:
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is none; several side by side
-    are a list."""
+    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is
+    none; several side by side are a list.
+    """
     answer: list[str] = []
     begin = 0  # of the box that comes next
     for match in reversed(list(BOX.finditer(text))[-MOST_BOXES:]):
         rest = text[match.end() :]
         in_braces = rest.startswith("{")
-        inside = braced(rest) if in_braces else re.split(r"[\s$.]", rest, maxsplit=1)[0]
+        if in_braces:
+            inside = braced(rest)
+        else:
+            inside = re.split(r"[\s$.]", rest, maxsplit=1)[0]
         if not inside:
             continue
         end = match.end() + len(inside) + 2 * in_braces
@@ -43,8 +51,10 @@ def boxed(text: str) -> str | None:
 
 
 def said(text: str) -> str | None:
-    """What stands in the last `<answer>`, or follows the last "answer is" or "Answer:": the formulas that this begins with, or
-    its words up to the end of the sentence. None where nobody says so, and nothing ("") where it only says what it is not."""
+    """What stands in the last `<answer>`, or follows the last "answer is" or "Answer:": the
+    formulas that this begins with, or its words up to the end of the sentence. None where nobody
+    says so, and nothing ("") where it only says what it is not.
+    """
     rest = _tagged(text) or ""
     negated = False
     if not rest:
@@ -72,7 +82,8 @@ def _tagged(text: str) -> str | None:
 
 def _formulas(text: str) -> str | None:
     """The formulas that a text begins with, as a list."""
-    found, at = [], 0
+    found = []
+    at = 0
     while match := FORMULA.match(text, at):
         found.append(next(group for group in match.groups() if group is not None).strip())
         joint = NEXT.match(text, match.end())

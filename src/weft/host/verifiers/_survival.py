@@ -1,9 +1,9 @@
 """Checks that a verdict of `math_verify` took in every letter and number of both answers.
 
-The library drops what its grammar does not know, and evaluates away what it takes for constant: `1 \\bmod 4` is read
-as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in what was dropped would then be equal. A
-verdict of "equal" therefore counts only if each letter, number and mark matters: with any one of them replaced, the two
-answers must differ.
+The library drops what its grammar does not know, and evaluates away what it takes for constant: `1
+\\bmod 4` is read as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in what was
+dropped would then be equal. A verdict of "equal" therefore counts only if each letter, number and
+mark matters: with any one of them replaced, the two answers must differ.
 """
 
 from __future__ import annotations
@@ -22,20 +22,87 @@ from weft.host.verifiers._stated import FORMULA, boxed
 MOST_TOKENS = 200  # of both answers
 # Commands that only set the type or the spacing, and operations whose operands the library keeps.
 UNDERSTOOD = {
-    *FUNCTIONS, "sinh", "cosh", "tanh", "max", "min", "frac", "dfrac", "tfrac", "cfrac", "sqrt", "cdot", "times", "div",
-    "pm", "mp", "le", "leq", "leqslant", "ge", "geq", "geqslant", "lt", "gt", "ne", "neq", "in", "cup", "cap",
-    "setminus", "emptyset", "varnothing", "infty", "pi", "binom", "dbinom", "tbinom", "begin", "end", "lfloor",
-    "rfloor", "lceil", "rceil", "int", "sum", "prod", "lim", "to", "partial", "circ", "degree", "overline", "vec",
-    "hat", "text", "mbox", "textrm", "mathrm", "operatorname", "mathbb", "lbrace", "rbrace", "lvert", "rvert", "left",
-    "right", "quad", "qquad", "displaystyle", "limits", "boxed", "fbox",
-}  # fmt: skip
+    *FUNCTIONS,
+    "sinh",
+    "cosh",
+    "tanh",
+    "max",
+    "min",
+    "frac",
+    "dfrac",
+    "tfrac",
+    "cfrac",
+    "sqrt",
+    "cdot",
+    "times",
+    "div",
+    "pm",
+    "mp",
+    "le",
+    "leq",
+    "leqslant",
+    "ge",
+    "geq",
+    "geqslant",
+    "lt",
+    "gt",
+    "ne",
+    "neq",
+    "in",
+    "cup",
+    "cap",
+    "setminus",
+    "emptyset",
+    "varnothing",
+    "infty",
+    "pi",
+    "binom",
+    "dbinom",
+    "tbinom",
+    "begin",
+    "end",
+    "lfloor",
+    "rfloor",
+    "lceil",
+    "rceil",
+    "int",
+    "sum",
+    "prod",
+    "lim",
+    "to",
+    "partial",
+    "circ",
+    "degree",
+    "overline",
+    "vec",
+    "hat",
+    "text",
+    "mbox",
+    "textrm",
+    "mathrm",
+    "operatorname",
+    "mathbb",
+    "lbrace",
+    "rbrace",
+    "lvert",
+    "rvert",
+    "left",
+    "right",
+    "quad",
+    "qquad",
+    "displaystyle",
+    "limits",
+    "boxed",
+    "fbox",
+}
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{[a-zA-Z]*\*?\}(?:\{[clr|]*\})?")
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 # Words inside \text{} are one token each; a command that names a letter is one, too.
 TOKEN = re.compile(
     rf"\\(?:{'|'.join(sorted(GREEK, key=len, reverse=True))}|pi)(?![A-Za-z])|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|['′!:]"
 )
-# Numbers with a blank between them are multiplied, a transposed matrix loses its T, and a limit its side.
+# Numbers with a blank between them are multiplied, a transposed matrix loses its T, and a limit its
+# side.
 MISREAD = re.compile(
     r"(?<![\^\d])\d+(?:\s|\\[ ,;:!]|~)+\d|\^\s*(?:\{\s*)?(?:T|\\top)(?![A-Za-z])"
     r"|\^\s*(?:\{\s*[-+]\s*\}|[-+](?!\s*[\dA-Za-z\\({.]))"
@@ -47,32 +114,70 @@ CAPITAL = re.compile(rf"\\(?:{'|'.join(name for name in GREEK if name[0].isupper
 SIGN = re.compile(r"[-+]")
 # Operations that the library compares by all of their operands.
 SIMPLE = (
-    sympy.Add, sympy.Mul, sympy.Pow, sympy.FiniteSet, sympy.Tuple, sympy.Interval, sympy.Union, sympy.UnevaluatedExpr,
-    sympy.core.relational.Relational, sympy.Abs, sympy.floor, sympy.ceiling, sympy.factorial, sympy.binomial,
-    sympy.log, sympy.exp, sympy.sin, sympy.cos, sympy.tan, sympy.sec, sympy.csc, sympy.cot, sympy.asin, sympy.acos,
-    sympy.atan, sympy.sinh, sympy.cosh, sympy.tanh, sympy.Max, sympy.Min,
-)  # fmt: skip
-BOUND = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)  # operations with a variable that runs
+    sympy.Add,
+    sympy.Mul,
+    sympy.Pow,
+    sympy.FiniteSet,
+    sympy.Tuple,
+    sympy.Interval,
+    sympy.Union,
+    sympy.UnevaluatedExpr,
+    sympy.core.relational.Relational,
+    sympy.Abs,
+    sympy.floor,
+    sympy.ceiling,
+    sympy.factorial,
+    sympy.binomial,
+    sympy.log,
+    sympy.exp,
+    sympy.sin,
+    sympy.cos,
+    sympy.tan,
+    sympy.sec,
+    sympy.csc,
+    sympy.cot,
+    sympy.asin,
+    sympy.acos,
+    sympy.atan,
+    sympy.sinh,
+    sympy.cosh,
+    sympy.tanh,
+    sympy.Max,
+    sympy.Min,
+)
+# operations with a variable that runs
+BOUND = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 CONSTANTS = {sympy.pi: "pi", sympy.E: "e", sympy.I: "i"}
 INFINITE = (sympy.oo, -sympy.oo)
 
 
-def survives(one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]) -> bool:
-    """Return whether every letter and number of two texts, which `same` holds for equal, matters to that verdict."""
-    first, second = stated_formula(one, parsed), stated_formula(other, parsed)
+def survives(
+    one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
+) -> bool:
+    """Return whether every letter and number of two texts, which `same` holds for equal, matters to
+    that verdict.
+    """
+    first = stated_formula(one, parsed)
+    second = stated_formula(other, parsed)
     if first == second:
         return True
     first, second = result(first, second), result(second, first)
-    if not (understood(first) and understood(second)) or CAPITAL.findall(first) != CAPITAL.findall(second):
+    if not (understood(first) and understood(second)) or CAPITAL.findall(first) != CAPITAL.findall(
+        second
+    ):
         return False
-    if (wrapped(first), wrapped(second)) != (one, other) and not same(wrapped(first), wrapped(second)):
+    if (wrapped(first), wrapped(second)) != (one, other) and not same(
+        wrapped(first), wrapped(second)
+    ):
         return False
     if len(split_top(first, "=")) != len(split_top(second, "=")):
         return False
     letters = {_assigned(first, parsed), _assigned(second, parsed)} - {None}
     if len(letters) > 1:
         return False
-    return _all_matter(first, second, same, parsed) and _all_matter(second, first, lambda a, b: same(b, a), parsed)
+    return _all_matter(first, second, same, parsed) and _all_matter(
+        second, first, lambda a, b: same(b, a), parsed
+    )
 
 
 def wrapped(formula: str) -> str:
@@ -81,7 +186,9 @@ def wrapped(formula: str) -> str:
 
 
 def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """The part of a text that states its answer: the last box, the last formula, or the number the library found."""
+    """The part of a text that states its answer: the last box, the last formula, or the number the
+    library found.
+    """
     inside = boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
         inside = text[1:-1]
@@ -98,25 +205,35 @@ def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
 
 
 def result(formula: str, other: str) -> str:
-    """The last side of `2 + 3 = 5`, where the other answer is no equation and nothing but a result is left out."""
+    """The last side of `2 + 3 = 5`, where the other answer is no equation and nothing but a result
+    is left out.
+    """
     before, equals, after = formula.rpartition("=")
     inside = before.count("{") != before.count("}")
     if not equals or inside or "=" in other or before[-1:] in ("<", ">", "!"):
         return formula
     name, _ = named(formula)
-    computed = not re.search("[A-Za-z]", COMMAND.sub("", before)) and not LETTER_COMMAND.search(before)
-    return after.strip() if computed or (name is not None and "=" not in before) else formula
+    computed = not re.search("[A-Za-z]", COMMAND.sub("", before)) and not LETTER_COMMAND.search(
+        before
+    )
+    if computed or (name is not None and "=" not in before):
+        return after.strip()
+    return formula
 
 
 def _assigned(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
     """The letter that an equation gives a value; the library compares the values alone."""
     found = parsed(wrapped(formula))
     expression = found[0] if found else None
-    return expression.lhs if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol else None
+    if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
+        return expression.lhs
+    return None
 
 
 def understood(formula: str) -> bool:
-    """Return whether the library knows all commands of a formula, and no letter stands in it in both cases."""
+    """Return whether the library knows all commands of a formula, and no letter stands in it in
+    both cases.
+    """
     if MISREAD.search(formula):
         return False
     if any(name not in UNDERSTOOD and name not in GREEK for name in COMMAND.findall(formula)):
@@ -126,7 +243,10 @@ def understood(formula: str) -> bool:
 
 
 def _all_matter(
-    formula: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
+    formula: str,
+    other: str,
+    same: Callable[[str, str], bool],
+    parsed: Callable[[str], tuple[Any, ...]],
 ) -> bool:
     spans = list(_tokens(formula))
     if len(spans) > MOST_TOKENS:
@@ -147,9 +267,15 @@ def _all_matter(
 
 
 def _tokens(formula: str) -> Iterator[tuple[int, int]]:
-    """Spans of the letters, numbers and marks of a formula, but for the names of its commands and functions."""
+    """Spans of the letters, numbers and marks of a formula, but for the names of its commands and
+    functions.
+    """
     hidden = [match.span() for match in ENVIRONMENT.finditer(formula)]
-    hidden += [match.span() for match in COMMAND.finditer(formula) if match[1] not in GREEK and match[1] != "pi"]
+    hidden += [
+        match.span()
+        for match in COMMAND.finditer(formula)
+        if match[1] not in GREEK and match[1] != "pi"
+    ]
     for match in TOKEN.finditer(formula):
         if not any(begin <= match.start() < end for begin, end in hidden):
             yield match.span()
@@ -166,17 +292,22 @@ def _replaced(token: str, letter: str) -> str:
 
 
 def _accounted(expression: Any, tokens: list[str]) -> bool:
-    """Return whether an expression of simple operations has exactly the letters and numbers of the formula."""
+    """Return whether an expression of simple operations has exactly the letters and numbers of the
+    formula.
+    """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()
-    if not isinstance(expression, (sympy.Basic, sympy.MatrixBase)) or not _collect(expression, leaves, implied):
+    if not isinstance(expression, (sympy.Basic, sympy.MatrixBase)) or not _collect(
+        expression, leaves, implied
+    ):
         return False
     written = Counter(token.lstrip("\\").lower() for token in tokens)
     return not leaves - written and not (written - leaves) - implied
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
-    """Count the leaves of a tree; those that a minus sign, a fraction bar or a root implies are counted apart.
+    """Count the leaves of a tree; those that a minus sign, a fraction bar or a root implies are
+    counted apart.
 
     Returns False if the tree holds an operation that may drop or evaluate something.
     """
@@ -188,18 +319,31 @@ def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
         known = implied if node == -1 else leaves
         known.update([str(abs(node.p))] + ([str(node.q)] if node.q != 1 else []))
     elif isinstance(node, sympy.Symbol):
-        leaves.update([node.name.lower()] if len(node.name) > 3 else re.findall(r"\d+|[a-z]+", node.name.lower()))
-    elif isinstance(node, sympy.Pow) and isinstance(node.exp, sympy.Rational) and abs(node.exp.p) == 1 != node.exp.q:
+        leaves.update(
+            [node.name.lower()]
+            if len(node.name) > 3
+            else re.findall(r"\d+|[a-z]+", node.name.lower())
+        )
+    elif (
+        isinstance(node, sympy.Pow)
+        and isinstance(node.exp, sympy.Rational)
+        and abs(node.exp.p) == 1 != node.exp.q
+    ):
         implied.update(["1", str(node.exp.q)])
         return _collect(node.base, leaves, implied)
     elif isinstance(node, sympy.exp):
         implied["e"] += 1
     elif isinstance(node, BOUND):
         body, *limits = node.args[:3] if isinstance(node, sympy.Limit) else node.args
-        variables = limits[:1] if isinstance(node, sympy.Limit) else [limit.args[0] for limit in limits]
+        if isinstance(node, sympy.Limit):
+            variables = limits[:1]
+        else:
+            variables = [limit.args[0] for limit in limits]
         implied["d"] += isinstance(node, sympy.Integral) * len(variables)
         # A body without its variable, such as `a_n`, is evaluated as a constant.
-        return set(variables) <= body.free_symbols and all(_collect(each, leaves, implied) for each in (body, *limits))
+        return set(variables) <= body.free_symbols and all(
+            _collect(each, leaves, implied) for each in (body, *limits)
+        )
     elif not isinstance(node, SIMPLE):
         return node in INFINITE
     return all(_collect(argument, leaves, implied) for argument in node.args)

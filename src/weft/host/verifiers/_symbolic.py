@@ -1,7 +1,8 @@
-"""Two answers compared by computer algebra: `math_verify` (Hugging Face), within bounds of size and time.
+"""Two answers compared by computer algebra: `math_verify` (Hugging Face), within bounds of size and
+time.
 
-The library runs in a process of its own (`_algebra`), which the kernel ends when its processor time is over: no loop in
-Python, C or a regular expression outlasts that, and a thread may ask as well.
+The library runs in a process of its own (`_algebra`), which the kernel ends when its processor time
+is over: no loop in Python, C or a regular expression outlasts that, and a thread may ask as well.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ START_SECONDS = 120.0  # to import the library
 MOST_CHARACTERS = 100_000  # of a text that is searched for its answer
 MOST_COMMAS = 150
 TAIL = 300  # characters of a text that are looked at for what is too large
-# What takes a computer algebra system for ever: large powers of letters and brackets, towers of powers, powers, factorials and
-# binomials of large numbers, deep nesting.
+# What takes a computer algebra system for ever: large powers of letters and brackets, towers of
+# powers, powers, factorials and binomials of large numbers, deep nesting.
 HUGE = re.compile(
     r"[A-Za-z)\]}|]\s*\^\s*\{?\s*-?\d{3,}|\^\s*\{?\s*-?\d{5,}|[\d)\]}]\s*\^\s*\{?\s*\(?\d+\s*\^|\d{4,}\s*!|!\s*!|\)\s*!\s*\)\s*!"
     r"|binom\s*\{?\s*\d{5,}|[(\[{]{12}"
@@ -39,17 +40,26 @@ SOURCE = Path(__file__).resolve().parents[3]  # the folder that holds the packag
 
 def formula(text: str) -> str:
     """The text with signs around it that say it is a formula, where it has none."""
-    return text if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")) else f"${text}$"
+    if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
+        return text
+    return f"${text}$"
 
 
 def same(reference: str, answer: str) -> bool:
-    """Whether two texts say the same to the library: formulas, or sentences that hold one. False where it takes too long."""
+    """Whether two texts say the same to the library: formulas, or sentences that hold one.
+
+    False where it takes too long.
+    """
     return not (_too_large(reference) or _too_large(answer)) and engine().ask(reference, answer)
 
 
 def _too_large(text: str) -> bool:
     tail = text[-TAIL:]
-    return len(text) > MOST_CHARACTERS or HUGE.search(tail) is not None or tail.count(",") > MOST_COMMAS
+    return (
+        len(text) > MOST_CHARACTERS
+        or HUGE.search(tail) is not None
+        or tail.count(",") > MOST_COMMAS
+    )
 
 
 def engine() -> Engine:
@@ -65,8 +75,9 @@ def _engine(pid: int) -> Engine:
 class Engine:
     """The process that compares, started when it is first asked, and the time it has.
 
-    An answer has `SECONDS`, and all answers share an allowance, so that n answers take `ALLOWANCE + REFILL * n` seconds at
-    most: the first slow ones get all their time, those that follow little. Processor time, so that a busy machine judges alike.
+    An answer has `SECONDS`, and all answers share an allowance, so that n answers take `ALLOWANCE +
+    REFILL * n` seconds at most: the first slow ones get all their time, those that follow little.
+    Processor time, so that a busy machine judges alike.
     """
 
     def __init__(self) -> None:
@@ -112,10 +123,19 @@ class Engine:
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
-        path = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty name would be the working folder
+        # an empty name would be the working folder
+        path = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", f"{__package__}._algebra", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-W",
+                    "ignore",
+                    "-m",
+                    f"{__package__}._algebra",
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
@@ -127,7 +147,8 @@ class Engine:
         if not ready:
             self._stop()
             raise RunError("the process for `math_verify` does not start; its message stands above")
-        self._connection, self.process = ours, process
+        self._connection = ours
+        self.process = process
         return ours
 
     def _stop(self) -> None:

@@ -1,5 +1,6 @@
-"""Whether two expressions have the same value: exactly where they are rational, else to many more digits than can agree by
-chance. Bounded, so that no answer takes long."""
+"""Whether two expressions have the same value: exactly where they are rational, else to many more
+digits than can agree by chance. Bounded, so that no answer takes long.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ MOST_BITS = 20_000  # of a fraction's numerator and denominator
 MOST_FACTORIAL = 2000
 MOST_POWER = 10**6  # in an exponent of a number that is no fraction
 MOST_SIZE = 800  # of numbers that are rounded: between 2^-800 and 2^800
-FAR, NEAR = Fraction(1, 10**4), Fraction(1, 10**9)  # of a decimal from what it may stand for, relative to it
+# of a decimal from what it may stand for, relative to it
+FAR = Fraction(1, 10**4)
+NEAR = Fraction(1, 10**9)
 DECIMAL = re.compile(r"[-+]?\d*\.\d+")
 _local = threading.local()
 
@@ -34,9 +37,12 @@ class _Undecided(Exception):
 
 
 def same_value(one: str, other: str) -> bool | None:
-    """Whether two texts in plain form are expressions of the same value, for several choices of their letters; None where
-    this cannot be told. A decimal of many digits is the number that it stands for if all of them are right."""
-    a, b = parse(one), parse(other)
+    """Whether two texts in plain form are expressions of the same value, for several choices of
+    their letters; None where this cannot be told. A decimal of many digits is the number that it
+    stands for if all of them are right.
+    """
+    a = parse(one)
+    b = parse(other)
     if a is None or b is None:
         return None
     if a.letters or b.letters:
@@ -58,7 +64,8 @@ def same_value(one: str, other: str) -> bool | None:
 
 def _digits_right(text: str, decimal: Expression, number: Expression) -> bool:
     """Whether a decimal is a number rounded, or cut off, behind its last digit."""
-    stated, meant = _evaluated(decimal, 0, 0), _evaluated(number, 0, 0)
+    stated = _evaluated(decimal, 0, 0)
+    meant = _evaluated(number, 0, 0)
     assert stated and meant, "their difference is known"
     last = Fraction(1, 10 ** len(text.partition(".")[2]))
     apart = abs(stated.real - meant.real)
@@ -85,17 +92,24 @@ def _same_function(a: Expression, b: Expression) -> bool | None:
         return True
     if a.decimal or b.decimal:
         return None
-    # Computer algebra knows of functions that have other names; those are far apart here, and what is near is not the same.
-    return False if (rational and a.letters == b.letters) or max(seen) < FAR else None
+    # Computer algebra knows of functions that have other names; those are far apart here, and what
+    # is near is not the same.
+    if (rational and a.letters == b.letters) or max(seen) < FAR:
+        return False
+    return None
 
 
 def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction] | None:
-    """How far two values are apart, and that relative to the larger one; 0 where they are the same. What was rounded is
-    the same if no digit of many differs."""
-    one, other = _evaluated(a, seed, 0), _evaluated(b, seed, 0)
+    """How far two values are apart, and that relative to the larger one; 0 where they are the same.
+
+    What was rounded is the same if no digit of many differs.
+    """
+    one = _evaluated(a, seed, 0)
+    other = _evaluated(b, seed, 0)
     size = max(one.size, other.size) if one and other else -1
     if size >= 0:
-        one, other = _evaluated(a, seed, size), _evaluated(b, seed, size)
+        one = _evaluated(a, seed, size)
+        other = _evaluated(b, seed, size)
     if one is None or other is None:
         return None
     apart = max(abs(one.real - other.real), abs(one.imaginary - other.imaginary))
@@ -107,7 +121,9 @@ def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction]
 
 @dataclass(frozen=True)
 class _Value:
-    """A complex number, and the bits of the largest or smallest number that was rounded on the way to it; -1 if none was."""
+    """A complex number, and the bits of the largest or smallest number that was rounded on the way
+    to it; -1 if none was.
+    """
 
     real: Fraction
     imaginary: Fraction
@@ -116,7 +132,9 @@ class _Value:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluated(expression: Expression, seed: int, size: int) -> _Value | None:
-    """The value with every letter standing for a fixed number that `seed` picks, with digits enough for numbers of `size`."""
+    """The value with every letter standing for a fixed number that `seed` picks, with digits enough
+    for numbers of `size`.
+    """
     calculator = _Calculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
         number = calculator.value(expression.root)
@@ -143,7 +161,9 @@ class _Calculator:
     """Values of trees: fractions as long as they are exact, then numbers of `bits` bits."""
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
-        self._seed, self._real, self.size = seed, real, -1
+        self._seed = seed
+        self._real = real
+        self.size = -1
         self._mp = _context()
         self._mp.prec = bits
 
@@ -155,14 +175,18 @@ class _Calculator:
         if kind == "letter":
             return _letter(parts[0], self._seed)
         if kind == "constant":
-            return self._kept({"pi": +self._mp.pi, "e": +self._mp.e, "i": self._mp.mpc(0, 1)}[parts[0]])
+            return self._kept(
+                {"pi": +self._mp.pi, "e": +self._mp.e, "i": self._mp.mpc(0, 1)}[parts[0]]
+            )
         if kind == "sum":
             return self._total((sign, self.value(part)) for sign, part in parts)
         if kind == "product":
             return self._product((sign, self.value(part)) for sign, part in parts)
         if kind == "function":
             return self._kept(
-                self._function(parts[0], self._rounded_real(self.value(parts[1]), complexes=parts[0] == "exp"))
+                self._function(
+                    parts[0], self._rounded_real(self.value(parts[1]), complexes=parts[0] == "exp")
+                )
             )
         values = [self.value(part) for part in parts]
         return self._kept(getattr(self, f"_{kind}")(*values))
@@ -178,7 +202,8 @@ class _Calculator:
         if isinstance(number, self._mp.mpc) and number.imag == 0:
             number = number.real
         size = 0 if number == 0 else abs(int(self._mp.mag(number)))
-        if size > MOST_SIZE + self._mp.prec:  # what is left of a difference of equals has as many bits as there are
+        # what is left of a difference of equals has as many bits as there are
+        if size > MOST_SIZE + self._mp.prec:
             raise _Undecided
         self.size = max(self.size, size)
         return number
@@ -244,7 +269,8 @@ class _Calculator:
 
     def _root(self, number: Number, degree: Number) -> Number:
         if degree == 2 and isinstance(number, Fraction) and number >= 0:
-            top, bottom = math.isqrt(number.numerator), math.isqrt(number.denominator)
+            top = math.isqrt(number.numerator)
+            bottom = math.isqrt(number.denominator)
             if top * top == number.numerator and bottom * bottom == number.denominator:
                 return Fraction(top, bottom)
         number = self._rounded(number)
@@ -255,7 +281,9 @@ class _Calculator:
         n = _whole(degree)
         if isinstance(number, self._mp.mpc) or n == 0 or (number < 0 and n % 2 == 0):
             raise _Undecided
-        return self._mp.root(number, n) if number >= 0 else -self._mp.root(-number, n)
+        if number >= 0:
+            return self._mp.root(number, n)
+        return -self._mp.root(-number, n)
 
     def _need_no_letters(self) -> None:
         if self._real:
@@ -282,14 +310,18 @@ class _Calculator:
         mp = self._mp
         if name == "exp" and abs(number) > MOST_POWER:
             raise _Undecided
-        if (name in ("ln", "log") and number <= 0) or (name in ("arcsin", "arccos") and abs(number) > 1):
+        if (name in ("ln", "log") and number <= 0) or (
+            name in ("arcsin", "arccos") and abs(number) > 1
+        ):
             raise _Undecided
         names = {"ln": "log", "log": "log10", "arcsin": "asin", "arccos": "acos", "arctan": "atan"}
         return getattr(mp, names.get(name, name))(number)
 
 
 def _whole(number: Number) -> int:
-    if not (isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MOST_FACTORIAL):
+    if not (
+        isinstance(number, Fraction) and number.denominator == 1 and 0 <= number <= MOST_FACTORIAL
+    ):
         raise _Undecided
     return int(number)
 

@@ -1,4 +1,6 @@
-"""Code: run a completion's Python program and its tests, in two processes behind the system's protections."""
+"""Code: run a completion's Python program and its tests, in two processes behind the system's
+protections.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 
 
 def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
-    """The program a completion means: its last fenced block, or all of it; after the prompt's own code where it goes on from
-    that (HumanEval: the prompt ends in a signature and the completion is the body)."""
+    """The program a completion means: its last fenced block, or all of it; after the prompt's own
+    code where it goes on from that (HumanEval: the prompt ends in a signature and the completion is
+    the body).
+    """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
     if entry_point is None or _defines(code, entry_point):
@@ -29,15 +33,24 @@ def _defines(code: str, name: str) -> bool:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name for node in tree.body)
+    return any(
+        isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name for node in tree.body
+    )
 
 
 def tests_of(test: Any, entry_point: str | None) -> str:
-    """The code of a row's tests: a text, or a list of statements; HumanEval's `check` is called with the entry point."""
+    """The code of a row's tests: a text, or a list of statements; HumanEval's `check` is called
+    with the entry point.
+    """
     text = "\n".join(test) if isinstance(test, (list, tuple)) else test
     if not isinstance(text, str):
-        raise DataError(f"code: tests must be a text or a list of statements, not {type(test).__name__}")
-    call = f"\ncheck({entry_point})\n" if entry_point and re.search(r"^def check\(", text, re.MULTILINE) else ""
+        raise DataError(
+            f"code: tests must be a text or a list of statements, not {type(test).__name__}"
+        )
+    if entry_point and re.search(r"^def check\(", text, re.MULTILINE):
+        call = f"\ncheck({entry_point})\n"
+    else:
+        call = ""
     return text + call
 
 
@@ -51,24 +64,32 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 if the completion's program and then the row's tests run to their end, else 0; None for rows without tests.
+    """1 if the completion's program and then the row's tests run to their end, else 0; None for
+    rows without tests.
 
-    The tests run in another process, which calls the program's functions; docs/code-reward.md says what protects the machine.
+    The tests run in another process, which calls the program's functions; docs/code-reward.md says
+    what protects the machine.
 
-    Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert f(1) == 2`, MBPP's
-    form), and `entry_point`, the function's name, where the completion may go on from the prompt's code. `seconds` and
-    `memory_mb` bound each program; the whole batch is bounded by reward_timeout_s.
+    Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert
+    f(1) == 2`, MBPP's form), and `entry_point`, the function's name, where the completion may go on
+    from the prompt's code. `seconds` and `memory_mb` bound each program; the whole batch is bounded
+    by reward_timeout_s.
     """
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
     given = next(
-        (columns[name] for name in ("test", "tests", "test_list") if name in columns), [None] * len(completions)
+        (columns[name] for name in ("test", "tests", "test_list") if name in columns),
+        [None] * len(completions),
     )
     entry_points = columns.get("entry_point", [None] * len(completions))
     rewards: list[float | None] = []
-    for prompt, completion, test, entry_point in zip(prompts, completions, given, entry_points, strict=True):
+    for prompt, completion, test, entry_point in zip(
+        prompts, completions, given, entry_points, strict=True
+    ):
         if test is None:
             rewards.append(None)
             continue
         program = program_of(prompt, completion, entry_point)
-        rewards.append(float(passes(Task(program, tests_of(test, entry_point), prompt, entry_point), limits)))
+        rewards.append(
+            float(passes(Task(program, tests_of(test, entry_point), prompt, entry_point), limits))
+        )
     return rewards

@@ -22,10 +22,12 @@ def exact(
     case: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion equals the column `answer` or `ground_truth` (or `column`), else 0; None for rows without one.
+    """1 where the completion equals the column `answer` or `ground_truth` (or `column`), else 0;
+    None for rows without one.
 
-    Runs of blanks count as one, those at the ends not at all; letter case matters with `case`. A reference that is a
-    number in the data (0.00005, not "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
+    Runs of blanks count as one, those at the ends not at all; letter case matters with `case`. A
+    reference that is a number in the data (0.00005, not "0.00005"), or a text with an exponent
+    ("5e-05", "10^3"), is compared by value.
     """
     answers = references(columns, column, len(completions))
     return [
@@ -37,7 +39,8 @@ def exact(
 def _same(completion: str, answer: Any, case: bool) -> bool:
     is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
     if is_number or EXPONENT.search(str(answer)):
-        expected, found = whole_number(str(answer)), whole_number(completion)
+        expected = whole_number(str(answer))
+        found = whole_number(completion)
         if expected is not None and found is not None:
             return expected == found
     return _plain(completion, case) == _plain(str(answer), case)

@@ -22,16 +22,20 @@ def format_match(
     match: str = "full",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where `pattern` matches the whole completion (`match` "full") or a part of it ("search"), else 0.
+    """1 where `pattern` matches the whole completion (`match` "full") or a part of it ("search"),
+    else 0.
 
-    Python's `re`; `.` matches line ends too. The default asks for <think>...</think><answer>...</answer>. A pattern with
-    nested repetition can take exponential time; the batch's deadline ends that. Raises `ConfigError` for a bad pattern.
+    Python's `re`; `.` matches line ends too. The default asks for
+    <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential
+    time; the batch's deadline ends that. Raises `ConfigError` for a bad pattern.
     """
     if match not in ("full", "search"):
         raise ConfigError(f"format: match={match!r} must be full or search")
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"format: pattern={pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(
+            f"format: pattern={pattern!r} is no regular expression: {error}"
+        ) from error
     matches = compiled.fullmatch if match == "full" else compiled.search
     return [float(matches(completion) is not None) for completion in completions]

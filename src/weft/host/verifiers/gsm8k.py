@@ -13,7 +13,9 @@ MARK = "####"  # GSM8K's own solutions end in "#### 72"
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """The first number after the last "####"; without that mark the last number of the text, or (`strict`) none."""
+    """The first number after the last "####"; without that mark the last number of the text, or
+    (`strict`) none.
+    """
     _, mark, after = text.rpartition(MARK)
     if mark:
         found = numbers(after)
@@ -32,12 +34,14 @@ def gsm8k(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion's final number equals the reference's, else 0; None for rows without a reference.
+    """1 where the completion's final number equals the reference's, else 0; None for rows without a
+    reference.
 
-    The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution that ends in one. Commas
-    and blanks between groups of three digits, dollar signs, units and trailing zeros do not matter; exponents (5e-05,
-    10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and words such as "million" count. Numbers are compared exactly, as
-    fractions. `strict` counts an answer only after "####".
+    The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution
+    that ends in one. Commas and blanks between groups of three digits, dollar signs, units and
+    trailing zeros do not matter; exponents (5e-05, 10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and
+    words such as "million" count. Numbers are compared exactly, as fractions. `strict` counts an
+    answer only after "####".
     """
     answers = references(columns, column, len(completions))
     rewards: list[float | None] = []

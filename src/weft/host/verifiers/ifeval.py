@@ -12,11 +12,14 @@ from weft.registry import register_verifier
 SCORES = ("share", "all")
 
 
-def follows(response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False) -> bool:
+def follows(
+    response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
+) -> bool:
     """Whether a response follows one instruction. An empty response follows none.
 
-    `loose`: also where it does without its first line, its last line, both, or its asterisks (the paper's loose accuracy).
-    Raises `DataError` for an unknown instruction, or arguments that it lacks.
+    `loose`: also where it does without its first line, its last line, both, or its asterisks (the
+    paper's loose accuracy). Raises `DataError` for an unknown instruction, or arguments that it
+    lacks.
     """
     if instruction not in CHECKS:
         raise DataError(str(unknown_name("instruction", instruction, CHECKS)))
@@ -24,10 +27,13 @@ def follows(response: str, instruction: str, arguments: Mapping[str, Any], *, lo
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
         return any(
-            variant.strip() and check(variant, given) for variant in (variants(response) if loose else [response])
+            variant.strip() and check(variant, given)
+            for variant in (variants(response) if loose else [response])
         )
     except KeyError as error:
-        raise DataError(f"instruction {instruction!r} needs the argument {error}; it has {sorted(given)}") from error
+        raise DataError(
+            f"instruction {instruction!r} needs the argument {error}; it has {sorted(given)}"
+        ) from error
 
 
 def variants(response: str) -> list[str]:
@@ -50,10 +56,11 @@ def ifeval(
     loose: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """The share of a row's instructions that the completion follows, or (`score` "all") 1 where it follows all, else 0.
+    """The share of a row's instructions that the completion follows, or (`score` "all") 1 where it
+    follows all, else 0.
 
-    Reads the columns `instruction_id_list` and `kwargs` (one mapping an instruction) as in the IFEval data; None for rows
-    without instructions.
+    Reads the columns `instruction_id_list` and `kwargs` (one mapping an instruction) as in the
+    IFEval data; None for rows without instructions.
     """
     if score not in SCORES:
         raise ConfigError(f"ifeval: score={score!r} must be share or all")
@@ -63,7 +70,13 @@ def ifeval(
             rewards.append(None)
             continue
         if arguments is None or len(arguments) != len(ids):
-            raise DataError(f"ifeval: kwargs must hold one mapping for each of the {len(ids)} instructions {list(ids)}")
-        done = [follows(completion, id, given or {}, loose=loose) for id, given in zip(ids, arguments, strict=True)]
+            raise DataError(
+                f"ifeval: kwargs must hold one mapping for each of the {len(ids)} instructions "
+                f"{list(ids)}"
+            )
+        done = [
+            follows(completion, id, given or {}, loose=loose)
+            for id, given in zip(ids, arguments, strict=True)
+        ]
         rewards.append(float(all(done)) if score == "all" else sum(done) / len(done))
     return rewards

@@ -12,7 +12,14 @@ from typing import Any
 
 from weft.errors import ConfigError, UserError
 from weft.host.verifiers._judge_cache import cache_at, key_of, place
-from weft.host.verifiers._judge_server import KEY_VARIABLE, Answer, Endpoint, Policy, Session, Unanswered
+from weft.host.verifiers._judge_server import (
+    KEY_VARIABLE,
+    Answer,
+    Endpoint,
+    Policy,
+    Session,
+    Unanswered,
+)
 from weft.host.verifiers._judge_text import RUBRIC, SCORE, Scale, Template, number, shortened, whole
 from weft.registry import register_verifier
 
@@ -50,11 +57,13 @@ def judge(
     output_price: float | None = None,
     **columns: Sequence[Any],
 ) -> Rewards | Coroutine[Any, Any, Rewards]:
-    """From 0 to 1: the score of another model, mapped from `low`..`high`; None for rows where a column of `prompt` is null.
+    """From 0 to 1: the score of another model, mapped from `low`..`high`; None for rows where a
+    column of `prompt` is null.
 
-    Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`, `unreadable`, `input_tokens`,
-    `output_tokens`, and `cost` where a price is set. Raises `ConfigError` for options, `DataError` for a placeholder that is
-    no column, `UserError` for a server that fails and for answers without a score.
+    Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
+    `unreadable`, `input_tokens`, `output_tokens`, and `cost` where a price is set. Raises
+    `ConfigError` for options, `DataError` for a placeholder that is no column, `UserError` for a
+    server that fails and for answers without a score.
     """
     scale = Scale(pattern, low, high)
     made = Judge(
@@ -66,7 +75,9 @@ def judge(
         prices=Prices(input_price, output_price),
         cache_file=place(cache),
     )
-    return made.rewards(prompts, completions, columns) if completions else ([], {})
+    if completions:
+        return made.rewards(prompts, completions, columns)
+    return ([], {})
 
 
 @dataclass(frozen=True)
@@ -81,24 +92,40 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"judge: model={self.model!r} must be the name under which the server knows the model")
+            raise ConfigError(
+                f"judge: model={self.model!r} must be the name under which the server knows the "
+                f"model"
+            )
         if self.temperature is not None:
-            number("temperature", self.temperature, "0 or more, or null to leave it to the server", least=0)
+            number(
+                "temperature",
+                self.temperature,
+                "0 or more, or null to leave it to the server",
+                least=0,
+            )
         if self.max_tokens is not None:
             whole("max_tokens", self.max_tokens, 1)
         whole("votes", self.votes, 1)
         if self.votes > 1 and self.temperature == 0:
             raise ConfigError(
-                f"judge: votes={self.votes} at temperature=0 would be the same vote; set temperature to 1"
+                f"judge: votes={self.votes} at temperature=0 would be the same vote; set "
+                f"temperature to 1"
             )
         self._check_extra()
 
     def _check_extra(self) -> None:
-        if not isinstance(self.extra, Mapping) or not all(isinstance(name, str) for name in self.extra):
-            raise ConfigError("judge: extra must be a mapping from names of request fields to values")
+        if not isinstance(self.extra, Mapping) or not all(
+            isinstance(name, str) for name in self.extra
+        ):
+            raise ConfigError(
+                "judge: extra must be a mapping from names of request fields to values"
+            )
         for name in self.extra:
             if name in OWN_FIELDS or name in BARRED:
-                raise ConfigError(f"judge: extra must not hold {name!r}; {BARRED.get(name, f'use the option {name}')}")
+                raise ConfigError(
+                    f"judge: extra must not hold {name!r}; "
+                    f"{BARRED.get(name, f'use the option {name}')}"
+                )
         try:
             json.dumps(self.extra, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -138,13 +165,17 @@ class Prices:
     def cost(self, counts: Mapping[str, float]) -> dict[str, float]:
         if self.input is None and self.output is None:
             return {}
-        paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (self.output or 0.0)
+        paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
+            self.output or 0.0
+        )
         return {"cost": paid / 1e6}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reward of one vote or, where there is none, the reward in its place, and what to say where that is None."""
+    """The reward of one vote or, where there is none, the reward in its place, and what to say
+    where that is None.
+    """
 
     reward: float | None
     fallback: float | None = None
@@ -164,9 +195,15 @@ class Judge:
     cache_file: Path | None
 
     async def rewards(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
-        """(rewards, metrics). With a cache, completions that are judged by the same request share its answer."""
+        """(rewards, metrics).
+
+        With a cache, completions that are judged by the same request share its answer.
+        """
         bodies = [
             None if messages is None else self.request.body(messages)
             for messages in self.template.messages(prompts, completions, columns)
@@ -209,7 +246,9 @@ class Sitting:
 
     async def verdict(self, key: str, body: Mapping[str, Any], vote: int) -> Verdict:
         """From the cache, or the server. Raises `UserError` where a failure stops the run."""
-        scale, fallback, file = self.judge.template.scale, self.judge.fallback, self.judge.cache_file
+        scale = self.judge.template.scale
+        fallback = self.judge.fallback
+        file = self.judge.cache_file
         cache = None if file is None else cache_at(file)
         kept = None if cache is None else cache.get(key)
         if kept is not None and (reward := scale.reward(kept)) is not None:
@@ -219,11 +258,11 @@ class Sitting:
             answer = await self.session.ask(body)
         except Unanswered as error:
             if fallback.on_failure is None:
-                raise UserError(f"{error}, or set on_failure to the reward of completions without an answer") from None
+                raise UserError(
+                    f"{error}, or set on_failure to the reward of completions without an answer"
+                ) from None
             self.counts["failed"] += 1
-            told = (
-                f"judge: url={self.judge.endpoint.url}: {error.what}; the reward is on_failure={fallback.on_failure:g}"
-            )
+            told = f"judge: url={self.judge.endpoint.url}: {error.what}; the reward is on_failure={fallback.on_failure:g}"
             warnings.warn(told, RuntimeWarning, stacklevel=1)  # the same words are shown once
             return Verdict(None, fallback.on_failure)
         self.counts["input_tokens"] += answer.input_tokens
@@ -238,16 +277,24 @@ class Sitting:
 
     def _unreadable(self, answer: Answer) -> str:
         scale = self.judge.template.scale
-        cut = f", which was cut at max_tokens={self.judge.request.max_tokens}" if answer.cut else ""
+        if answer.cut:
+            cut = f", which was cut at max_tokens={self.judge.request.max_tokens}"
+        else:
+            cut = ""
         end = shortened(answer.text[::-1])[::-1]  # where a score would stand
         return (
-            f"judge: url={self.judge.endpoint.url}: no score from {scale.low:g} to {scale.high:g} in the answer {end!r}{cut}; "
-            "change prompt, pattern or max_tokens, or set on_unreadable to the reward of such completions"
+            f"judge: url={self.judge.endpoint.url}: no score from {scale.low:g} to {scale.high:g} "
+            f"in the answer {end!r}{cut}; "
+            "change prompt, pattern or max_tokens, or set on_unreadable to the reward of such "
+            "completions"
         )
 
 
 def _reward(verdicts: Sequence[Verdict]) -> float:
-    """The mean of the votes that have one. Raises `UserError` where none has, and that stops the run."""
+    """The mean of the votes that have one.
+
+    Raises `UserError` where none has, and that stops the run.
+    """
     rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
     if rewards:
         return sum(rewards) / len(rewards)

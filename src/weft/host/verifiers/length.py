@@ -23,14 +23,19 @@ def length(
     unit: str = "tokens",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the length lies in [min, max]; outside it falls in a line to 0 at `slack` beyond the bound, at once without.
+    """1 where the length lies in [min, max]; outside it falls in a line to 0 at `slack` beyond the
+    bound, at once without.
 
-    `unit` is tokens (of the policy's tokenizer, the end token included), words (between blanks) or chars.
+    `unit` is tokens (of the policy's tokenizer, the end token included), words (between blanks) or
+    chars.
     """
     if unit not in UNITS:
         raise ConfigError(f"length: unit={unit!r} must be one of {', '.join(UNITS)}")
     if min < 0 or slack < 0 or (max is not None and max < min):
-        raise ConfigError(f"length: min={min}, max={max}, slack={slack} must satisfy 0 <= min <= max and slack >= 0")
+        raise ConfigError(
+            f"length: min={min}, max={max}, slack={slack} must satisfy 0 <= min <= max and slack "
+            f">= 0"
+        )
     if unit == "tokens":
         lengths = [len(ids) for ids in completion_ids]
     else:

@@ -8,7 +8,16 @@ from typing import Any
 
 from weft.host.verifiers import _symbolic as symbolic
 from weft.host.verifiers._answers import references
-from weft.host.verifiers._latex import exact, is_formula, measure, named, plain, quantities, spelled_alike, tidy
+from weft.host.verifiers._latex import (
+    exact,
+    is_formula,
+    measure,
+    named,
+    plain,
+    quantities,
+    spelled_alike,
+    tidy,
+)
 from weft.host.verifiers._relations import known_congruence, known_ratio
 from weft.host.verifiers._sets import braces, bracketed, inequality, listed, united
 from weft.host.verifiers._stated import boxed, boxes, said
@@ -16,7 +25,9 @@ from weft.host.verifiers._value import same_value
 from weft.registry import register_verifier
 
 # A number and its base: 101_2, (2A)_{16}.
-BASE = re.compile(r"\(?\d+\)?_\{(?:[2-9]|[1-3]\d)\}|\(?(?:[\dA-F]{2,}|\d[\da-f]+)\)?_\{(?:1[1-9]|[23]\d)\}")
+BASE = re.compile(
+    r"\(?\d+\)?_\{(?:[2-9]|[1-3]\d)\}|\(?(?:[\dA-F]{2,}|\d[\da-f]+)\)?_\{(?:1[1-9]|[23]\d)\}"
+)
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][A-Za-z ]+\}")
 EITHER = re.compile(r"\d\W*\sor\s\W*\d")  # 5 or 6
 SHORT = 200  # characters of a text that may be an answer and nothing else
@@ -25,19 +36,24 @@ MOST_MEMBERS = 30  # of a list that are compared each with each
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference: 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
+    """Whether an answer is the reference: 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1};
+    [0,1) differs from (0,1].
 
-    What can be told without doubt (numbers, lists, tuples, intervals, the same spelling, the same value) is decided here;
-    computer algebra (`math_verify`) decides the rest, and counts only where no letter or number of either was lost.
+    What can be told without doubt (numbers, lists, tuples, intervals, the same spelling, the same
+    value) is decided here; computer algebra (`math_verify`) decides the rest, and counts only where
+    no letter or number of either was lost.
     """
     symbolic.engine().begin()
     return _equal(answer, reference)
 
 
 def _equal(answer: str, reference: str) -> bool:
-    one, other = tidy(answer), tidy(reference)
+    one = tidy(answer)
+    other = tidy(reference)
     known = _known(one, other)
-    return symbolic.same(symbolic.formula(other), symbolic.formula(one)) if known is None else known
+    if known is None:
+        return symbolic.same(symbolic.formula(other), symbolic.formula(one))
+    return known
 
 
 def _known(one: str, other: str) -> bool | None:
@@ -53,7 +69,8 @@ def _known(one: str, other: str) -> bool | None:
     units = measure(one), measure(other)
     if None not in units and units[0] != units[1]:
         return False
-    a, b = plain(one), plain(other)
+    a = plain(one)
+    b = plain(other)
     if spelled_alike(a, b):
         return True
     known = known_ratio(a, b)
@@ -66,12 +83,16 @@ def _known(one: str, other: str) -> bool | None:
         return False  # other digits, or another base
     if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
         return False  # other words
-    inside, other_inside = braces(one), braces(other)
+    inside = braces(one)
+    other_inside = braces(other)
     if inside is not None or other_inside is not None:
         if _set_and_tuple(inside, other) or _set_and_tuple(other_inside, one):
             return False
-        return _known(one if inside is None else inside, other if other_inside is None else other_inside)
-    parts, others = united(one), united(other)
+        return _known(
+            one if inside is None else inside, other if other_inside is None else other_inside
+        )
+    parts = united(one)
+    others = united(other)
     if parts and others:
         return True if _same_members(parts, others) else None
     if listed(one) or listed(other):
@@ -95,10 +116,14 @@ def _known_quantities(one: str, other: str) -> bool | None:
     if found[0] is None and found[1] is None:
         return None
     if found[0] is None or found[1] is None:
-        return False if exact(plain(other if found[1] is None else one)) is not None else None
+        if exact(plain(other if found[1] is None else one)) is not None:
+            return False
+        return None
     if [number for number, _ in found[0]] != [number for number, _ in found[1]]:
         return False
-    return True if [unit[0] for _, unit in found[0]] == [unit[0] for _, unit in found[1]] else None
+    if [unit[0] for _, unit in found[0]] == [unit[0] for _, unit in found[1]]:
+        return True
+    return None
 
 
 def _known_interval(one: str, other: str) -> bool | None:
@@ -107,15 +132,19 @@ def _known_interval(one: str, other: str) -> bool | None:
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
         return None  # on other letters
     parts, others = (
-        found[1] if found else bracketed(text) for found, text in zip(conditions, (one, other), strict=True)
+        found[1] if found else bracketed(text)
+        for found, text in zip(conditions, (one, other), strict=True)
     )
     if parts and others:
-        return len(parts) == len(others) and all(_equal(a, b) for a, b in zip(parts, others, strict=True))
+        return len(parts) == len(others) and all(
+            _equal(a, b) for a, b in zip(parts, others, strict=True)
+        )
     return None
 
 
 def _known_list(one: str, other: str) -> bool | None:
-    parts, others = listed(one), listed(other)
+    parts = listed(one)
+    others = listed(other)
     if parts and others:
         return _same_members(parts, others) if len(parts) == len(others) else None
     text, single = (one, other) if parts else (other, one)
@@ -128,9 +157,12 @@ def _known_list(one: str, other: str) -> bool | None:
 
 def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
     """The same members in any order."""
-    mine, left = list(one), list(other)
+    mine = list(one)
+    left = list(other)
     for member in one:
-        spelled = next((n for n, candidate in enumerate(left) if candidate.strip() == member.strip()), None)
+        spelled = next(
+            (n for n, candidate in enumerate(left) if candidate.strip() == member.strip()), None
+        )
         if spelled is not None:
             mine.remove(member)
             del left[spelled]
@@ -147,16 +179,26 @@ def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
 def right(completion: str, reference: str, *, strict: bool = False) -> bool:
     """Whether a completion answers with the reference."""
     symbolic.engine().begin()
-    expected, inside = boxed(reference) or reference, boxed(completion)
+    expected = boxed(reference) or reference
+    inside = boxed(completion)
     stated = inside if inside is not None or strict else said(completion)
     if stated == "" or (stated is None and strict):
         return False
-    answer = completion if stated is None and len(completion) <= SHORT else stated
+    if stated is None and len(completion) <= SHORT:
+        answer: str | None = completion
+    else:
+        answer = stated
     several = max(boxes(reference), boxes(completion)) > 1
     if answer is not None:
-        if inside is None and stated is not None and answer.endswith("!") and _equal(answer[:-1], expected):
+        if (
+            inside is None
+            and stated is not None
+            and answer.endswith("!")
+            and _equal(answer[:-1], expected)
+        ):
             return True  # the end of a sentence, and no factorial
-        one, other = tidy(answer), tidy(expected)
+        one = tidy(answer)
+        other = tidy(expected)
         known = _known(one, other)
         if known is not None and (known or not several):
             return known
@@ -181,17 +223,22 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""1 where the completion's answer equals the reference's, else 0; None for rows without a reference.
+    r"""1 where the completion's answer equals the reference's, else 0; None for rows without a
+    reference.
 
-    The answer is what the last `\boxed{}` holds; without one (and without `strict`) what follows "the answer is", or the last
-    formula or number. The reference is the column `answer` or `ground_truth` (or `column`): the answer itself, or a solution
-    that boxes it. Fractions, roots, percent signs, degrees, units, tuples, intervals, sets and lists are compared for what
-    they mean; an expression that was not simplified counts. Computer algebra finds two answers equal only if every letter
-    and number of both took part; where its parser drops something, only the same spelling counts. An answer
-    that algebra does not decide in its time (two seconds, less where many are slow) gets 0.
+    The answer is what the last `\boxed{}` holds; without one (and without `strict`) what follows
+    "the answer is", or the last formula or number. The reference is the column `answer` or
+    `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions, roots,
+    percent signs, degrees, units, tuples, intervals, sets and lists are compared for what they
+    mean; an expression that was not simplified counts. Computer algebra finds two answers equal
+    only if every letter and number of both took part; where its parser drops something, only the
+    same spelling counts. An answer that algebra does not decide in its time (two seconds, less
+    where many are slow) gets 0.
     """
     rewards: list[float | None] = []
-    for completion, reference in zip(completions, references(columns, column, len(completions)), strict=True):
+    for completion, reference in zip(
+        completions, references(columns, column, len(completions)), strict=True
+    ):
         if reference is None:
             rewards.append(None)
             continue

@@ -1,1 +1,3 @@
-"""The kernels of a CPU that torch lacks, in C++: compiled by the machine's own compiler when they are first needed."""
+"""The kernels of a CPU that torch lacks, in C++: compiled by the machine's own compiler when they
+are first needed.
+"""

@@ -1,4 +1,6 @@
-"""Attention of packed float32 rows by weft's own kernels: faster than torch's two to four times, forward and backward."""
+"""Attention of packed float32 rows by weft's own kernels: faster than torch's two to four times,
+forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +25,47 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def attend(
-    heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, segments: VarlenSegments, scale: float
+    heads: Tensor,
+    kv: int,
+    rotation: tuple[Tensor, Tensor] | None,
+    segments: VarlenSegments,
+    scale: float,
 ) -> Tensor:
-    """Attention of a pack's queries over its keys and values, `heads` [T, queries + 2 kv, dim] in this order, with queries and
-    keys rotated by `rotation` first -> [T, queries, dim]. Differentiable once.
+    """Attention of a pack's queries over its keys and values, `heads` [T, queries + 2 kv, dim] in
+    this order, with queries and keys rotated by `rotation` first -> [T, queries, dim].
+    Differentiable once.
     """
     out: Tensor = _Attend.apply(heads, kv, rotation, segments, scale)
     return out
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float) -> Tensor:
-    """As `attend`, of queries q [R, heads, dim] that stand apart from keys and values [T, kv_heads, dim], rotated by now.
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
+) -> Tensor:
+    """As `attend`, of queries q [R, heads, dim] that stand apart from keys and values [T, kv_heads,
+    dim], rotated by now.
 
-    Each row is in one segment of one of the `parts`, which have no keys `across`; different parts may see the same keys.
+    Each row is in one segment of one of the `parts`, which have no keys `across`; different parts
+    may see the same keys.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
 
 
 def attend_to(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor, scale: float, *, causal: bool, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
 ) -> AttentionState:
-    """As `attend` with segments of one kind, without a gradient. k and v may be of any first two sizes whose steps are even:
-    [..., kv_heads, keys, dim] of a cache, where a key's number counts rows of `dim` floats."""
+    """As `attend` with segments of one kind, without a gradient. k and v may be of any first two
+    sizes whose steps are even: [..., kv_heads, keys, dim] of a cache, where a key's number counts
+    rows of `dim` floats.
+    """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
     given = _arguments(segments, scale, causal, window, lse, q=q, k=k, v=v, out=out)
@@ -54,18 +74,27 @@ def attend_to(
 
 
 def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
-    """Merge what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what they have in `whole`."""
+    """Merge what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what
+    they have in `whole`.
+    """
     count, heads, dim = more.out.shape
     numbers = (count, heads, dim, whole.out.stride(0))
     library.call("weft_merge_rows", whole.out, whole.lse, more.out, more.lse, rows, *numbers)
 
 
 class _Attend(torch.autograd.Function):
-    """Keeps the heads as they are after the rotation, and makes their gradients where they lie side by side."""
+    """Keeps the heads as they are after the rotation, and makes their gradients where they lie side
+    by side.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, heads: Tensor, kv: int, rotation: tuple[Tensor, Tensor] | None, segments: VarlenSegments, scale: float
+        ctx: Any,
+        heads: Tensor,
+        kv: int,
+        rotation: tuple[Tensor, Tensor] | None,
+        segments: VarlenSegments,
+        scale: float,
     ) -> Tensor:
         if rotation is None:
             heads = heads if heads.stride(2) == 1 else heads.contiguous()
@@ -76,22 +105,35 @@ class _Attend(torch.autograd.Function):
         if segments.across is not None:
             more = attend_to(q, k, v, segments.across, scale, causal=False)
             for first, count in segments.across[:, :2].tolist():
-                merge_rows(whole, more[slice(first, first + count)], torch.arange(first, first + count))
+                merge_rows(
+                    whole, more[slice(first, first + count)], torch.arange(first, first + count)
+                )
         ctx.save_for_backward(heads, whole.out, whole.lse, *(rotation or ()))
-        ctx.kv, ctx.segments, ctx.scale = kv, segments, scale
+        ctx.kv = kv
+        ctx.segments = segments
+        ctx.scale = scale
         return whole.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         heads, out, lse, *rotation = ctx.saved_tensors
-        grad_heads, segments = heads.new_zeros(heads.shape), ctx.segments
+        grad_heads = heads.new_zeros(heads.shape)
+        segments = ctx.segments
         tensors = dict(zip(("q", "k", "v"), _parts(heads, ctx.kv), strict=True))
-        tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), _parts(grad_heads, ctx.kv), strict=True))
+        tensors |= dict(
+            zip(("grad_q", "grad_k", "grad_v"), _parts(grad_heads, ctx.kv), strict=True)
+        )
         tensors |= {"out": out, "grad_out": gradients[0].contiguous()}
-        library.call("weft_attend_backward", _arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors))
+        library.call(
+            "weft_attend_backward",
+            _arguments(segments.own, ctx.scale, True, segments.window, lse, **tensors),
+        )
         if segments.across is not None:
-            library.call("weft_attend_backward", _arguments(segments.across, ctx.scale, False, None, lse, **tensors))
+            library.call(
+                "weft_attend_backward",
+                _arguments(segments.across, ctx.scale, False, None, lse, **tensors),
+            )
         if rotation:
             cos, sin = rotation
             rows.rotate_back(grad_heads, cos, sin, heads.shape[1] - ctx.kv)
@@ -100,14 +142,18 @@ class _Attend(torch.autograd.Function):
 
 class _AttendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
+    ) -> Tensor:
         q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:2])
         for part in parts:
             given = _arguments(part.own, scale, True, part.window, lse, q=q, k=k, v=v, out=out)
             library.call("weft_attend", given)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.parts = parts
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -118,7 +164,10 @@ class _AttendRows(torch.autograd.Function):
         made = [x.new_zeros(x.shape) for x in (q, k, v)]
         tensors |= dict(zip(("grad_q", "grad_k", "grad_v"), made, strict=True))
         for part in ctx.parts:
-            library.call("weft_attend_backward", _arguments(part.own, ctx.scale, True, part.window, lse, **tensors))
+            library.call(
+                "weft_attend_backward",
+                _arguments(part.own, ctx.scale, True, part.window, lse, **tensors),
+            )
         return made[0], made[1], made[2], None, None
 
 
@@ -130,10 +179,22 @@ def _parts(heads: Tensor, kv: int) -> tuple[Tensor, Tensor, Tensor]:
 def _arguments(
     segments: Tensor, scale: float, causal: bool, window: int | None, lse: Tensor, **tensors: Tensor
 ) -> Arguments:
-    q, k = tensors["q"], tensors["k"]
-    assert all(x.stride(2) == 1 and x.dtype == torch.float32 for x in tensors.values()) and segments.is_contiguous()
+    q = tensors["q"]
+    k = tensors["k"]
+    assert (
+        all(x.stride(2) == 1 and x.dtype == torch.float32 for x in tensors.values())
+        and segments.is_contiguous()
+    )
     return Arguments(
         **{name: Heads.of(x) for name, x in tensors.items()},
-        lse=lse.data_ptr(), segments=segments.data_ptr(), count=len(segments), heads=q.shape[1], kv=k.shape[1],
-        dim=q.shape[2], causal=int(causal), window=window or 0, threads=torch.get_num_threads(), scale=scale,
-    )  # fmt: skip
+        lse=lse.data_ptr(),
+        segments=segments.data_ptr(),
+        count=len(segments),
+        heads=q.shape[1],
+        kv=k.shape[1],
+        dim=q.shape[2],
+        causal=int(causal),
+        window=window or 0,
+        threads=torch.get_num_threads(),
+        scale=scale,
+    )

@@ -1,8 +1,9 @@
-"""A pass of a whole network over new tokens of cached sequences in one call: a prefill, or decode steps, from tokens to the
-states that the head reads, or to the tokens drawn from them.
+"""A pass of a whole network over new tokens of cached sequences in one call: a prefill, or decode
+steps, from tokens to the states that the head reads, or to the tokens drawn from them.
 
-The same kernels as block by block, in the same order, and so the same bits. For networks of Llama's form: RMS norms before
-attention and MLP, a gated MLP with SiLU, no experts, no adapters, no soft-capping.
+The same kernels as block by block, in the same order, and so the same bits. For networks of Llama's
+form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters, no
+soft-capping.
 """
 
 from __future__ import annotations
@@ -65,12 +66,21 @@ class NetworkWeights:
     def tensors(self) -> list[Tensor]:
         linear = [layer for b in self.blocks for layer in (b.qkv, b.o, b.gate_up, b.down)]
         linear += [] if self.head is None else [self.head]
-        norms = [n for b in self.blocks for n in (b.norm1, b.norm2, b.q_norm, b.k_norm) if n is not None]
-        return [self.embedding, self.norm, *norms, *(t for layer in linear for t in layer if t is not None)]
+        norms = [
+            n for b in self.blocks for n in (b.norm1, b.norm2, b.q_norm, b.k_norm) if n is not None
+        ]
+        return [
+            self.embedding,
+            self.norm,
+            *norms,
+            *(t for layer in linear for t in layer if t is not None),
+        ]
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass that go on from keys and values stored apart, `stored` block by block (keys, then values)."""
+    """Rows of a pass that go on from keys and values stored apart, `stored` block by block (keys,
+    then values).
+    """
 
     rows: Tensor  # int64 [n]
     used: int  # tokens there are
@@ -80,8 +90,10 @@ class PrefixRows(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedPass:
-    """New tokens of cached sequences: sequence i has `new[i]` of them, lies in slot `slots[i]`, and has `lengths[i]` tokens
-    there, new ones included. Row t takes the rotation `index[t]` of cos and sin [P, 1, half], where there is one."""
+    """New tokens of cached sequences: sequence i has `new[i]` of them, lies in slot `slots[i]`, and
+    has `lengths[i]` tokens there, new ones included. Row t takes the rotation `index[t]` of cos and
+    sin [P, 1, half], where there is one.
+    """
 
     tokens: Tensor  # int64 [T]
     slots: npt.NDArray[np.int64]
@@ -93,9 +105,11 @@ class CachedPass:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How decode steps draw: as `softmax.draw`, from logits / `temperature`, by `uniforms` float64 [steps, R]. A step that
-    draws one of `is_stop`, bool [V], or has a log-prob that is not finite is the last. In its first `early` steps, int64 [R],
-    a row draws none of `is_stop`, which count for its log-probs all the same."""
+    """How decode steps draw: as `softmax.draw`, from logits / `temperature`, by `uniforms` float64
+    [steps, R]. A step that draws one of `is_stop`, bool [V], or has a log-prob that is not finite
+    is the last. In its first `early` steps, int64 [R], a row draws none of `is_stop`, which count
+    for its log-probs all the same.
+    """
 
     uniforms: Tensor
     is_stop: Tensor
@@ -111,8 +125,11 @@ def serves(weights: NetworkWeights) -> bool:
 
 @dataclass
 class CachedForward:
-    """A network over one cache. Parameters and cache stay where they are while it is in use. `step` holds what all passes have
-    in common, and what the last one had."""
+    """A network over one cache.
+
+    Parameters and cache stay where they are while it is in use. `step` holds what all passes have
+    in common, and what the last one had.
+    """
 
     weights: NetworkWeights
     _blocks: Any = field(init=False, repr=False)
@@ -123,15 +140,27 @@ class CachedForward:
         self._blocks = (structures.BlockStruct * len(weights.blocks))(*map(_block, weights.blocks))
         vocabulary, hidden = weights.embedding.shape
         self._step = structures.StepStruct(
-            embedding=pointer(weights.embedding), norm=pointer(weights.norm), blocks=len(weights.blocks),
-            vocabulary=vocabulary, hidden=hidden, heads=weights.num_heads, kv=weights.num_kv_heads, dim=weights.head_dim,
-            inner=weights.intermediate_size, room=weights.blocks[0].keys.shape[2], few=MOST_ROWS, eps=weights.eps,
+            embedding=pointer(weights.embedding),
+            norm=pointer(weights.norm),
+            blocks=len(weights.blocks),
+            vocabulary=vocabulary,
+            hidden=hidden,
+            heads=weights.num_heads,
+            kv=weights.num_kv_heads,
+            dim=weights.head_dim,
+            inner=weights.intermediate_size,
+            room=weights.blocks[0].keys.shape[2],
+            few=MOST_ROWS,
+            eps=weights.eps,
             offset=weights.offset,
-        )  # fmt: skip
+        )
 
     def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, or those of the rows `wanted`, int64 [N]. Raises `IndexError` for a
-        token outside the vocabulary and for a row that is not there, `MemoryError` where there is too little."""
+        """Hidden states [T, hidden] after the last norm, or those of the rows `wanted`, int64 [N].
+
+        Raises `IndexError` for a token outside the vocabulary and for a row that is not there,
+        `MemoryError` where there is too little.
+        """
         if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
             return self.run(at).index_select(0, wanted)
         states, _kept = self._begin(at, None if wanted is None else wanted.contiguous())
@@ -140,12 +169,16 @@ class CachedForward:
         return states
 
     def run_ahead(self, at: CachedPass, draws: Drawing) -> tuple[Tensor, Tensor]:
-        """Tokens int64 and log-probs float32, each [n, R]: of the decode step `at` of slots 0 .. R - 1, and of those that
-        follow it, each on the tokens that the one before drew; n is at most the number of steps in `draws`. The cache has room
-        for all, and counts the tokens of the first. Raises as `run`."""
+        """Tokens int64 and log-probs float32, each [n, R]: of the decode step `at` of slots 0 ..
+
+        R - 1, and of those that follow it, each on the tokens that the one before drew; n is at
+        most the number of steps in `draws`. The cache has room for all, and counts the tokens of
+        the first. Raises as `run`.
+        """
         assert self.weights.head is not None, "tokens are drawn by a head"
         steps, rows = draws.uniforms.shape
-        ids, logprobs = torch.empty(steps, rows, dtype=torch.int64), torch.empty(steps, rows)
+        ids = torch.empty(steps, rows, dtype=torch.int64)
+        logprobs = torch.empty(steps, rows)
         given = *self.weights.head, draws.uniforms, draws.is_stop, draws.early, ids, logprobs
         _, _kept = self._begin(at, None)
         how = structures.Draws(*map(pointer, given), draws.temperature, steps)
@@ -155,15 +188,26 @@ class CachedForward:
         return ids[:count], logprobs[:count]
 
     def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Have `step` hold this pass: the states that are `wanted`, to be filled, and what else it points to."""
+        """Have `step` hold this pass: the states that are `wanted`, to be filled, and what else it
+        points to.
+        """
         assert at.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
-        step, tokens = self._step, at.tokens.contiguous()
+        step = self._step
+        tokens = at.tokens.contiguous()
         slots, news, lengths = map(torch.from_numpy, (at.slots, at.new, at.lengths))
         states = torch.empty(len(tokens) if wanted is None else len(wanted), step.hidden)
-        step.states, step.tokens, step.wanted, step.wants = *map(pointer, (states, tokens, wanted)), len(states)
+        step.states, step.tokens, step.wanted, step.wants = (
+            *map(pointer, (states, tokens, wanted)),
+            len(states),
+        )
         step.slots, step.news, step.lengths = map(pointer, (slots, news, lengths))
-        step.rows, step.count, step.threads = len(tokens), len(at.slots), torch.get_num_threads()
-        rotation = () if at.rotation is None else tuple(x.contiguous() for x in at.rotation)
+        step.rows = len(tokens)
+        step.count = len(at.slots)
+        step.threads = torch.get_num_threads()
+        if at.rotation is None:
+            rotation: tuple[Tensor, ...] = ()
+        else:
+            rotation = tuple(x.contiguous() for x in at.rotation)
         if rotation:
             step.cos, step.sin, step.positions = map(pointer, rotation)
             step.half = rotation[0].shape[-1]
@@ -180,16 +224,23 @@ class CachedForward:
             if not 0 <= token < step.vocabulary:
                 return IndexError(f"token {token} is outside the vocabulary of {step.vocabulary}")
         rows = [] if wanted is None else wanted.tolist()
-        return IndexError(f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in {step.rows}")
+        return IndexError(
+            f"there is no row {next(row for row in rows if not 0 <= row < step.rows)} in "
+            f"{step.rows}"
+        )
 
 
 def _block(block: BlockWeights) -> structures.BlockStruct:
     norms = [getattr(block, name) for name in structures.NORMS]
     linear = [part for name in structures.PRODUCTS for part in getattr(block, name)]
     pointers = structures.Parameters(*map(pointer, (*norms, *linear)))
-    return structures.BlockStruct(pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0)
+    return structures.BlockStruct(
+        pointers, pointer(block.keys), pointer(block.values), block.scale, block.window or 0
+    )
 
 
 def _prefix(prefix: PrefixRows) -> structures.Prefix:
     stored = (ctypes.c_void_p * len(prefix.stored))(*map(pointer, prefix.stored))
-    return structures.Prefix(pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored)
+    return structures.Prefix(
+        pointer(prefix.rows), len(prefix.rows), prefix.used, prefix.room, stored
+    )

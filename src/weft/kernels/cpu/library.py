@@ -1,9 +1,10 @@
 """Compiles the C++ of this folder for the processor at hand, once, and loads it.
 
-The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in `~/.cache`), under a name that is the
-hash of the sources, the flags, the compiler, torch's version and the processor. `WEFT_NATIVE` chooses the instructions: all of
-the processor's (`native`, the default), or those of one variant in `VARIANTS`. Without a compiler, and with `WEFT_NATIVE=0`,
-there is no library and torch's own kernels do the work.
+The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in
+`~/.cache`), under a name that is the hash of the sources, the flags, the compiler, torch's version
+and the processor. `WEFT_NATIVE` chooses the instructions: all of the processor's (`native`, the
+default), or those of one variant in `VARIANTS`. Without a compiler, and with `WEFT_NATIVE=0`, there
+is no library and torch's own kernels do the work.
 """
 
 from __future__ import annotations
@@ -30,17 +31,26 @@ from weft.errors import ConfigError
 from weft.kernels.cpu.structures import SHARED
 
 FOLDER = Path(__file__).parent
-# Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some loops, and so other bits.
+# Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some
+# loops, and so other bits.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
 FLAGS = ("-std=c++17", "-O3", *FUSED, "-fopenmp", "-fPIC")
 SWITCH = "WEFT_NATIVE"
-# Instructions by variant, as GCC's options and /proc/cpuinfo name them. Compiled for x86-64 in general and these instructions
-# alone, so a variant's code is the same on every processor that has them.
+# Instructions by variant, as GCC's options and /proc/cpuinfo name them. Compiled for x86-64 in
+# general and these instructions alone, so a variant's code is the same on every processor that has
+# them.
 AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-VARIANTS = {"sse2": ("sse2",), "avx2": AVX2, "avx512": AVX512, "amx": (*AVX512, "amx_tile", "amx_bf16")}
-IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}  # where its name is another
-PLAIN = (Tensor, nn.Parameter)  # no subclass: a DTensor has no memory of its own, and a fake one none at all
+VARIANTS = {
+    "sse2": ("sse2",),
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "amx": (*AVX512, "amx_tile", "amx_bf16"),
+}
+# where its name is another
+IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+# no subclass: a DTensor has no memory of its own, and a fake one none at all
+PLAIN = (Tensor, nn.Parameter)
 PATIENCE = 120  # seconds for a run of the compiler, which takes a few
 
 
@@ -48,7 +58,8 @@ PATIENCE = 120  # seconds for a run of the compiler, which takes a few
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where they are not to be had, which is said once.
 
-    Raises `ConfigError` for a `WEFT_NATIVE` that names no variant, or one whose instructions the processor lacks.
+    Raises `ConfigError` for a `WEFT_NATIVE` that names no variant, or one whose instructions the
+    processor lacks.
     """
     variant = _variant()
     if variant is None or sys.platform != "linux":
@@ -57,7 +68,8 @@ def library() -> ctypes.CDLL | None:
         return _checked(_load(*_working(_compilers()), _flags(variant), _cache()))
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about twice as long without them. "
+            f"weft's CPU kernels were not compiled ({_reason(error)}): generation takes about "
+            f"twice as long without them. "
             "Install g++, or set WEFT_NATIVE=0 to do without",
             RuntimeWarning,
             stacklevel=2,
@@ -74,13 +86,15 @@ def _variant() -> str | None:
         return None
     if asked not in VARIANTS:
         raise ConfigError(
-            f"{SWITCH}={asked} names no variant of weft's kernels; leave it unset for all instructions of the processor, or "
+            f"{SWITCH}={asked} names no variant of weft's kernels; leave it unset for all "
+            f"instructions of the processor, or "
             f"set one of {', '.join(VARIANTS)}, or 0 for torch's own kernels"
         )
     lacking = lacks(asked)
     if lacking:
         raise ConfigError(
-            f"{SWITCH}={asked} needs {', '.join(lacking)}, which this processor does not have; leave {SWITCH} unset for all "
+            f"{SWITCH}={asked} needs {', '.join(lacking)}, which this processor does not have; "
+            f"leave {SWITCH} unset for all "
             "instructions that it has"
         )
     return asked
@@ -114,13 +128,18 @@ def is_plain(x: Tensor) -> bool:
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels work on tensors like these: plain, float32, on a CPU, where they are compiled."""
+    """Whether the kernels work on tensors like these: plain, float32, on a CPU, where they are
+    compiled.
+    """
     return all(is_plain(x) and x.dtype == torch.float32 for x in tensors) and library() is not None
 
 
 def call(name: str, *arguments: Any) -> int:
-    """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer. The last argument of those on
-    tensors, the number of threads, is added here. The return value has a meaning only where the kernel documents one."""
+    """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer.
+
+    The last argument of those on tensors, the number of threads, is added here. The return value
+    has a meaning only where the kernel documents one.
+    """
     kernels = library()
     assert kernels is not None
     kernel = getattr(kernels, name)
@@ -129,7 +148,9 @@ def call(name: str, *arguments: Any) -> int:
         return int(kernel(*map(ctypes.byref, arguments)))
     if kernel.argtypes is None:
         kernel.argtypes = [*map(_type_of, arguments), ctypes.c_long]
-    given = (argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments)
+    given = (
+        argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments
+    )
     return int(kernel(*given, torch.get_num_threads()))
 
 
@@ -150,10 +171,14 @@ def _working(commands: list[list[str]]) -> tuple[list[str], str]:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             if "gcc version" in (said := _run([*command, "-v"])):
                 return command, said
-    raise FileNotFoundError(f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler")
+    raise FileNotFoundError(
+        f"none of {', '.join(command[0] for command in commands)} is GCC's C++ compiler"
+    )
 
 
-def _load(compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None) -> ctypes.CDLL:
+def _load(
+    compiler: list[str], version: str, flags: tuple[str, ...], cache: Path | None
+) -> ctypes.CDLL:
     if cache is not None:
         kept = cache / f"kernels-{_fingerprint(version, flags)}.so"
         if kept.is_file() and _is_ours(kept):
@@ -169,7 +194,8 @@ def _load(compiler: list[str], version: str, flags: tuple[str, ...], cache: Path
 
 def _compile(compiler: list[str], folder: Path) -> Path:
     """Each source on its own, all at once."""
-    built, sources = folder / "kernels.so", sorted(FOLDER.glob("*.cpp"))
+    built = folder / "kernels.so"
+    sources = sorted(FOLDER.glob("*.cpp"))
     parts = [folder / f"{source.stem}.o" for source in sources]
 
     def compile(source: Path, part: Path) -> None:
@@ -184,7 +210,12 @@ def _compile(compiler: list[str], folder: Path) -> Path:
 def _run(command: list[str]) -> str:
     """What the compiler says."""
     environment = {**os.environ, "LC_ALL": "C"}  # in English
-    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": PATIENCE}
+    options: dict[str, Any] = {
+        "capture_output": True,
+        "text": True,
+        "errors": "replace",
+        "timeout": PATIENCE,
+    }
     return str(subprocess.run(command, check=True, env=environment, **options).stderr)
 
 
@@ -221,4 +252,6 @@ def _is_ours(path: Path) -> bool:
 
 def _reason(error: Exception) -> str:
     said = getattr(error, "stderr", None) or str(error)
-    return str(said).strip().splitlines()[0] if str(said).strip() else type(error).__name__
+    if str(said).strip():
+        return str(said).strip().splitlines()[0]
+    return type(error).__name__

@@ -1,4 +1,6 @@
-"""Matrix products by weft's own kernels: one for few rows, which reads the matrix as it lies, and one for all others."""
+"""Matrix products by weft's own kernels: one for few rows, which reads the matrix as it lies, and
+one for all others.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,21 @@ MOST_ROWS = 128  # of what counts as few
 
 
 def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the kernels take left [..., n] times right [m, n] transposed, plus bias [m] of any dtype."""
-    of_left, of_right = left.shape, right.shape
+    """Whether the kernels take left [..., n] times right [m, n] transposed, plus bias [m] of any
+    dtype.
+    """
+    of_left = left.shape
+    of_right = right.shape
     fit = len(of_left) > 0 and len(of_right) == 2 and of_left[-1] == of_right[1]
     filled = fit and 0 not in of_left and 0 not in of_right
     return filled and library.serves(left, right) and (bias is None or library.is_plain(bias))
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m]. A row does not depend on the others."""
+    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
+
+    A row does not depend on the others.
+    """
     assert bias is None or bias.shape == right.shape[:1], "one number a column"
     flat = left.dim() == 2
     x = left if flat else left.reshape(-1, left.shape[-1])
@@ -41,4 +49,15 @@ def _matmul(left: Tensor, right: Tensor, bias: Tensor | None, out: Tensor, *, ad
     assert left.dim() == 2 and out.shape == (len(left), len(right)) and out.is_contiguous()
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
     strides = (*left.stride(), *reversed(right.stride()))
-    library.call("weft_matmul", left, right, bias, out, *strides, len(left), left.shape[1], len(right), int(adds))
+    library.call(
+        "weft_matmul",
+        left,
+        right,
+        bias,
+        out,
+        *strides,
+        len(left),
+        left.shape[1],
+        len(right),
+        int(adds),
+    )

@@ -9,28 +9,59 @@ from weft.kernels.cpu import library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(x / sqrt(mean(x^2) + eps) * (offset + weight), 1 / sqrt(...) [..., 1]) over the last dimension of x."""
-    x, weight = x.contiguous(), weight.contiguous()
-    out, inverse = x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1)
+    """(x / sqrt(mean(x^2) + eps) * (offset + weight), 1 / sqrt(...) [..., 1]) over the last
+    dimension of x.
+    """
+    x = x.contiguous()
+    weight = weight.contiguous()
+    out = x.new_empty(x.shape)
+    inverse = x.new_empty(*x.shape[:-1], 1)
     size = x.shape[-1]
-    library.call("weft_rms_norm", x, weight, out, inverse, inverse.numel(), size, float(eps), float(offset))
+    library.call(
+        "weft_rms_norm", x, weight, out, inverse, inverse.numel(), size, float(eps), float(offset)
+    )
     return out, inverse
 
 
 def rms_norm_gradients(
-    x: Tensor, weight: Tensor, inverse: Tensor, grad_y: Tensor, offset: float, *, want_x: bool, want_weight: bool
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    grad_y: Tensor,
+    offset: float,
+    *,
+    want_x: bool,
+    want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those by x and by weight, where they are wanted, given the one by the result of `rms_norm` and its second result."""
-    x, weight, grad_y = x.contiguous(), weight.contiguous(), grad_y.contiguous()
-    grad_x, grad_weight = torch.empty_like(x) if want_x else None, torch.empty_like(weight) if want_weight else None
+    """Those by x and by weight, where they are wanted, given the one by the result of `rms_norm`
+    and its second result.
+    """
+    x = x.contiguous()
+    weight = weight.contiguous()
+    grad_y = grad_y.contiguous()
+    grad_x = torch.empty_like(x) if want_x else None
+    grad_weight = torch.empty_like(weight) if want_weight else None
     sizes = inverse.numel(), x.shape[-1]
-    library.call("weft_rms_norm_backward", x, weight, inverse, grad_y, grad_x, grad_weight, *sizes, float(offset))
+    library.call(
+        "weft_rms_norm_backward",
+        x,
+        weight,
+        inverse,
+        grad_y,
+        grad_x,
+        grad_weight,
+        *sizes,
+        float(offset),
+    )
     return grad_x, grad_weight
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, rotated: int | None = None) -> Tensor:
-    """x [T, heads, dim] with dimensions i and i + half of the first `rotated` heads, or of all, rotated by the angles of cos
-    and sin [T, 1, half], contiguous."""
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, rotated: int | None = None
+) -> Tensor:
+    """x [T, heads, dim] with dimensions i and i + half of the first `rotated` heads, or of all,
+    rotated by the angles of cos and sin [T, 1, half], contiguous.
+    """
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
     _rotate(x, cos, sin, out, x.shape[1] if rotated is None else rotated, direction)
@@ -43,10 +74,24 @@ def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
     _rotate(x, cos, sin, x, rotated, -1.0)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, rotated: int, direction: float) -> None:
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, rotated: int, direction: float
+) -> None:
     (tokens, heads, dim), half = x.shape, cos.shape[-1]
     angles = cos.contiguous(), sin.contiguous()
-    library.call("weft_rotate", x, *angles, out, *x.stride()[:2], tokens, heads, rotated, dim, half, direction)
+    library.call(
+        "weft_rotate",
+        x,
+        *angles,
+        out,
+        *x.stride()[:2],
+        tokens,
+        heads,
+        rotated,
+        dim,
+        half,
+        direction,
+    )
 
 
 def silu(gate_up: Tensor, gated: bool) -> Tensor:
@@ -58,10 +103,16 @@ def silu(gate_up: Tensor, gated: bool) -> Tensor:
     return out
 
 
-def silu_gradients(gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool) -> tuple[Tensor, Tensor | None]:
-    """(the gradient by `gate_up`, given the one by what `silu` made of it; that once more, where it is wanted `again`)."""
-    gate_up, grad_out = gate_up.contiguous(), grad_out.contiguous()
-    grad_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad_out) if again else None
+def silu_gradients(
+    gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(the gradient by `gate_up`, given the one by what `silu` made of it; that once more, where it
+    is wanted `again`).
+    """
+    gate_up = gate_up.contiguous()
+    grad_out = grad_out.contiguous()
+    grad_gate_up = torch.empty_like(gate_up)
+    out = torch.empty_like(grad_out) if again else None
     (gate, up), (grad_gate, grad_up) = _halves(gate_up, gated), _halves(grad_gate_up, gated)
     sizes = gate_up.shape[1], *gate.shape
     library.call("weft_silu_backward", gate, up, grad_out, out, grad_gate, grad_up, *sizes)
@@ -76,8 +127,9 @@ def _halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Put k and v [T, heads, dim] into caches [slots, heads, room, dim]; `places` int64 [T] are rows of a slot's first head,
-    counted from the cache's beginning."""
+    """Put k and v [T, heads, dim] into caches [slots, heads, room, dim]; `places` int64 [T] are
+    rows of a slot's first head, counted from the cache's beginning.
+    """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])
     library.call("weft_store", k, v, keys, values, places, *steps, *k.shape, keys.shape[2])

@@ -1,4 +1,6 @@
-"""Softmax over rows of logits by weft's own kernels: each row is read from the cache, and no copy of it is made."""
+"""Softmax over rows of logits by weft's own kernels: each row is read from the cache, and no copy
+of it is made.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,31 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [R], their log-probs float32 [R]) of float32 logits [R, V]: each row's first id, in vocabulary order, whose
-    cumulative probability exceeds the row's number of `uniforms` [R]; sums over blocks of ids are float64."""
+    """(ids int64 [R], their log-probs float32 [R]) of float32 logits [R, V]: each row's first id,
+    in vocabulary order, whose cumulative probability exceeds the row's number of `uniforms` [R];
+    sums over blocks of ids are float64.
+    """
     x, (rows, size) = logits.contiguous(), logits.shape
-    ids, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    ids = torch.empty(rows, dtype=torch.int64)
+    logprobs = torch.empty(rows)
     library.call("weft_draw", x, uniforms.double().contiguous(), ids, logprobs, rows, size)
     return ids, logprobs
 
 
 def to_gradients(
-    logits: Tensor, found: Statistics, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None
+    logits: Tensor,
+    found: Statistics,
+    labels: Tensor,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor | None,
 ) -> None:
-    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its label and of its entropy,
-    each [R]."""
+    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its
+    label and of its entropy, each [R].
+    """
     assert grad_entropy is None or found.entropy is not None
     assert (
-        all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy)) and labels.dtype == torch.int64
+        all(x is None or x.dtype == logits.dtype for x in (grad_logprob, grad_entropy))
+        and labels.dtype == torch.int64
     )
     given = (
         labels.contiguous(),

@@ -1,4 +1,7 @@
-"""The structures that C++ and Python share, field by field as in `kernels.h` and `forward.h`. `library` compares sizes."""
+"""The structures that C++ and Python share, field by field as in `kernels.h` and `forward.h`.
+
+`library` compares sizes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ def pointer(x: Tensor | None) -> int | None:
 class Heads(ctypes.Structure):
     """[tokens, heads, dim] with steps from one row, and one head, to the next."""
 
-    _fields_ = (("at", ctypes.c_void_p), ("row_stride", ctypes.c_long), ("head_stride", ctypes.c_long))
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("row_stride", ctypes.c_long),
+        ("head_stride", ctypes.c_long),
+    )
 
     @classmethod
     def of(cls, x: Tensor) -> Heads:
@@ -29,9 +36,15 @@ class Arguments(ctypes.Structure):
     """Of attention."""
 
     _fields_ = (
-        *((name, Heads) for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")),
+        *(
+            (name, Heads)
+            for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+        ),
         *((name, ctypes.c_void_p) for name in ("lse", "segments")),
-        *((name, ctypes.c_long) for name in ("count", "heads", "kv", "dim", "causal", "window", "threads")),
+        *(
+            (name, ctypes.c_long)
+            for name in ("count", "heads", "kv", "dim", "causal", "window", "threads")
+        ),
         ("scale", ctypes.c_double),
     )
 
@@ -66,9 +79,18 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "wanted", "slots", "news", "lengths")),
-        *((name, ctypes.c_long) for name in ("rows", "wants", "count", "blocks", "vocabulary", "hidden", "heads")),
-        *((name, ctypes.c_long) for name in ("kv", "dim", "inner", "half", "room", "few", "threads")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tokens", "positions", "wanted", "slots", "news", "lengths")
+        ),
+        *(
+            (name, ctypes.c_long)
+            for name in ("rows", "wants", "count", "blocks", "vocabulary", "hidden", "heads")
+        ),
+        *(
+            (name, ctypes.c_long)
+            for name in ("kv", "dim", "inner", "half", "room", "few", "threads")
+        ),
         *((name, ctypes.c_double) for name in ("eps", "offset")),
         ("prefixes", ctypes.POINTER(Prefix)),
         ("shared", ctypes.c_long),
@@ -79,7 +101,10 @@ class Draws(ctypes.Structure):
     """How the tokens of decode steps are drawn."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("head", "bias", "uniforms", "is_stop", "early", "ids", "logprobs")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("head", "bias", "uniforms", "is_stop", "early", "ids", "logprobs")
+        ),
         ("temperature", ctypes.c_double),
         ("steps", ctypes.c_long),
     )

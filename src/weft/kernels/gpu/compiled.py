@@ -1,4 +1,5 @@
-"""Pointwise functions as one kernel each on a GPU: torch compiles them, for any number of rows at once.
+"""Pointwise functions as one kernel each on a GPU: torch compiles them, for any number of rows at
+once.
 
 What a compiled kernel computes between its inputs and its results is float32, and rounded once.
 """
@@ -16,13 +17,17 @@ from weft.kernels.gpu import flex
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether such kernels can be made for these tensors: on a GPU, of float32 or less, where Triton has what it needs."""
+    """Whether such kernels can be made for these tensors: on a GPU, of float32 or less, where
+    Triton has what it needs.
+    """
     fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
     return fit and flex._compiles()
 
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled, where it is first called; sizes are inputs, so that no pack brings another compilation."""
+    """The function compiled, where it is first called; sizes are inputs, so that no pack brings
+    another compilation.
+    """
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:

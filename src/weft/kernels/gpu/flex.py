@@ -1,8 +1,10 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for what flash attention has no form of.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for what flash attention has
+no form of.
 
-Who sees whom is given as two spans of keys a query, the near one causal and the far one (a shared prefix) whole. The mask's
-blocks follow from the spans without laying out the mask. It is the one place where weft compiles: other layers are a few
-large matrix products, and a decode step is one captured graph, so compiling them costs start-up time and gains little.
+Who sees whom is given as two spans of keys a query, the near one causal and the far one (a shared
+prefix) whole. The mask's blocks follow from the spans without laying out the mask. It is the one
+place where weft compiles: other layers are a few large matrix products, and a decode step is one
+captured graph, so compiling them costs start-up time and gains little.
 """
 
 from __future__ import annotations
@@ -36,34 +38,52 @@ Join = tuple[
 
 
 def serves(device: torch.device, head_dim: int) -> bool:
-    """Whether there is a fused kernel. A CPU has one for the forward pass alone, and weft has better there."""
+    """Whether there is a fused kernel.
+
+    A CPU has one for the forward pass alone, and weft has better there.
+    """
     return device.type == "cuda" and head_dim >= LEAST_DIM and _compiles()
 
 
 @functools.cache
 def _compiles() -> bool:
     """Whether the kernels can be made here: Triton builds a small C extension for each."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    compiler = (
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    )
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return compiler is not None and headers.is_file() and importlib.util.find_spec("triton") is not None
+    return (
+        compiler is not None
+        and headers.is_file()
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Query t sees the keys `near[t]` to t, and `far_start[t]` to `far_stop[t]` (not included); each int32 [whole blocks]."""
+    """Query t sees the keys `near[t]` to t, and `far_start[t]` to `far_stop[t]` (not included);
+    each int32 [whole blocks].
+    """
 
     near: Tensor
     far_start: Tensor
     far_stop: Tensor
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None) -> Spans:
-        """Those of a pack of `length` tokens, filled up with tokens that see themselves; `cu_seqlens` int32 [S + 1] bound its
-        segments, and each of `joins` says which tokens go on from which."""
-        whole, device = padded(length), cu_seqlens.device
+    def of(
+        cls, cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
+    ) -> Spans:
+        """Those of a pack of `length` tokens, filled up with tokens that see themselves;
+        `cu_seqlens` int32 [S + 1] bound its segments, and each of `joins` says which tokens go on
+        from which.
+        """
+        whole = padded(length)
+        device = cu_seqlens.device
         own = torch.arange(whole, device=device, dtype=torch.int32)
         near = own.clone()
-        near[:length] = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff().long(), output_size=length)
+        near[:length] = cu_seqlens[:-1].repeat_interleave(
+            cu_seqlens.diff().long(), output_size=length
+        )
         if window is not None:
             near = torch.maximum(near, own - (window - 1))
         far = np.zeros((2, whole), np.int32)
@@ -75,7 +95,9 @@ class Spans:
     @property
     def mask_mod(self) -> Mod:
         """bool: whether `query` sees `key`, as FlexAttention asks."""
-        near, start, stop = self.near, self.far_start, self.far_stop
+        near = self.near
+        start = self.far_start
+        stop = self.far_stop
 
         def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             causal = (key >= near[query]) & (key <= query)
@@ -84,13 +106,22 @@ class Spans:
         return visible
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """bool [T / BLOCK, T / BLOCK], query blocks by key blocks: (some query sees some key, every query sees every key)."""
-        length, device = len(self.near), self.near.device
+        """bool [T / BLOCK, T / BLOCK], query blocks by key blocks: (some query sees some key, every
+        query sees every key).
+        """
+        length = len(self.near)
+        device = self.near.device
         first = torch.arange(0, length, BLOCK, device=device)
-        last, query = first + BLOCK - 1, torch.arange(length, device=device)[:, None]
-        near, start, stop = self.near[:, None], self.far_start[:, None], self.far_stop[:, None]
-        some = ((near <= last) & (query >= first)) | ((start <= last) & (stop > first) & (start < stop))
-        # A block that lies partly in the near span and for the rest in the far one is taken as partial, which is also right.
+        last = first + BLOCK - 1
+        query = torch.arange(length, device=device)[:, None]
+        near = self.near[:, None]
+        start = self.far_start[:, None]
+        stop = self.far_stop[:, None]
+        some = ((near <= last) & (query >= first)) | (
+            (start <= last) & (stop > first) & (start < stop)
+        )
+        # A block that lies partly in the near span and for the rest in the far one is taken as
+        # partial, which is also right.
         every = ((near <= first) & (query >= last)) | ((start <= first) & (stop > last))
         shape = (length // BLOCK, BLOCK, length // BLOCK)
         return some.view(shape).any(1), every.view(shape).all(1)
@@ -98,42 +129,54 @@ class Spans:
     def mask(self) -> BlockMask:
         """The mask of one pack for all heads."""
         some, every = self.blocks()
-        partial, full = _listed(some & ~every), _listed(every)
+        partial = _listed(some & ~every)
+        full = _listed(every)
         return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=self.mask_mod)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """(how many, which ones first) of each row: int32 [1, 1, n] and [1, 1, n, n]."""
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
-    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[
+        None, None
+    ].contiguous()
 
 
 def padded(length: int) -> int:
-    """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are powers of two."""
+    """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are
+    powers of two.
+    """
     return max(BLOCK, _power_of_two(length))
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim], by the mask of `pack_mask`."""
-    length, tail = len(q), padded(len(q)) - len(q)
-    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v))
+    length = len(q)
+    tail = padded(len(q)) - len(q)
+    q, k, v = (
+        torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tail)).transpose(0, 1)[None] for x in (q, k, v)
+    )
     return attention(q, k, v, mask, spec)[0].transpose(0, 1)[:length]
 
 
-def pack_mask(cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None) -> BlockMask:
+def pack_mask(
+    cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
+) -> BlockMask:
     """The mask of a pack, as `Spans.of` is told it."""
     return Spans.of(cu_seqlens, joins, length, window).mask()
 
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page, kv_heads, dim]; as q. By the mask of
-    `page_mask`. The kernel for few queries takes groups of 1, 2, 4, ... query heads, so others are filled up with heads of
-    zeros, which nobody reads."""
+    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page,
+    kv_heads, dim]; as q. By the mask of `page_mask`. The kernel for few queries takes groups of 1,
+    2, 4, ... query heads, so others are filled up with heads of zeros, which nobody reads.
+    """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
     size = groups.shape[2]
     filled = torch.nn.functional.pad(groups, (0, 0, 0, _power_of_two(size) - size))
-    k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))  # all pages, of which each row reads its own
+    # all pages, of which each row reads its own
+    k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))
     out = attention(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
     return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
 
@@ -143,12 +186,16 @@ def _power_of_two(least: int) -> int:
 
 
 def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
-    """Row r of one query each sees its `used[r]` tokens (int32 [R]), of these the last `window`. They lie in the pages
-    `table[r]` (int32 [R, W]) of `size` (number of pages, at least W; tokens of a page)."""
+    """Row r of one query each sees its `used[r]` tokens (int32 [R]), of these the last `window`.
+
+    They lie in the pages `table[r]` (int32 [R, W]) of `size` (number of pages, at least W; tokens
+    of a page).
+    """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)
-    # For each page its place in the row; past the row's end where it is not the row's. The smallest counts: what stands in the
-    # table after the row's own pages is one page over and over, which no row but those that fill a step up begins with.
+    # For each page its place in the row; past the row's end where it is not the row's. The smallest
+    # counts: what stands in the table after the row's own pages is one page over and over, which no
+    # row but those that fill a step up begins with.
     places = torch.full((rows, num_pages), width, device=table.device, dtype=torch.int32)
     places = places.scatter_reduce(1, table.long(), order, "amin")
     newest = used - 1
@@ -162,14 +209,25 @@ def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | 
     listed = torch.nn.functional.pad(table, (0, num_pages - width))[:, None, None]
     lengths = (1, num_pages * page)
     return BlockMask.from_kv_blocks(
-        count, listed, BLOCK_SIZE=(BLOCK, page), mask_mod=visible, seq_lengths=lengths, compute_q_blocks=False
+        count,
+        listed,
+        BLOCK_SIZE=(BLOCK, page),
+        mask_mod=visible,
+        seq_lengths=lengths,
+        compute_q_blocks=False,
     )
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
     """q [B, heads, T, dim], k and v [B or 1, kv_heads, U, dim] -> [B, heads, T, dim]."""
-    settings: dict[str, Any] = {"scale": 1.0, "block_mask": mask, "enable_gqa": q.shape[1] != k.shape[1]}
-    scale = torch.full((), spec.scale, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
+    settings: dict[str, Any] = {
+        "scale": 1.0,
+        "block_mask": mask,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    scale = torch.full(
+        (), spec.scale, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)
+    )
     settings["score_mod"] = _scored(scale, spec.softcap)
     if _runs_unfused(q.device):
         return flex_attention(q, k, v, **settings)

@@ -1,5 +1,7 @@
-"""Attention on accelerators: flash attention in half precision, FlexAttention for soft-capping, shared prefixes and for pages
-that the installed flash kernel cannot read. Float32 and dropped weights take rectangles there, too."""
+"""Attention on accelerators: flash attention in half precision, FlexAttention for soft-capping,
+shared prefixes and for pages that the installed flash kernel cannot read. Float32 and dropped
+weights take rectangles there, too.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from weft.models.kv.pages import Paged
 
 def dense(given: AttentionInputs, context: Dense) -> Tensor:
     """[T, heads, dim]: causal attention within each sequence."""
-    q, k, v, spec = given.q, given.k, given.v, given.spec
+    q = given.q
+    k = given.k
+    v = given.v
+    spec = given.spec
     if given.drops:
         return rectangles.dense(given, context)
     if spec.softcap is not None and flex.serves(q.device, q.shape[2]):
         return flex.packed(q, k, v, _mask(context, len(q), spec.window), spec)
     if flashes(q, spec):
-        return flash.packed(q, k, v, VarlenLengths(*(context.cu_seqlens,) * 2, *(context.max_len,) * 2), spec)
+        return flash.packed(
+            q, k, v, VarlenLengths(*(context.cu_seqlens,) * 2, *(context.max_len,) * 2), spec
+        )
     return rectangles.dense(given, context)
 
 
@@ -35,23 +42,36 @@ def prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 def paged(given: AttentionInputs, context: Paged) -> Tensor:
     """New tokens of rows whose keys and values lie in pages, theirs included by now."""
-    q, spec, pool = given.q, given.spec, context.pool
-    layer, history = given.layer - pool.first_layer, context.history
+    q = given.q
+    spec = given.spec
+    pool = context.pool
+    layer = given.layer - pool.first_layer
+    history = context.history
     if history is None:
-        keys, values = pool.keys[layer], pool.values[layer]
+        keys = pool.keys[layer]
+        values = pool.values[layer]
         if flashes(q, spec) and flash.abilities().block_table:
             return flash.paged(q, keys, values, context.table, context.used, spec)
         if spec.window not in context.masks:
             size = (keys.shape[0], keys.shape[1])
-            context.masks[spec.window] = flex.page_mask(context.table, context.used, size, spec.window)
+            context.masks[spec.window] = flex.page_mask(
+                context.table, context.used, size, spec.window
+            )
         return flex.paged(q, keys, values, context.masks[spec.window], spec)
-    keys, values = pool.read(layer, history)  # as many bytes as the pass reads anyway, and few beside its products
+    # as many bytes as the pass reads anyway, and few beside its products
+    keys, values = pool.read(layer, history)
     if flashes(q, spec):
-        lengths = VarlenLengths(context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len)
+        lengths = VarlenLengths(
+            context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len
+        )
         return flash.packed(q, keys, values, lengths, spec)
-    outputs, bounds = [], history.cu_seqlens.tolist()
+    outputs = []
+    bounds = history.cu_seqlens.tolist()
     for new, old in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):
-        rows, k, v = (x[slice(*span)].transpose(0, 1)[None] for x, span in ((q, new), (keys, old), (values, old)))
+        rows, k, v = (
+            x[slice(*span)].transpose(0, 1)[None]
+            for x, span in ((q, new), (keys, old), (values, old))
+        )
         outputs.append(rectangles.tail(rows, k, v, spec)[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -63,6 +83,9 @@ def flashes(q: Tensor, spec: AttentionSpec) -> bool:
 def _mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
     """The mask of one pack, made once for all layers of one window."""
     if window not in context.masks:
-        joins = [(join.prefix, join.rest) for join in context.joins] if isinstance(context, Prefixed) else []
+        if isinstance(context, Prefixed):
+            joins = [(join.prefix, join.rest) for join in context.joins]
+        else:
+            joins = []
         context.masks[window] = flex.pack_mask(context.dense.cu_seqlens, joins, length, window)
     return context.masks[window]

@@ -1,4 +1,6 @@
-"""Attention of new tokens over the keys and values of their slots, by torch, and by the kernels of a CPU."""
+"""Attention of new tokens over the keys and values of their slots, by torch, and by the kernels of
+a CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
     assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
     q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec
     q = q if q.stride(2) == 1 else q.contiguous()
-    keys, values = _rows_of(cache.keys[layer]), _rows_of(cache.values[layer])
-    own = kernels.attend_cache(q, keys, values, context.segments, spec.scale, causal=True, window=spec.window)
+    keys = _rows_of(cache.keys[layer])
+    values = _rows_of(cache.values[layer])
+    own = kernels.attend_cache(
+        q, keys, values, context.segments, spec.scale, causal=True, window=spec.window
+    )
     for prefix, tokens in context.continued:
-        keys, values = _rows_of(prefix.keys[layer]), _rows_of(prefix.values[layer])
+        keys = _rows_of(prefix.keys[layer])
+        values = _rows_of(prefix.values[layer])
         segments = torch.tensor([(0, len(tokens), 0, int(prefix.used[0]))])
         seen = kernels.attend_cache(q[tokens], keys, values, segments, spec.scale, causal=False)
         kernels.merge_rows(own, seen, tokens)
@@ -30,7 +36,9 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """As `by_kernels`: one masked rectangle for a decode step, row by row where several tokens follow cached ones."""
+    """As `by_kernels`: one masked rectangle for a decode step, row by row where several tokens
+    follow cached ones.
+    """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
         return _decode(given.q, context, given.spec, layer)
@@ -40,13 +48,16 @@ def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def _rows_of(stored: Tensor) -> Tensor:
-    """Keys or values [slots, kv_heads, room, head_dim] as the kernels want them: the steps between keys, and between heads; the
-    slots follow one another."""
+    """Keys or values [slots, kv_heads, room, head_dim] as the kernels want them: the steps between
+    keys, and between heads; the slots follow one another.
+    """
     return stored[0].transpose(0, 1)
 
 
 def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
-    """One new token a row: the query heads that share a kv head stand in the query dimension, so nothing is repeated."""
+    """One new token a row: the query heads that share a kv head stand in the query dimension, so
+    nothing is repeated.
+    """
     k, v = context.cache.read(layer, context)
     grouped = q.unflatten(1, (k.shape[1], -1))  # [R, kv_heads, group, dim]
     group = grouped.shape[2]
@@ -54,7 +65,10 @@ def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tens
     if q.device.type != "cpu" or spec.softcap is not None:
         return rectangles.masked(grouped, k, v, hidden == 0, spec).flatten(1, 2)
     least = kernels.LEAST_QUERIES
-    wide = grouped if group >= least else torch.cat([grouped] * -(-least // group), dim=2)
+    if group >= least:
+        wide = grouped
+    else:
+        wide = torch.cat([grouped] * -(-least // group), dim=2)
     own = attend_to(wide, k, v, spec.scale, mask=hidden)
     if not context.groups:
         return own.out[:, :, :group].flatten(1, 2)
@@ -68,10 +82,13 @@ def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int)
     All rows of a prefix are the queries of one product with its keys, which are read once.
     """
     kept = torch.promote_types(grouped.dtype, torch.float32)
-    out, lse = torch.zeros_like(grouped), grouped.new_full(grouped.shape[:3], -torch.inf, dtype=kept)
+    out = torch.zeros_like(grouped)
+    lse = grouped.new_full(grouped.shape[:3], -torch.inf, dtype=kept)
     for group in context.groups:
-        stop, count = int(group.prefix.used[0]), len(group.rows)
-        k, v = group.prefix.keys[layer][:, :, :stop], group.prefix.values[layer][:, :, :stop]
+        stop = int(group.prefix.used[0])
+        count = len(group.rows)
+        k = group.prefix.keys[layer][:, :, :stop]
+        v = group.prefix.values[layer][:, :, :stop]
         queries = grouped[group.queries].transpose(0, 1)  # [kv_heads, S, group, dim]
         seen = attend_to(queries.flatten(1, 2)[None], k, v, spec.scale)
         out[group.rows] = seen.out[0].view(queries.shape).transpose(0, 1)[:count]
@@ -81,29 +98,46 @@ def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int)
 
 def _chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tensor:
     """Some new tokens a row after cached ones, row by row."""
-    starts, outputs = context.dense.starts, []
-    keys, values = context.cache.keys[layer], context.cache.values[layer]
-    for row, (slot, used) in enumerate(zip(context.slots.tolist(), context.used.tolist(), strict=True)):
+    starts = context.dense.starts
+    outputs = []
+    keys = context.cache.keys[layer]
+    values = context.cache.values[layer]
+    for row, (slot, used) in enumerate(
+        zip(context.slots.tolist(), context.used.tolist(), strict=True)
+    ):
         new = q[starts[row] : starts[row + 1]].transpose(0, 1)[None]
         stop = used + new.shape[2]
-        k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]
+        k = keys[slot : slot + 1, :, :stop]
+        v = values[slot : slot + 1, :, :stop]
         prefix = context.prefixes[row]
-        out = rectangles.tail(new, k, v, spec) if prefix is None else _after(new, k, v, prefix, spec, layer)
+        if prefix is None:
+            out = rectangles.tail(new, k, v, spec)
+        else:
+            out = _after(new, k, v, prefix, spec, layer)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _after(q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int) -> Tensor:
-    """As `rectangles.tail`, for a sequence that goes on from a prefix: merged as in training, so that rounding is the same."""
-    count, before = q.shape[2], int(prefix.used[0])
+def _after(
+    q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int
+) -> Tensor:
+    """As `rectangles.tail`, for a sequence that goes on from a prefix: merged as in training, so
+    that rounding is the same.
+    """
+    count = q.shape[2]
+    before = int(prefix.used[0])
     hidden = torch.zeros(count, k.shape[2], dtype=q.dtype, device=q.device)
-    hidden.masked_fill_(torch.ones_like(hidden, dtype=torch.bool).triu_(k.shape[2] - count + 1), -torch.inf)
+    hidden.masked_fill_(
+        torch.ones_like(hidden, dtype=torch.bool).triu_(k.shape[2] - count + 1), -torch.inf
+    )
     tail = kernels.in_vectors(k.shape[2], q.device) - k.shape[2]
     more = max(0, kernels.LEAST_QUERIES - count)
     rows = F.pad(q, (0, 0, 0, more))
     hidden = F.pad(F.pad(hidden, (0, tail), value=-torch.inf), (0, 0, 0, more))
     k, v = rectangles.repeated(q, F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail)))
     own = attend_to(rows, k, v, spec.scale, mask=hidden)
-    k, v = rectangles.repeated(q, prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before])
+    k, v = rectangles.repeated(
+        q, prefix.keys[layer][:, :, :before], prefix.values[layer][:, :, :before]
+    )
     seen = attend_to(rows, k, v, spec.scale)
     return merge_states(own, seen).out[:, :, :count]

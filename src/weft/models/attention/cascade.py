@@ -1,8 +1,10 @@
-"""Attention put together from parts: each part is some rows over some keys, and log-sum-exps join them exactly.
+"""Attention put together from parts: each part is some rows over some keys, and log-sum-exps join
+them exactly.
 
-For one row with parts i of keys, o_i = softmax(s_i) v_i and l_i = log sum exp s_i: l = log sum exp l_i and
-o = sum_i exp(l_i - l) o_i. The backward pass of flash attention (Dao et al. 2022, arXiv:2205.14135, algorithm 4) needs only a
-row's output and log-sum-exp, so it runs once a part with the joined ones, and the gradients of the parts add up.
+For one row with parts i of keys, o_i = softmax(s_i) v_i and l_i = log sum exp s_i: l = log sum exp
+l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention (Dao et al. 2022,
+arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once a part
+with the joined ones, and the gradients of the parts add up.
 """
 
 from __future__ import annotations
@@ -22,9 +24,17 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def attend_to(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
 ) -> AttentionState:
-    """Rows q [n, heads, L, dim] over some of their keys, k and v [n, heads, M, dim]; `mask` joins the scores. For CPUs."""
+    """Rows q [n, heads, L, dim] over some of their keys, k and v [n, heads, M, dim]; `mask` joins
+    the scores. For CPUs.
+    """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
@@ -32,8 +42,8 @@ def attend_to(
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
     """Attention over the keys of both; the two see different keys for the same rows.
 
-    Of functions only exp and log are used: their kernels give a value the same bits wherever it stands in a tensor, and so
-    training and decoding round alike.
+    Of functions only exp and log are used: their kernels give a value the same bits wherever it
+    stands in a tensor, and so training and decoding round alike.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -43,34 +53,44 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
-    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim]; every row is in one causal part and in any number of
-    others. heads is a multiple of kv_heads."""
+    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim]; every row is in one causal
+    part and in any number of others. heads is a multiple of kv_heads.
+    """
     return _Cascade.apply(q, k, v, parts, scale)
 
 
 class _Cascade(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float
+    ) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         group = q.shape[1] // k.shape[1]
         for part in parts:
             cells = _rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
-            tail = (0, 0, 0, in_vectors(length, q.device) - length)  # as `attention` pads, for the same rounding
+            # as `attention` pads, for the same rounding
+            tail = (0, 0, 0, in_vectors(length, q.device) - length)
             padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
             seen = attend_to(padded[0], padded[1], padded[2], scale, causal=part.causal)
-            found, sums = seen.out[:, :, :length], seen.lse[:, :, :length]
-            new = AttentionState(_rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1))
+            found = seen.out[:, :, :length]
+            sums = seen.lse[:, :, :length]
+            new = AttentionState(
+                _rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1)
+            )
             if part.causal:
                 _put(out, part.queries, new.out)
                 _put(lse, part.queries, new.lse)
             else:
-                merged = merge_states(AttentionState(_at(out, part.queries), _at(lse, part.queries)), new)
+                merged = merge_states(
+                    AttentionState(_at(out, part.queries), _at(lse, part.queries)), new
+                )
                 _put(out, part.queries, merged.out)
                 _put(lse, part.queries, merged.lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.parts = parts
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -78,9 +98,12 @@ class _Cascade(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         group = q.shape[1] // k.shape[1]
-        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_q = torch.zeros_like(q)
+        grad_k = torch.zeros_like(k)
+        grad_v = torch.zeros_like(v)
         for part in ctx.parts:
-            queries, keys = part.queries, part.keys
+            queries = part.queries
+            keys = part.keys
             sums = _cells(lse.unsqueeze(-1), queries).squeeze(-1)
             grad_out = _cells(gradients[0], queries)
             if queries.valid is not None:
@@ -101,10 +124,13 @@ class _Cascade(torch.autograd.Function):
         return grad_q, grad_k, grad_v, None, None
 
 
-def _rectangles(q: Tensor, k: Tensor, v: Tensor, part: Part, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rectangles(
+    q: Tensor, k: Tensor, v: Tensor, part: Part, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
     keys, values = _cells(k, part.keys), _cells(v, part.keys)
     if group > 1:
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
     return _cells(q, part.queries), keys, values
 
 
@@ -122,7 +148,11 @@ def _rows(cells: Tensor, bucket: Bucket) -> Tensor:
 def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
     """[n, L]: 1 for a token, 0 for padding."""
     assert bucket.valid is not None
-    return like.new_zeros(bucket.index.numel()).index_fill_(0, bucket.valid, 1.0).view(bucket.index.shape)
+    return (
+        like.new_zeros(bucket.index.numel())
+        .index_fill_(0, bucket.valid, 1.0)
+        .view(bucket.index.shape)
+    )
 
 
 def _at(x: Tensor, bucket: Bucket, padded: bool = False) -> Tensor:

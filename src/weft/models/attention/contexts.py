@@ -1,8 +1,10 @@
-"""Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a prefix (`Prefixed`).
+"""Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a
+prefix (`Prefixed`).
 
-New tokens of cached sequences have contexts of their own, beside the caches: `weft.models.kv.slots.Cached`,
-`weft.models.kv.pages.Paged`; so have the tokens of a pack that several ranks share: `weft.models.attention.portions.Portion`.
-All have what `AttentionContext` names.
+New tokens of cached sequences have contexts of their own, beside the caches:
+`weft.models.kv.slots.Cached`, `weft.models.kv.pages.Paged`; so have the tokens of a pack that
+several ranks share: `weft.models.attention.portions.Portion`. All have what `AttentionContext`
+names.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-PADDING_SHARE = 0.25  # of a bucket's area at most; more padding costs more than another kernel launch saves
+# of a bucket's area at most; more padding costs more than another kernel launch saves
+PADDING_SHARE = 0.25
 SHORT = 16  # sequences up to this length share a bucket whatever the padding
 
 
@@ -40,11 +43,17 @@ class AttentionContext(Protocol):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of like length as one rectangle. Padding stands after a sequence, where causal attention never looks."""
+    """Sequences of like length as one rectangle.
 
-    index: Tensor  # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
-    valid: Tensor | None  # int64 [tokens]: cells (row-major) that are no padding; None where all are
-    span: tuple[int, int] | None  # (start, stop) where the cells are the tokens from start to stop, in order
+    Padding stands after a sequence, where causal attention never looks.
+    """
+
+    # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
+    index: Tensor
+    # int64 [tokens]: cells (row-major) that are no padding; None where all are
+    valid: Tensor | None
+    # (start, stop) where the cells are the tokens from start to stop, in order
+    span: tuple[int, int] | None
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -55,8 +64,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that look at keys: the tokens of `queries` at those of `keys`, rectangle by rectangle; all of them, or causally
-    where the two are the same."""
+    """Rows that look at keys: the tokens of `queries` at those of `keys`, rectangle by rectangle;
+    all of them, or causally where the two are the same.
+    """
 
     queries: Bucket
     keys: Bucket
@@ -65,7 +75,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Dense:
-    """Whole sequences: sequence s is the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; causal within each."""
+    """Whole sequences: sequence s is the tokens `cu_seqlens[s]` to `cu_seqlens[s + 1]`; causal
+    within each.
+    """
 
     cu_seqlens: Tensor  # int32 [S + 1]
     max_len: int
@@ -113,12 +125,21 @@ class Dense:
     @cached_property
     def buckets(self) -> list[Bucket]:
         """The sequences as rectangles, longest first; empty sequences are in none."""
-        return [_bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)]
+        return [
+            _bucket(self.starts, members, self.cu_seqlens.device) for members in _group(self.starts)
+        ]
 
     @cached_property
     def restore(self) -> Tensor | None:
-        """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None where that is its own."""
-        order = [t for members in _group(self.starts) for s in members for t in (self.starts[s], self.starts[s + 1])]
+        """int64 [T]: for each token its place in the buckets' valid cells laid end to end; None
+        where that is its own.
+        """
+        order = [
+            t
+            for members in _group(self.starts)
+            for s in members
+            for t in (self.starts[s], self.starts[s + 1])
+        ]
         if all(a <= b for a, b in pairwise(order)):
             return None
         return torch.argsort(torch.cat([bucket.tokens for bucket in self.buckets]))
@@ -126,7 +147,9 @@ class Dense:
 
 @dataclass(frozen=True)
 class Join:
-    """A prefix and what goes on from it, each as (first token, one past the last); `rest` holds all continuations."""
+    """A prefix and what goes on from it, each as (first token, one past the last); `rest` holds all
+    continuations.
+    """
 
     prefix: tuple[int, int]
     rest: tuple[int, int]
@@ -136,8 +159,8 @@ class Join:
 class Prefixed:
     """Sequences of which some share a prefix, which is computed once.
 
-    The pack is made of segments: prefixes, continuations, and whole sequences. A token sees its own segment causally, and a
-    continuation's token also the whole prefix before it.
+    The pack is made of segments: prefixes, continuations, and whole sequences. A token sees its own
+    segment causally, and a continuation's token also the whole prefix before it.
     """
 
     dense: Dense  # the segments
@@ -151,12 +174,16 @@ class Prefixed:
 
     @property
     def token_lengths(self) -> Tensor:
-        """Rotations that depend on a sequence's length are not shared; see `Transformer.shares_prefixes`."""
+        """Rotations that depend on a sequence's length are not shared; see
+        `Transformer.shares_prefixes`.
+        """
         return self.dense.token_lengths
 
     @cached_property
     def across(self) -> Tensor:
-        """int64 [joins, 4], on the host: what goes on from a prefix as rows, the prefix as keys; each as (first, how many)."""
+        """int64 [joins, 4], on the host: what goes on from a prefix as rows, the prefix as keys;
+        each as (first, how many).
+        """
         spans = [(*join.rest, *join.prefix) for join in self.joins]
         return torch.tensor([(a, b - a, c, d - c) for a, b, c, d in spans])
 
@@ -165,7 +192,10 @@ class Prefixed:
         """Attention within the segments, then what each continuation sees of its prefix."""
         within = [Part(bucket, bucket, causal=True) for bucket in self.dense.buckets]
         device = self.dense.cu_seqlens.device
-        across = [Part(_stretch(*j.rest, device), _stretch(*j.prefix, device), causal=False) for j in self.joins]
+        across = [
+            Part(_stretch(*j.rest, device), _stretch(*j.prefix, device), causal=False)
+            for j in self.joins
+        ]
         return (*within, *across)
 
 

@@ -1,10 +1,14 @@
-"""Attention: one function, which looks up a backend by (context, device). No position attends across a sequence boundary.
+"""Attention: one function, which looks up a backend by (context, device).
 
-A CPU's float32 goes through weft's own kernels: rows by segments of the pack over the keys they see, in training, prefill and
-decode steps alike. What those do not take (other dtypes, soft-capping, dropped weights, no compiler) goes through torch's.
+No position attends across a sequence boundary.
 
-On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it. What the sampler reports as a
-log-prob is then what training computes (given that matrix products too have rows enough; see `weft.engine.generation`).
+A CPU's float32 goes through weft's own kernels: rows by segments of the pack over the keys they
+see, in training, prefill and decode steps alike. What those do not take (other dtypes,
+soft-capping, dropped weights, no compiler) goes through torch's.
+
+On a CPU a row's result has the same bits in training and in decoding, whatever stands beside it.
+What the sampler reports as a log-prob is then what training computes (given that matrix products
+too have rows enough; see `weft.engine.generation`).
 """
 
 from __future__ import annotations
@@ -25,21 +29,35 @@ from weft.models.kv.pages import Paged
 from weft.models.kv.slots import Cached
 from weft.models.network.dropout import TokenDropout
 
-Device = Literal["kernels", "cpu", "accelerator"]  # `kernels`: a CPU's own take queries, keys and values like these
+# `kernels`: a CPU's own take queries, keys and values like these
+Device = Literal["kernels", "cpu", "accelerator"]
 Backend = Callable[[AttentionInputs, Any], Tensor]
 
 
 def attend_heads(
-    heads: Tensor, kv_heads: int, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext, spec: AttentionSpec,
-    layer: int, dropout: TokenDropout | None = None,
-) -> Tensor:  # fmt: skip
-    """Like `attend`, for queries, keys and values side by side in one tensor, `heads` [T, heads + 2 kv_heads, dim], before
-    `rotation` (cos and sin, `weft.models.network.rope`)."""
+    heads: Tensor,
+    kv_heads: int,
+    rotation: tuple[Tensor, Tensor] | None,
+    context: AttentionContext,
+    spec: AttentionSpec,
+    layer: int,
+    dropout: TokenDropout | None = None,
+) -> Tensor:
+    """Like `attend`, for queries, keys and values side by side in one tensor, `heads` [T, heads + 2
+    kv_heads, dim], before `rotation` (cos and sin, `weft.models.network.rope`).
+    """
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
     if by_kernels and isinstance(context, Dense | Prefixed):
-        return kernels.attend_segments(heads, kv_heads, rotation, segments_of(context, spec), spec.scale)
+        return kernels.attend_segments(
+            heads, kv_heads, rotation, segments_of(context, spec), spec.scale
+        )
     if rotation is not None and not heads.is_cpu:
-        return attend(AttentionInputs(*kernels.rotate_heads(heads, kv_heads, *rotation), spec, layer, dropout), context)
+        return attend(
+            AttentionInputs(
+                *kernels.rotate_heads(heads, kv_heads, *rotation), spec, layer, dropout
+            ),
+            context,
+        )
     qk, v = heads.split([heads.shape[1] - kv_heads, kv_heads], dim=1)
     if v.requires_grad:
         v = v.contiguous()  # it is kept for the backward pass, and a view would keep all heads
@@ -50,9 +68,14 @@ def attend_heads(
 
 
 def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
-    """Causal attention within each sequence, [T, heads, dim]. Keys and values of cached sequences are stored first."""
+    """Causal attention within each sequence, [T, heads, dim].
+
+    Keys and values of cached sequences are stored first.
+    """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
-    if kernels.serves_attention(given.q, given.k, given.v) and not _limited(given.spec, given.dropout):
+    if kernels.serves_attention(given.q, given.k, given.v) and not _limited(
+        given.spec, given.dropout
+    ):
         device = "kernels"
     return BACKENDS[type(context), device](given, context)
 
@@ -97,7 +120,9 @@ def _cached_on_accelerator(given: AttentionInputs, context: Cached) -> Tensor:
 
 def _paged(given: AttentionInputs, context: Paged) -> Tensor:
     context.pool.write(given.layer, context, given.k, given.v)
-    return attend(given, context.dense) if context.fresh else accelerator.paged(given, context)
+    if context.fresh:
+        return attend(given, context.dense)
+    return accelerator.paged(given, context)
 
 
 BACKENDS: Mapping[tuple[type, Device], Backend] = {

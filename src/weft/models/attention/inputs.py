@@ -12,7 +12,10 @@ from weft.models.network.dropout import TokenDropout
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads). Queries and keys are rotated."""
+    """heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
+
+    Queries and keys are rotated.
+    """
 
     q: Tensor  # [T, heads, dim]
     k: Tensor  # [T, kv_heads, dim]

@@ -1,8 +1,8 @@
-"""Attention where only some tokens of a pack are here: their queries over the keys and values of all, which other ranks hand
-over.
+"""Attention where only some tokens of a pack are here: their queries over the keys and values of
+all, which other ranks hand over.
 
-A rank's tokens are runs of the pack; within a run each sequence's tokens see those before them and themselves, so that its keys
-are consecutive and end with the run.
+A rank's tokens are runs of the pack; within a run each sequence's tokens see those before them and
+themselves, so that its keys are consecutive and end with the run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from weft.models.attention import accelerator, rectangles
 from weft.models.attention.contexts import Dense
 from weft.models.attention.inputs import AttentionInputs
 
-Piece = tuple[int, int, int, int]  # first row here, rows; first key in the pack, keys: the last row sees all of them
+# first row here, rows; first key in the pack, keys: the last row sees all of them
+Piece = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Portion:
-    """The tokens of `runs`, each (first, one past the last) in the pack, in order and none empty. `gather` makes keys or values
-    of the whole pack [T, ...] of those here [n, ...]; every rank calls it."""
+    """The tokens of `runs`, each (first, one past the last) in the pack, in order and none empty.
+
+    `gather` makes keys or values of the whole pack [T, ...] of those here [n, ...]; every rank
+    calls it.
+    """
 
     whole: Dense
     runs: tuple[tuple[int, int], ...]
@@ -37,11 +41,13 @@ class Portion:
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Of each run what it has of each sequence."""
-        found, row = [], 0
+        found = []
+        row = 0
         for start, stop in self.runs:
             pieces = []
             for first, end in pairwise(self.whole.starts):
-                low, high = max(first, start), min(end, stop)
+                low = max(first, start)
+                high = min(end, stop)
                 if low < high:
                     pieces.append((row + low - start, high - low, first, high - first))
             found.append(tuple(pieces))
@@ -63,7 +69,9 @@ class Portion:
         """int64 [n]: where in the pack each token here stands."""
         device = self.whole.cu_seqlens.device
         runs = [torch.arange(*run, device=device) for run in self.runs]
-        return torch.cat(runs) if runs else torch.zeros(0, dtype=torch.int64, device=device)
+        if runs:
+            return torch.cat(runs)
+        return torch.zeros(0, dtype=torch.int64, device=device)
 
     @cached_property
     def token_lengths(self) -> Tensor:
@@ -82,8 +90,11 @@ class Portion:
 
 
 def _lengths(pieces: tuple[Piece, ...], device: torch.device) -> VarlenLengths:
-    rows, keys = [rows for _, rows, _, _ in pieces], [keys for *_, keys in pieces]
-    queries, seen = (torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32) for counts in (rows, keys))
+    rows = [rows for _, rows, _, _ in pieces]
+    keys = [keys for *_, keys in pieces]
+    queries, seen = (
+        torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32) for counts in (rows, keys)
+    )
     return VarlenLengths(queries, seen, max(rows), max(keys))
 
 
@@ -100,7 +111,8 @@ def by_torch(given: AttentionInputs, context: Portion) -> Tensor:
     outputs = []
     for row, rows, key, keys in (piece for pieces in context.pieces for piece in pieces):
         q, k_seen, v_seen = (
-            x.transpose(0, 1)[None] for x in (given.q[row : row + rows], k[key : key + keys], v[key : key + keys])
+            x.transpose(0, 1)[None]
+            for x in (given.q[row : row + rows], k[key : key + keys], v[key : key + keys])
         )
         drop = partial(_drop, given, row, keys - rows) if given.drops else None
         outputs.append(rectangles.tail(q, k_seen, v_seen, given.spec, drop)[0].transpose(0, 1))
@@ -127,7 +139,9 @@ def _gathered(given: AttentionInputs, context: Portion) -> tuple[Tensor, Tensor]
 
 
 def _nothing(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
-    """Of no tokens, and yet a result of all that is given: every rank takes part in the backward pass of the others' keys."""
+    """Of no tokens, and yet a result of all that is given: every rank takes part in the backward
+    pass of the others' keys.
+    """
     return given.q + (k.sum() + v.sum()) * 0.0
 
 

@@ -1,9 +1,9 @@
-"""Attention over rectangles by torch: sequences of like length, laid out with padding after each, where causal attention never
-looks, so that the fast causal kernel is exact without a mask. What that kernel lacks (soft-capping, windows, dropped weights)
-takes the written-out form.
+"""Attention over rectangles by torch: sequences of like length, laid out with padding after each,
+where causal attention never looks, so that the fast causal kernel is exact without a mask. What
+that kernel lacks (soft-capping, windows, dropped weights) takes the written-out form.
 
-On a CPU keys are padded to whole vectors and a head has a few query rows at least, so that every row is added up in the same
-order whatever stands beside it.
+On a CPU keys are padded to whole vectors and a head has a few query rows at least, so that every
+row is added up in the same order whatever stands beside it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,31 @@ def dense(given: AttentionInputs, context: Dense) -> Tensor:
         out = causal(*cells, given.spec, dropped).transpose(1, 2).flatten(0, 1)
         outputs.append(out if bucket.valid is None else out.index_select(0, bucket.valid))
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return joined if context.restore is None else joined.index_select(0, context.restore)
+    if context.restore is None:
+        return joined
+    return joined.index_select(0, context.restore)
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Rectangles: q [n, heads, L, dim], k and v [n, kv_heads, L, dim] -> [n, heads, L, dim]."""
     length = q.shape[2]
     tail = kernels.in_vectors(length, q.device) - length
     if tail and drop is None:
-        q, k, v = F.pad(q, (0, 0, 0, tail)), F.pad(k, (0, 0, 0, tail)), F.pad(v, (0, 0, 0, tail))
+        q = F.pad(q, (0, 0, 0, tail))
+        k = F.pad(k, (0, 0, 0, tail))
+        v = F.pad(v, (0, 0, 0, tail))
     limited = spec.window is not None and spec.window < length
     if spec.softcap is None and not limited and drop is None:
         shared = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=shared)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=shared
+        )
     else:
         places = torch.arange(q.shape[2], device=q.device)
         out = masked(q, k, v, visible(places[:, None], places, spec), spec, drop)
@@ -54,16 +64,29 @@ def causal(
 
 
 def tail(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads, L, dim]; as q."""
-    count, length = q.shape[2], k.shape[2]
+    """The last tokens of one sequence over all of it: q [1, heads, n, dim], k and v [1, kv_heads,
+    L, dim]; as q.
+    """
+    count = q.shape[2]
+    length = k.shape[2]
     padding = kernels.in_vectors(length, q.device) - length
     places = torch.arange(length + padding, device=q.device)
-    more = max(0, kernels.LEAST_QUERIES - count) if q.device.type == "cpu" else 0
+    if q.device.type == "cpu":
+        more = max(0, kernels.LEAST_QUERIES - count)
+    else:
+        more = 0
     seen = visible(places[length - count : length, None], places, spec)
-    q, seen = F.pad(q, (0, 0, 0, more)), F.pad(seen, (0, 0, 0, more), value=True)
-    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop)[:, :, :count]
+    q = F.pad(q, (0, 0, 0, more))
+    seen = F.pad(seen, (0, 0, 0, more), value=True)
+    return masked(q, F.pad(k, (0, 0, 0, padding)), F.pad(v, (0, 0, 0, padding)), seen, spec, drop)[
+        :, :, :count
+    ]
 
 
 def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
@@ -73,12 +96,19 @@ def visible(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, spec: AttentionSpec, drop: Callable[[Tensor], Tensor] | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    spec: AttentionSpec,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """As `causal`, of the keys that are `seen`, bool, broadcast over [n, heads, rows, keys]."""
     shared = q.shape[1] != k.shape[1]
     if spec.softcap is None and drop is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=shared)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, scale=spec.scale, enable_gqa=shared
+        )
     k, v = repeated(q, k, v)
     logits = torch.matmul(q, k.transpose(-1, -2)) * spec.scale
     if spec.softcap is not None:
@@ -104,5 +134,8 @@ def _drop(given: AttentionInputs, bucket: Bucket, weights: Tensor) -> Tensor:
 
 def _cells(x: Tensor, bucket: Bucket) -> Tensor:
     """[T, heads, dim] -> [n, heads, L, dim]; without a copy where the cells are consecutive tokens."""
-    cells = x.index_select(0, bucket.index.flatten()) if bucket.span is None else x[bucket.span[0] : bucket.span[1]]
+    if bucket.span is None:
+        cells = x.index_select(0, bucket.index.flatten())
+    else:
+        cells = x[bucket.span[0] : bucket.span[1]]
     return cells.unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)

@@ -1,8 +1,10 @@
-"""What a family of Hugging Face checkpoints is: its configuration both ways, and where each parameter lies.
+"""What a family of Hugging Face checkpoints is: its configuration both ways, and where each
+parameter lies.
 
-A family is one file that registers one `Family`. `read_config` turns a `ConfigReader` over config.json into a
-`TransformerConfig`, `write_config` gives the config.json values back, `keys` lists the checkpoint's tensors. A configuration
-that the decoder would compute wrongly is refused by name, never approximated.
+A family is one file that registers one `Family`. `read_config` turns a `ConfigReader` over
+config.json into a `TransformerConfig`, `write_config` gives the config.json values back, `keys`
+lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is refused by
+name, never approximated.
 """
 
 from __future__ import annotations
@@ -19,15 +21,33 @@ from weft.models.network.config import Activation, TransformerConfig
 from weft.reading import reading
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu",
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
-}  # fmt: skip
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "relu": "relu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 
-# config.json keys that say how a file was written, not what the network computes; saving writes its own.
-WRITTEN_ANEW = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_commit_hash",
-    "num_labels", "id2label", "label2id", "problem_type",
-})  # fmt: skip
+# config.json keys that say how a file was written, not what the network computes; saving writes its
+# own.
+WRITTEN_ANEW = frozenset(
+    {
+        "architectures",
+        "model_type",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "_name_or_path",
+        "_commit_hash",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "problem_type",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +60,18 @@ class Family:
     prefix: str  # what every name of the trunk starts with; checkpoints of the bare trunk lack it
     read_config: Callable[[ConfigReader], TransformerConfig]
     write_config: Callable[[TransformerConfig], dict[str, Any]]
-    keys: Callable[[TransformerConfig], tuple[Key, ...]]  # templates of every parameter but `score.weight`
+    # templates of every parameter but `score.weight`
+    keys: Callable[[TransformerConfig], tuple[Key, ...]]
     tiny: Mapping[str, Any]  # config.json of a network small enough to test with
-    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names that old checkpoints hold besides parameters
+    # ends of names that old checkpoints hold besides parameters
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Read the values of a config.json. Raises `CheckpointError` for what the decoder does not compute."""
+        """Read the values of a config.json.
+
+        Raises `CheckpointError` for what the decoder does not compute.
+        """
         with reading(f"cannot be used as that of a {self.name} model", CheckpointError):
             config = self.read_config(ConfigReader(self.name, raw))
         check(config)
@@ -56,7 +81,8 @@ class Family:
         """The values of a config.json that `transformers` reads back as this network."""
         if head != "lm" and self.classifier is None:
             raise CheckpointError(
-                f"transformers has no sequence classifier for {self.name}, so a {head} head has no form on disk"
+                f"transformers has no sequence classifier for {self.name}, so a {head} head has "
+                f"no form on disk"
             )
         values = {**config.extra, **self.write_config(config), "model_type": self.name}
         values["architectures"] = [self.causal_lm if head == "lm" else self.classifier]
@@ -65,16 +91,24 @@ class Family:
         return values
 
     def keymap(self, config: TransformerConfig, head: str = "lm") -> KeyMap:
-        """Where the parameters of a network with this head lie. Value and score heads have `score.weight` for the lm head."""
+        """Where the parameters of a network with this head lie.
+
+        Value and score heads have `score.weight` for the lm head.
+        """
         keys = self.keys(config)
         if head != "lm":
-            keys = (*(k for k in keys if not k.name.startswith("head.")), Key("score.weight", self.score, "head"))
+            keys = (
+                *(k for k in keys if not k.name.startswith("head.")),
+                Key("score.weight", self.score, "head"),
+            )
         return KeyMap.of(keys, config.num_layers)
 
 
 @dataclass
 class ConfigReader:
-    """config.json, read key by key; what is never asked for is carried along and written back unchanged."""
+    """config.json, read key by key; what is never asked for is carried along and written back
+    unchanged.
+    """
 
     family: str
     raw: Mapping[str, Any]
@@ -101,7 +135,9 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
-        """Refuse a configuration whose `key` is set (to something but `unless`), because it changes what is computed."""
+        """Refuse a configuration whose `key` is set (to something but `unless`), because it changes
+        what is computed.
+        """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
@@ -110,13 +146,17 @@ class ConfigReader:
         name = self(key, default)
         if name not in ACTIVATIONS:
             raise CheckpointError(
-                f"{key}={name!r}: the decoder knows {', '.join(sorted(ACTIVATIONS))}; use backend=hf for this model"
+                f"{key}={name!r}: the decoder knows {', '.join(sorted(ACTIVATIONS))}; use "
+                f"backend=hf for this model"
             )
         return ACTIVATIONS[name]
 
     def extra(self) -> dict[str, Any]:
         """What nobody asked for. Quantized weights are refused here, for every family alike."""
-        self.refuse("quantization_config", "weft trains and runs unquantized weights; load the unquantized model")
+        self.refuse(
+            "quantization_config",
+            "weft trains and runs unquantized weights; load the unquantized model",
+        )
         return {k: v for k, v in self.raw.items() if k not in self.asked and k not in WRITTEN_ANEW}
 
 
@@ -124,28 +164,42 @@ def problem(value: Any, default: Any) -> str | None:
     """What is wrong with a value where a configuration usually has one like `default`, or None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
-        fits, rule = value in (True, False), "true or false"
+        fits = value in (True, False)
+        rule = "true or false"
     elif isinstance(default, int):
-        fits, rule = isinstance(value, int) and number and 0 < value < MOST, f"a whole number, 1 to {MOST - 1:,}"
+        fits = isinstance(value, int) and number and 0 < value < MOST
+        rule = f"a whole number, 1 to {MOST - 1:,}"
     elif isinstance(default, float):
-        fits, rule = number and 0 <= value < math.inf, "a finite number, 0 or more"
+        fits = number and 0 <= value < math.inf
+        rule = "a finite number, 0 or more"
     elif isinstance(default, str):
-        fits, rule = isinstance(value, str), "a text"
+        fits = isinstance(value, str)
+        rule = "a text"
     elif isinstance(default, list):
-        fits, rule = isinstance(value, list), "a list"
+        fits = isinstance(value, list)
+        rule = "a list"
     else:
-        fits, rule = default is None or isinstance(value, Mapping), "an object"
+        fits = default is None or isinstance(value, Mapping)
+        rule = "an object"
     return None if fits else f"it must be {rule}"
 
 
 def check(config: TransformerConfig) -> None:
-    """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before anything of them is made."""
-    experts, rope = config.experts, config.rope
+    """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before
+    anything of them is made.
+    """
+    experts = config.experts
+    rope = config.rope
     if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(f"{config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values")
-    if config.head_dim < 1 or (rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)):
         raise CheckpointError(
-            f"a head of {config.head_dim} dimensions ({config.hidden_size} over {config.num_heads} heads, or head_dim) "
+            f"{config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values"
+        )
+    if config.head_dim < 1 or (
+        rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)
+    ):
+        raise CheckpointError(
+            f"a head of {config.head_dim} dimensions ({config.hidden_size} over "
+            f"{config.num_heads} heads, or head_dim) "
             "cannot be rotated in pairs"
         )
     if rope is not None and not 0 < rope.theta < math.inf:
@@ -155,12 +209,14 @@ def check(config: TransformerConfig) -> None:
             raise CheckpointError(f"a dropout of {rate}: it must be from 0 up to, and without, 1")
     if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
         raise CheckpointError(
-            f"sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, and no more than there "
+            f"sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, "
+            f"and no more than there "
             f"are, which are at most {MOST_EXPERTS:,}"
         )
     if config.num_weights > MOST_WEIGHTS:
         raise CheckpointError(
-            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken for a mistake"
+            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken "
+            f"for a mistake"
         )
 
 

@@ -1,4 +1,6 @@
-"""What several families share: the Llama-like configuration and key names, rotary settings, sliding windows."""
+"""What several families share: the Llama-like configuration and key names, rotary settings, sliding
+windows.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,37 @@ from weft.models.families.keymap import Fused, Key, Part
 from weft.models.network.config import Rope, TransformerConfig
 
 TINY_LLAMA: dict[str, Any] = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 
 
 # -- configuration
 
 
 def llama_fields(
-    read: ConfigReader, *, tied: bool = False, theta: float = 10000.0, act: tuple[str, str] = ("hidden_act", "silu")
+    read: ConfigReader,
+    *,
+    tied: bool = False,
+    theta: float = 10000.0,
+    act: tuple[str, str] = ("hidden_act", "silu"),
 ) -> dict[str, Any]:
-    """The `TransformerConfig` fields that Llama-like families read from the same keys; `extra` is left to the family.
+    """The `TransformerConfig` fields that Llama-like families read from the same keys; `extra` is
+    left to the family.
 
     `act` is the key of the activation and its default.
     """
-    hidden, heads = read.need("hidden_size"), read.need("num_attention_heads")
+    hidden = read.need("hidden_size")
+    heads = read.need("num_attention_heads")
     head_dim = read("head_dim", hidden // heads)
     positions = read("max_position_embeddings", 2048)
     return {
@@ -71,18 +87,34 @@ def llama_values(config: TransformerConfig, *, act: str = "hidden_act") -> dict[
 
 
 def read_rope(
-    read: ConfigReader, head_dim: int, positions: int, *, theta: float = 10000.0, partial: float = 1.0
+    read: ConfigReader,
+    head_dim: int,
+    positions: int,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
 ) -> Rope:
-    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """Rotary settings from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (before).
+    """
     given: Mapping[str, Any] = read("rope_scaling", {}) or read("rope_parameters", {})
     read("rope_parameters", {})
-    base = _number(given, "rope_theta") if given.get("rope_theta") else float(read("rope_theta", theta))
+    if given.get("rope_theta"):
+        base = _number(given, "rope_theta")
+    else:
+        base = float(read("rope_theta", theta))
     rotary = given.get("partial_rotary_factor")
-    share = _number(given, "partial_rotary_factor") if rotary else read("partial_rotary_factor", partial)
+    if rotary:
+        share = _number(given, "partial_rotary_factor")
+    else:
+        share = read("partial_rotary_factor", partial)
     dim = int(head_dim * share)
     kind = given.get("rope_type") or given.get("type") or "default"
     original = read("original_max_position_embeddings", positions)
-    if given.get("original_max_position_embeddings") and "original_max_position_embeddings" not in read.raw:
+    if (
+        given.get("original_max_position_embeddings")
+        and "original_max_position_embeddings" not in read.raw
+    ):
         original = int(_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
         raise CheckpointError("has rotary settings per kind of layer; use backend=hf")
@@ -96,11 +128,15 @@ def read_rope(
 def _number(given: Mapping[str, Any], name: str) -> float:
     value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"{name}={value!r} in its rotary settings: it must be a finite number above 0")
+        raise CheckpointError(
+            f"{name}={value!r} in its rotary settings: it must be a finite number above 0"
+        )
     return float(value)
 
 
-def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int) -> tuple[str, dict[str, Any]]:
+def _scaling(
+    kind: str, given: Mapping[str, Any], original: int, positions: int
+) -> tuple[str, dict[str, Any]]:
     if kind == "default":
         return "none", {}
     if kind == "linear":
@@ -111,7 +147,10 @@ def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int)
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return "llama3", {**{name: _number(given, name) for name in names}, "original": original}
     if kind == "yarn":
-        factor = _number(given, "factor") if given.get("factor") else positions / original
+        if given.get("factor"):
+            factor = _number(given, "factor")
+        else:
+            factor = positions / original
         return "yarn", {
             "factor": factor,
             "original": original,
@@ -121,8 +160,14 @@ def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int)
             "attention_factor": given.get("attention_factor") or _yarn_attention(factor, given),
         }
     if kind == "longrope":
-        factor = _number(given, "factor") if given.get("factor") else positions / original
-        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        if given.get("factor"):
+            factor = _number(given, "factor")
+        else:
+            factor = positions / original
+        if factor > 1:
+            default = math.sqrt(1 + math.log(factor) / math.log(original))
+        else:
+            default = 1.0
         return "longrope", {
             "short_factor": list(given["short_factor"]),
             "long_factor": list(given["long_factor"]),
@@ -130,11 +175,15 @@ def _scaling(kind: str, given: Mapping[str, Any], original: int, positions: int)
             "attention_factor": given.get("attention_factor") or default,
         }
     known = "default, linear, dynamic, llama3, yarn, longrope"
-    raise CheckpointError(f"rope_scaling of type {kind!r}: the decoder knows {known}; use backend=hf")
+    raise CheckpointError(
+        f"rope_scaling of type {kind!r}: the decoder knows {known}; use backend=hf"
+    )
 
 
 def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float:
-    """YaRN equation 15 (the square root of 1/t), with DeepSeek's two multipliers where the configuration has them."""
+    """YaRN equation 15 (the square root of 1/t), with DeepSeek's two multipliers where the
+    configuration has them.
+    """
 
     def scale(multiplier: float) -> float:
         return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -156,13 +205,19 @@ def rope_values(config: TransformerConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": rope.scaling, **values}}
 
 
-def layer_windows(read: ConfigReader, layers: int, window: int | None, sliding: list[bool]) -> tuple[int | None, ...]:
-    """One window a layer: `layer_types` where the configuration has it, else `sliding` says which layers have one."""
+def layer_windows(
+    read: ConfigReader, layers: int, window: int | None, sliding: list[bool]
+) -> tuple[int | None, ...]:
+    """One window a layer: `layer_types` where the configuration has it, else `sliding` says which
+    layers have one.
+    """
     kinds = read("layer_types", None)
     if kinds is not None:
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if unknown or len(kinds) != layers:
-            raise CheckpointError(f"layer_types holds {unknown or len(kinds)}; use backend=hf for this model")
+            raise CheckpointError(
+                f"layer_types holds {unknown or len(kinds)}; use backend=hf for this model"
+            )
         sliding = [kind == "sliding_attention" for kind in kinds]
     windows = tuple(window if slides else None for slides in sliding)
     return windows if any(w is not None for w in windows) else ()
@@ -176,7 +231,10 @@ def one_window(config: TransformerConfig) -> int | None:
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
-    return ["full_attention" if config.window(i) is None else "sliding_attention" for i in range(config.num_layers)]
+    return [
+        "full_attention" if config.window(i) is None else "sliding_attention"
+        for i in range(config.num_layers)
+    ]
 
 
 # -- keys
@@ -187,14 +245,25 @@ def tensor(name: str, hf: str, part: Part = "block") -> Key:
     return Key(name, hf, part)
 
 
-def linear(name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: Part = "block") -> tuple[Key, ...]:
-    """A linear layer's weight and, where it has one, its bias; `transpose` for checkpoints that hold [in, out]."""
+def linear(
+    name: str, hf: str, *, bias: bool = False, transpose: bool = False, part: Part = "block"
+) -> tuple[Key, ...]:
+    """A linear layer's weight and, where it has one, its bias; `transpose` for checkpoints that
+    hold [in, out].
+    """
     keys = (Key(f"{name}.weight", f"{hf}.weight", part, transpose),)
     return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if bias else keys
 
 
-def fused(names: tuple[str, ...], hf: str, sizes: tuple[int, ...], *, blocks: int = 1, bias: bool = False,
-          transpose: bool = False) -> tuple[Key, ...]:  # fmt: skip
+def fused(
+    names: tuple[str, ...],
+    hf: str,
+    sizes: tuple[int, ...],
+    *,
+    blocks: int = 1,
+    bias: bool = False,
+    transpose: bool = False,
+) -> tuple[Key, ...]:
     """Linear layers that the checkpoint holds as one, see `weft.models.families.keymap.Fused`."""
     keys: list[Key] = []
     for index, name in enumerate(names):
@@ -207,28 +276,39 @@ def fused(names: tuple[str, ...], hf: str, sizes: tuple[int, ...], *, blocks: in
 
 def norm(name: str, hf: str, config: TransformerConfig, part: Part = "block") -> tuple[Key, ...]:
     """A norm's weight and bias, as far as the configuration gives it any."""
-    keys = (Key(f"{name}.weight", f"{hf}.weight", part),) if config.norm_weight else ()
-    return (*keys, Key(f"{name}.bias", f"{hf}.bias", part)) if config.norm_bias else keys
+    if config.norm_weight:
+        keys: tuple[Key, ...] = (Key(f"{name}.weight", f"{hf}.weight", part),)
+    else:
+        keys = ()
+    if config.norm_bias:
+        return (*keys, Key(f"{name}.bias", f"{hf}.bias", part))
+    return keys
 
 
-BLOCK, HF_BLOCK = "blocks.{i}", "model.layers.{i}"
+BLOCK = "blocks.{i}"
+HF_BLOCK = "model.layers.{i}"
 
 
 def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
     """Embedding, last norm and output layer under Llama's names."""
     embed = tensor("embed.weight", "model.embed_tokens.weight", "embedding")
     keys = (embed, *norm("norm", "model.norm", config, "head"))
-    return keys if config.tied else (*keys, *linear("head", "lm_head", bias=config.head_bias, part="head"))
+    if config.tied:
+        return keys
+    return (*keys, *linear("head", "lm_head", bias=config.head_bias, part="head"))
 
 
 def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
-    ours, theirs = f"{BLOCK}.attention", f"{HF_BLOCK}.self_attn"
+    ours = f"{BLOCK}.attention"
+    theirs = f"{HF_BLOCK}.self_attn"
     keys: tuple[Key, ...] = ()
     for letter in "qkv":
         keys += linear(f"{ours}.{letter}", f"{theirs}.{letter}_proj", bias=config.qkv_bias)
     keys += linear(f"{ours}.o", f"{theirs}.o_proj", bias=config.o_bias)
     if config.qk_norm is not None:
-        keys += tuple(tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm"))
+        keys += tuple(
+            tensor(f"{ours}.{n}.weight", f"{theirs}.{n}.weight") for n in ("q_norm", "k_norm")
+        )
     return keys
 
 

@@ -1,4 +1,6 @@
-"""Gemma 2 (Riviere et al. 2024): Gemma with norms before and after, soft-capped logits, a window in every other layer."""
+"""Gemma 2 (Riviere et al. 2024): Gemma with norms before and after, soft-capped logits, a window in
+every other layer.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "attention_bias": config.qkv_bias,
         "sliding_window": common.one_window(config),
         "layer_types": common.layer_types(config),
-        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 * scalar else scalar,
+        "query_pre_attn_scalar": round(scalar)
+        if abs(scalar - round(scalar)) < 1e-6 * scalar
+        else scalar,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }
@@ -51,8 +55,16 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
         "norm2": "pre_feedforward_layernorm",
         "norm2_post": "post_feedforward_layernorm",
     }
-    norms = (common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight") for a, b in names.items())
-    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_mlp(config), *norms)
+    norms = (
+        common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight")
+        for a, b in names.items()
+    )
+    return (
+        *common.llama_ends(config),
+        *common.llama_attention(config),
+        *common.llama_mlp(config),
+        *norms,
+    )
 
 
 FAMILY = Family(
@@ -65,8 +77,13 @@ FAMILY = Family(
     keys=keys,
     tiny=common.TINY_LLAMA
     | {
-        "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 6, "query_pre_attn_scalar": 10,
-        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5, "num_hidden_layers": 4,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 10,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "num_hidden_layers": 4,
     },
-)  # fmt: skip
+)
 register_hf_family(FAMILY)

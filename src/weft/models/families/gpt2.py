@@ -1,4 +1,6 @@
-"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere; matrices are stored [in, out]."""
+"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere; matrices are
+stored [in, out].
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from weft.registry import register_hf_family
 def gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
     """What GPT-2 and StarCoder read alike."""
     read.refuse("add_cross_attention", "there is no encoder to attend to")
-    hidden, heads, positions = read("n_embd", 768), read("n_head", 12), read("n_positions", 1024)
+    hidden = read("n_embd", 768)
+    heads = read("n_head", 12)
+    positions = read("n_positions", 1024)
     return {
         "family": read.family,
         "vocab_size": read.need("vocab_size"),
@@ -67,7 +71,9 @@ def gpt2_ends(config: TransformerConfig) -> tuple[Key, ...]:
         common.tensor("positions.weight", "transformer.wpe.weight", "embedding"),
         *common.norm("norm", "transformer.ln_f", config, "head"),
     )
-    return keys if config.tied else (*keys, *common.linear("head", "lm_head", part="head"))
+    if config.tied:
+        return keys
+    return (*keys, *common.linear("head", "lm_head", part="head"))
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
@@ -84,12 +90,15 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    block, theirs = common.BLOCK, "transformer.h.{i}"
+    block = common.BLOCK
+    theirs = "transformer.h.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     return (
         *gpt2_ends(config),
         *common.norm(f"{block}.norm1", f"{theirs}.ln_1", config),
-        *common.fused(qkv, f"{theirs}.attn.c_attn", (config.hidden_size,) * 3, bias=True, transpose=True),
+        *common.fused(
+            qkv, f"{theirs}.attn.c_attn", (config.hidden_size,) * 3, bias=True, transpose=True
+        ),
         *common.linear(f"{block}.attention.o", f"{theirs}.attn.c_proj", bias=True, transpose=True),
         *common.norm(f"{block}.norm2", f"{theirs}.ln_2", config),
         *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.c_fc", bias=True, transpose=True),
@@ -98,8 +107,14 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 TINY = {
-    "vocab_size": 131, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 131,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 FAMILY = Family(
     name="gpt2",

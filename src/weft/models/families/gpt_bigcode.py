@@ -1,4 +1,6 @@
-"""GPT-BigCode: SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key and value head for all query heads."""
+"""GPT-BigCode: SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key and value head for all
+query heads.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """With one kv head q, k and v stand one after the other; with as many as query heads they alternate head by head."""
-    block, theirs, size = common.BLOCK, "transformer.h.{i}", config.head_dim
+    """With one kv head q, k and v stand one after the other; with as many as query heads they
+    alternate head by head.
+    """
+    block = common.BLOCK
+    theirs = "transformer.h.{i}"
+    size = config.head_dim
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     shared = config.num_kv_heads == 1
     sizes = (config.hidden_size, size, size) if shared else (size, size, size)

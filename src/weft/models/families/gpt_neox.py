@@ -1,4 +1,6 @@
-"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): attention and MLP side by side, partial rotary positions."""
+"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): attention and MLP side by side,
+partial rotary positions.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    hidden, heads = read.need("hidden_size"), read.need("num_attention_heads")
-    positions, bias = read("max_position_embeddings", 2048), read("attention_bias", True)
-    share, theta = read("rotary_pct", 0.25), read("rotary_emb_base", 10000.0)
+    hidden = read.need("hidden_size")
+    heads = read.need("num_attention_heads")
+    positions = read("max_position_embeddings", 2048)
+    bias = read("attention_bias", True)
+    share = read("rotary_pct", 0.25)
+    theta = read("rotary_emb_base", 10000.0)
     return TransformerConfig(
         family=read.family,
         vocab_size=read.need("vocab_size"),
@@ -39,7 +44,9 @@ def read_config(read: ConfigReader) -> TransformerConfig:
         initializer_range=read("initializer_range", 0.02),
         embed_dropout=read("hidden_dropout", float(read("hidden_dropout_prob", 0.0))),
         hidden_dropout=read("hidden_dropout", float(read("hidden_dropout_prob", 0.0))),
-        attention_dropout=read("attention_dropout", float(read("attention_probs_dropout_prob", 0.0))),
+        attention_dropout=read(
+            "attention_dropout", float(read("attention_probs_dropout_prob", 0.0))
+        ),
         extra=read.extra(),
     )
 
@@ -70,7 +77,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    block, theirs = common.BLOCK, "gpt_neox.layers.{i}"
+    block = common.BLOCK
+    theirs = "gpt_neox.layers.{i}"
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     size = (config.head_dim,) * 3
     bias = config.qkv_bias
@@ -82,7 +90,9 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
         *ends,
         *(() if config.tied else common.linear("head", "embed_out", part="head")),
         *common.norm(f"{block}.norm1", f"{theirs}.input_layernorm", config),
-        *common.fused(qkv, f"{theirs}.attention.query_key_value", size, blocks=config.num_heads, bias=bias),
+        *common.fused(
+            qkv, f"{theirs}.attention.query_key_value", size, blocks=config.num_heads, bias=bias
+        ),
         *common.linear(f"{block}.attention.o", f"{theirs}.attention.dense", bias=bias),
         *common.norm(f"{block}.norm2", f"{theirs}.post_attention_layernorm", config),
         *common.linear(f"{block}.mlp.up", f"{theirs}.mlp.dense_h_to_4h", bias=True),
@@ -99,9 +109,16 @@ FAMILY = Family(
     write_config=write_config,
     keys=keys,
     tiny={
-        "vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 56,
-        "max_position_embeddings": 64, "rotary_pct": 0.25, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 56,
+        "max_position_embeddings": 64,
+        "rotary_pct": 0.25,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
-)  # fmt: skip
+)
 register_hf_family(FAMILY)

@@ -1,8 +1,10 @@
-"""Which tensors of a checkpoint hold which parameters, said declaratively: name templates with transpose, fusion and stacking.
+"""Which tensors of a checkpoint hold which parameters, said declaratively: name templates with
+transpose, fusion and stacking.
 
-A `Key` says where one canonical parameter lies in a Hugging Face checkpoint. `pieces` turns that into rectangles, for the
-whole parameter or any `Slice` of it; reading copies checkpoint -> parameter, writing the other way round, so a map that is
-right in one direction is right in the other.
+A `Key` says where one canonical parameter lies in a Hugging Face checkpoint. `pieces` turns that
+into rectangles, for the whole parameter or any `Slice` of it; reading copies checkpoint ->
+parameter, writing the other way round, so a map that is right in one direction is right in the
+other.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Fused:
-    """One tensor that holds several parameters along its output dimension: `blocks` times, one run of `sizes` after another.
+    """One tensor that holds several parameters along its output dimension: `blocks` times, one run
+    of `sizes` after another.
 
-    phi3's qkv is one block of (q, k, v); gpt_neox's has one block a head, each (head_dim, head_dim, head_dim).
+    phi3's qkv is one block of (q, k, v); gpt_neox's has one block a head, each (head_dim, head_dim,
+    head_dim).
     """
 
     blocks: int
@@ -34,18 +38,22 @@ class Fused:
 
     def runs(self, where: slice) -> Iterator[tuple[slice, slice]]:
         """(rows of the fused tensor, rows of the parameter), each run as long as it can be."""
-        size, stride = self.sizes[self.index], sum(self.sizes)
+        size = self.sizes[self.index]
+        stride = sum(self.sizes)
         for block in range(where.start // size, -(-where.stop // size)):
-            first, last = max(where.start, block * size), min(where.stop, (block + 1) * size)
+            first = max(where.start, block * size)
+            last = min(where.stop, (block + 1) * size)
             shift = block * (stride - size) + self.start
             yield slice(first + shift, last + shift), slice(first, last)
 
 
 @dataclass(frozen=True)
 class Key:
-    """`name` is weft's, `hf` the checkpoint's; both may hold `{i}` (layer), `hf` also `{e}` (expert, where `experts` > 0).
+    """`name` is weft's, `hf` the checkpoint's; both may hold `{i}` (layer), `hf` also `{e}`
+    (expert, where `experts` > 0).
 
-    `transpose`: the checkpoint holds a matrix as [in, out]. `part` is what `KeyMap.names` selects by.
+    `transpose`: the checkpoint holds a matrix as [in, out]. `part` is what `KeyMap.names` selects
+    by.
     """
 
     name: str
@@ -63,7 +71,9 @@ class Key:
 
     def hf_names(self) -> list[str]:
         """Every tensor of the checkpoint that the parameter needs."""
-        return [self.hf.format(e=e) for e in range(self.experts)] if self.experts else [self.hf]
+        if self.experts:
+            return [self.hf.format(e=e) for e in range(self.experts)]
+        return [self.hf]
 
     def hf_shape(self, shape: Shape) -> Shape:
         """Shape of each of those tensors, for a parameter of `shape`."""
@@ -75,7 +85,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle that lies in both: `hf[source]`, transposed where the key says so, is `parameter[target]`.
+    """A rectangle that lies in both: `hf[source]`, transposed where the key says so, is
+    `parameter[target]`.
 
     Where `expert` is set, `target` starts with that expert and `source` lacks the dimension.
     """
@@ -87,7 +98,9 @@ class Piece:
 
 
 def pieces(key: Key, shape: Shape, where: Slice | None = None) -> list[Piece]:
-    """The rectangles that make up `parameter[where]` (the whole parameter by default), each of them once."""
+    """The rectangles that make up `parameter[where]` (the whole parameter by default), each of them
+    once.
+    """
     where = where or whole(shape)
     if key.experts:
         inner = where[1:]
@@ -126,7 +139,9 @@ class KeyMap:
 
     def names(self, part: Part | None = None, layer: int | None = None) -> list[str]:
         """Parameters of a part (`embedding`, `block`, `head`), of one layer, or all of them."""
-        return [n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)]
+        return [
+            n for n, k in self.keys.items() if part in (None, k.part) and layer in (None, k.layer)
+        ]
 
     def hf_names(self) -> dict[str, list[Key]]:
         """Each tensor of the checkpoint and the parameters it holds, in order."""

@@ -1,4 +1,6 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama (Touvron et al. 2023; Grattafiori et al. 2024), and models of the same shape."""
+"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama (Touvron et al. 2023; Grattafiori et al. 2024), and models
+of the same shape.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
-    return common.llama_values(config) | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    return common.llama_values(config) | {
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+    }
 
 
 FAMILY = Family(

@@ -1,4 +1,6 @@
-"""Mistral 7B (Jiang et al. 2023): Llama's shape; early versions attend to a sliding window in every layer."""
+"""Mistral 7B (Jiang et al. 2023): Llama's shape; early versions attend to a sliding window in every
+layer.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields = common.llama_fields(read)
     layers = fields["num_layers"]
     read.refuse("layer_types", "a mistral model has one kind of layer")
-    fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
+    fields["windows"] = common.layer_windows(
+        read, layers, read("sliding_window", None), [True] * layers
+    )
     return TransformerConfig(**fields, extra=read.extra())
 
 

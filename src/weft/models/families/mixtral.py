@@ -15,8 +15,12 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields = common.llama_fields(read, theta=1e6) | {"norm_eps": read("rms_norm_eps", 1e-5)}
     read.refuse("router_jitter_noise", "the router here adds no noise", unless=0.0)
     layers = fields["num_layers"]
-    fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
-    experts = Experts(read("num_local_experts", 8), read("num_experts_per_tok", 2), fields["intermediate_size"])
+    fields["windows"] = common.layer_windows(
+        read, layers, read("sliding_window", None), [True] * layers
+    )
+    experts = Experts(
+        read("num_local_experts", 8), read("num_experts_per_tok", 2), fields["intermediate_size"]
+    )
     return TransformerConfig(**fields, experts=experts, extra=read.extra())
 
 
@@ -31,7 +35,8 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
     assert config.experts is not None
-    ours, theirs = f"{common.BLOCK}.mlp", f"{common.HF_BLOCK}.block_sparse_moe"
+    ours = f"{common.BLOCK}.mlp"
+    theirs = f"{common.HF_BLOCK}.block_sparse_moe"
     letters = {"gate": "w1", "down": "w2", "up": "w3"}
     return (
         *common.llama_ends(config),
@@ -39,7 +44,11 @@ def keys(config: TransformerConfig) -> tuple[Key, ...]:
         *common.llama_norms(config),
         *common.linear(f"{ours}.router", f"{theirs}.gate"),
         *(
-            Key(f"{ours}.experts.{name}.weight", f"{theirs}.experts.{{e}}.{w}.weight", experts=config.experts.num)
+            Key(
+                f"{ours}.experts.{name}.weight",
+                f"{theirs}.experts.{{e}}.{w}.weight",
+                experts=config.experts.num,
+            )
             for name, w in letters.items()
         ),
     )

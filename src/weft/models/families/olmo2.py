@@ -1,4 +1,6 @@
-"""OLMo 2 (OLMo team 2025): Llama's shape with norms after attention and MLP, and on the whole query and key."""
+"""OLMo 2 (OLMo team 2025): Llama's shape with norms after attention and MLP, and on the whole query
+and key.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,16 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
     names = {"norm1_post": "post_attention_layernorm", "norm2_post": "post_feedforward_layernorm"}
-    norms = (common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight") for a, b in names.items())
-    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_mlp(config), *norms)
+    norms = (
+        common.tensor(f"{common.BLOCK}.{a}.weight", f"{common.HF_BLOCK}.{b}.weight")
+        for a, b in names.items()
+    )
+    return (
+        *common.llama_ends(config),
+        *common.llama_attention(config),
+        *common.llama_mlp(config),
+        *norms,
+    )
 
 
 FAMILY = Family(

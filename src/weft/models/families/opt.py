@@ -1,4 +1,6 @@
-"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions from row 2 on, narrow embeddings in 350m."""
+"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions from row 2 on,
+narrow embeddings in 350m.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ OFFSET = 2  # rows of the position table before position 0
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
-    hidden, heads = read.need("hidden_size"), read.need("num_attention_heads")
-    positions, width = read("max_position_embeddings", 2048), read("word_embed_proj_dim", hidden)
+    hidden = read.need("hidden_size")
+    heads = read.need("num_attention_heads")
+    positions = read("max_position_embeddings", 2048)
+    width = read("word_embed_proj_dim", hidden)
     before = read("do_layer_norm_before", True)
-    bias, affine = read("enable_bias", True), read("layer_norm_elementwise_affine", True)
+    bias = read("enable_bias", True)
+    affine = read("layer_norm_elementwise_affine", True)
     read.refuse("layerdrop", "layers are never skipped here", unless=0.0)
     return TransformerConfig(
         family=read.family,
@@ -75,7 +80,9 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    block, theirs, bias = common.BLOCK, "model.decoder.layers.{i}", config.qkv_bias
+    block = common.BLOCK
+    theirs = "model.decoder.layers.{i}"
+    bias = config.qkv_bias
     keys: tuple[Key, ...] = (
         common.tensor("embed.weight", "model.decoder.embed_tokens.weight", "embedding"),
         common.tensor("positions.weight", "model.decoder.embed_positions.weight", "embedding"),
@@ -107,8 +114,16 @@ FAMILY = Family(
     write_config=write_config,
     keys=keys,
     tiny={
-        "vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 56,
-        "max_position_embeddings": 64, "word_embed_proj_dim": 32, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "ffn_dim": 56,
+        "max_position_embeddings": 64,
+        "word_embed_proj_dim": 32,
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
     },
-)  # fmt: skip
+)
 register_hf_family(FAMILY)

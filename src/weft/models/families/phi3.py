@@ -1,4 +1,6 @@
-"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's shape with q, k, v fused, gate and up fused, and LongRoPE."""
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's shape with q, k, v fused, gate and up fused,
+and LongRoPE.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,23 @@ from weft.registry import register_hf_family
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
-    if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):  # older names of longrope
-        renamed = {k: v for k, v in scaling.items() if k not in ("rope_type", "type")} | {"rope_type": "longrope"}
+    # older names of longrope
+    if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
+        renamed = {k: v for k, v in scaling.items() if k not in ("rope_type", "type")} | {
+            "rope_type": "longrope"
+        }
         read = ConfigReader(read.family, {**read.raw, "rope_scaling": renamed})
     fields = common.llama_fields(read)
     if fields["rope"].scaling not in ("none", "longrope"):
-        raise CheckpointError(f"rope_scaling of type {fields['rope'].scaling!r}: a phi3 model has longrope or none")
+        raise CheckpointError(
+            f"rope_scaling of type {fields['rope'].scaling!r}: a phi3 model has longrope or none"
+        )
     layers = fields["num_layers"]
-    fields["windows"] = common.layer_windows(read, layers, read("sliding_window", None), [True] * layers)
-    # embd_pdrop stands in the configuration, but neither the original code nor transformers applies it
+    fields["windows"] = common.layer_windows(
+        read, layers, read("sliding_window", None), [True] * layers
+    )
+    # embd_pdrop stands in the configuration, but neither the original code nor transformers applies
+    # it
     return TransformerConfig(**fields, hidden_dropout=read("resid_pdrop", 0.0), extra=read.extra())
 
 
@@ -38,15 +48,19 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    block, theirs = common.BLOCK, common.HF_BLOCK
-    inner, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    block = common.BLOCK
+    theirs = common.HF_BLOCK
+    inner = config.num_heads * config.head_dim
+    shared = config.num_kv_heads * config.head_dim
     qkv = tuple(f"{block}.attention.{letter}" for letter in "qkv")
     width = config.intermediate_size
     return (
         *common.llama_ends(config),
         *common.fused(qkv, f"{theirs}.self_attn.qkv_proj", (inner, shared, shared)),
         *common.linear(f"{block}.attention.o", f"{theirs}.self_attn.o_proj"),
-        *common.fused((f"{block}.mlp.gate", f"{block}.mlp.up"), f"{theirs}.mlp.gate_up_proj", (width, width)),
+        *common.fused(
+            (f"{block}.mlp.gate", f"{block}.mlp.up"), f"{theirs}.mlp.gate_up_proj", (width, width)
+        ),
         *common.linear(f"{block}.mlp.down", f"{theirs}.mlp.down_proj"),
         *common.llama_norms(config),
     )
@@ -62,12 +76,16 @@ FAMILY = Family(
     keys=keys,
     tiny=common.TINY_LLAMA
     | {
-        "sliding_window": 9, "pad_token_id": 0, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75,
+        "sliding_window": 9,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
         "hidden_size": 64,
         "rope_scaling": {
-            "type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
             "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
         },
     },
-)  # fmt: skip
+)
 register_hf_family(FAMILY)

@@ -1,4 +1,6 @@
-"""Qwen 2 and 2.5 (Yang et al. 2024): Llama's shape with biases on q, k and v; the upper layers may have a sliding window."""
+"""Qwen 2 and 2.5 (Yang et al. 2024): Llama's shape with biases on q, k and v; the upper layers may
+have a sliding window.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from weft.registry import register_hf_family
 
 def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
     """Windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
-    window = read("sliding_window", 4096) if read("use_sliding_window", False) else None
+    if read("use_sliding_window", False):
+        window = read("sliding_window", 4096)
+    else:
+        window = None
     given = read("max_window_layers", None)  # 0: all layers
     first = 28 if given is None else given
     return common.layer_windows(read, layers, window, [layer >= first for layer in range(layers)])
@@ -47,6 +52,7 @@ FAMILY = Family(
     read_config=read_config,
     write_config=write_config,
     keys=common.llama_keys,
-    tiny=common.TINY_LLAMA | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    tiny=common.TINY_LLAMA
+    | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
 )
 register_hf_family(FAMILY)

@@ -1,4 +1,6 @@
-"""Qwen 3 dense models (Yang et al. 2025): Llama's shape with an RMS norm on each head's query and key."""
+"""Qwen 3 dense models (Yang et al. 2025): Llama's shape with an RMS norm on each head's query and
+key.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     read("head_dim", 128)
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
-    fields |= {"qkv_bias": bias, "o_bias": bias, "windows": upper_windows(read, fields["num_layers"])}
+    fields |= {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "windows": upper_windows(read, fields["num_layers"]),
+    }
     return TransformerConfig(**fields, qk_norm="head", extra=read.extra())
 
 

@@ -1,4 +1,6 @@
-"""Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B: Qwen 3 with experts in some or all layers."""
+"""Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B: Qwen 3 with experts in some
+or all layers.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ from weft.registry import register_hf_family
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     fields = common.llama_fields(read)
-    layers, bias = fields["num_layers"], read("attention_bias", False)
-    window = read("sliding_window", 4096) if read("use_sliding_window", False) else None
-    step, plain = read("decoder_sparse_step", 1), set(read("mlp_only_layers", []))
+    layers = fields["num_layers"]
+    bias = read("attention_bias", False)
+    if read("use_sliding_window", False):
+        window = read("sliding_window", 4096)
+    else:
+        window = None
+    step = read("decoder_sparse_step", 1)
+    plain = set(read("mlp_only_layers", []))
     sparse = tuple(layer not in plain and (layer + 1) % step == 0 for layer in range(layers))
     if not any(sparse):
         raise CheckpointError("leaves no layer with experts; such a model is of type qwen3")
@@ -45,27 +52,43 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalize,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer in range(config.num_layers) if not config.has_experts(layer)],
+        "mlp_only_layers": [
+            layer for layer in range(config.num_layers) if not config.has_experts(layer)
+        ],
     }
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
     experts = config.experts
     assert experts is not None
-    ours, theirs = f"{common.BLOCK}.mlp", f"{common.HF_BLOCK}.mlp"
+    ours = f"{common.BLOCK}.mlp"
+    theirs = f"{common.HF_BLOCK}.mlp"
     sparse = (
         *common.linear(f"{ours}.router", f"{theirs}.gate"),
         *(
-            Key(f"{ours}.experts.{name}.weight", f"{theirs}.experts.{{e}}.{name}_proj.weight", experts=experts.num)
+            Key(
+                f"{ours}.experts.{name}.weight",
+                f"{theirs}.experts.{{e}}.{name}_proj.weight",
+                experts=experts.num,
+            )
             for name in ("gate", "up", "down")
         ),
     )
     by_layer = (
         key.at(layer)
         for layer in range(config.num_layers)
-        for key in (sparse if config.has_experts(layer) else common.llama_mlp(replace(config, mlp_bias=False)))
+        for key in (
+            sparse
+            if config.has_experts(layer)
+            else common.llama_mlp(replace(config, mlp_bias=False))
+        )
     )
-    return (*common.llama_ends(config), *common.llama_attention(config), *common.llama_norms(config), *by_layer)
+    return (
+        *common.llama_ends(config),
+        *common.llama_attention(config),
+        *common.llama_norms(config),
+        *by_layer,
+    )
 
 
 FAMILY = Family(
@@ -78,8 +101,12 @@ FAMILY = Family(
     keys=keys,
     tiny=common.TINY_LLAMA
     | {
-        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True,
-        "mlp_only_layers": [1], "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "head_dim": 8,
     },
-)  # fmt: skip
+)
 register_hf_family(FAMILY)

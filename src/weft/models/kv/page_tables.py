@@ -1,7 +1,8 @@
 """Which page of memory holds which tokens of which row. Pure accounting: numpy, no torch.
 
-A page holds `page` tokens; a row's pages in order hold its tokens. Pages are counted by the rows that use them, so rows that
-begin alike share pages; a row that is about to write to a page which others use is given a copy of it first.
+A page holds `page` tokens; a row's pages in order hold its tokens. Pages are counted by the rows
+that use them, so rows that begin alike share pages; a row that is about to write to a page which
+others use is given a copy of it first.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 SCRATCH = 0  # the page that nobody owns; rows that only fill up a step write there
-FIRST_PAGES, FIRST_ROWS, FIRST_WIDTH = 64, 8, 16
+FIRST_PAGES = 64
+FIRST_ROWS = 8
+FIRST_WIDTH = 16
 Ids = npt.NDArray[np.int32]
 
 
 class Pages:
-    """The pages of one device: free ones, and how many rows use each of the others. There are as many as were made room for
-    (`reserve`); where that is too few their number doubles, up to `most`."""
+    """The pages of one device: free ones, and how many rows use each of the others.
+
+    There are as many as were made room for (`reserve`); where that is too few their number doubles,
+    up to `most`.
+    """
 
     def __init__(self, page: int, count: int = FIRST_PAGES, most: int | None = None) -> None:
-        self.page, self.most = page, most
+        self.page = page
+        self.most = most
         self.users = np.zeros(max(count, 1), np.int32)
         self.users[SCRATCH] = 1
         self._free = list(range(len(self.users) - 1, SCRATCH, -1))
@@ -36,7 +43,8 @@ class Pages:
 
     def reserve(self, count: int) -> None:
         """Have `count` pages for rows, or as many as there may be."""
-        old, new = len(self), count + 1 if self.most is None else min(count + 1, self.most)
+        old = len(self)
+        new = count + 1 if self.most is None else min(count + 1, self.most)
         if new > old:
             self.users = np.concatenate([self.users, np.zeros(new - old, np.int32)])
             self._free = [*range(new - 1, old - 1, -1), *self._free]
@@ -76,7 +84,10 @@ class Copies:
 
 
 class Tables:
-    """The pages of rows: `table[row, : held[row]]`, and SCRATCH after them. Rows are those of one `PagedCache`."""
+    """The pages of rows: `table[row, : held[row]]`, and SCRATCH after them.
+
+    Rows are those of one `PagedCache`.
+    """
 
     def __init__(self, pages: Pages, rows: int = FIRST_ROWS, width: int = FIRST_WIDTH) -> None:
         self.pages = pages
@@ -86,9 +97,13 @@ class Tables:
     def fit(self, rows: int, width: int) -> None:
         """Room for so many rows of so many pages."""
         shape = self.table.shape
-        wanted = tuple(n if n >= least else max(least, 2 * n) for n, least in zip(shape, (rows, width), strict=True))
+        wanted = tuple(
+            n if n >= least else max(least, 2 * n)
+            for n, least in zip(shape, (rows, width), strict=True)
+        )
         if wanted != shape:
-            old, self.table = self.table, np.full(wanted, SCRATCH, np.int32)
+            old = self.table
+            self.table = np.full(wanted, SCRATCH, np.int32)
             self.table[: shape[0], : shape[1]] = old
             self.held = np.concatenate([self.held, np.zeros(wanted[0] - shape[0], np.int64)])
 
@@ -118,16 +133,23 @@ class Tables:
         self.table[source], self.held[source] = SCRATCH, 0
 
     def extend(
-        self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64], after: npt.NDArray[np.int64]
+        self,
+        rows: npt.NDArray[np.int64],
+        before: npt.NDArray[np.int64],
+        after: npt.NDArray[np.int64],
     ) -> Copies:
-        """Room in `rows` (distinct), which hold `before` tokens, for `after`, and pages of their own for what is written."""
+        """Room in `rows` (distinct), which hold `before` tokens, for `after`, and pages of their
+        own for what is written.
+        """
         page = self.pages.page
         wanted = -(-after // page)
         self.fit(0, int(wanted.max()))
         shared = self._shared(rows, before)
         source = self.table[rows[shared], before[shared] // page]
-        # One page after the other: of several rows that write to a shared page the last one keeps it.
-        copied, kept = [], []
+        # One page after the other: of several rows that write to a shared page the last one keeps
+        # it.
+        copied = []
+        kept = []
         for row, place, old in zip(
             rows[shared].tolist(), (before[shared] // page).tolist(), source.tolist(), strict=True
         ):
@@ -144,12 +166,16 @@ class Tables:
             self.held[row] = count
         return Copies(np.array(kept, np.int32), np.array(copied, np.int32))
 
-    def places(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def places(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Where the token at each position of each row lies, counted in tokens from the first page."""
         page = self.pages.page
         return self.table[rows, positions // page].astype(np.int64) * page + positions % page
 
-    def _shared(self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def _shared(
+        self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
         """Which of `rows` write next to a page that is partly full and has other users."""
         page = self.pages.page
         partial = np.flatnonzero(before % page)

@@ -1,11 +1,12 @@
 """Keys and values of sequences that are being generated, in pages: the form for GPUs.
 
-It has the methods of `weft.models.kv.slots.KVCache` and means the same by them. All caches of one generator draw their pages
-from one `PagePool`: forking a row, going on from a prefix and taking over a prompt share its pages, and only a page that is
-partly full is copied, once somebody writes to it.
+It has the methods of `weft.models.kv.slots.KVCache` and means the same by them. All caches of one
+generator draw their pages from one `PagePool`: forking a row, going on from a prefix and taking
+over a prompt share its pages, and only a page that is partly full is copied, once somebody writes
+to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the network's input on the device, so
-that a captured graph is fed by one copy.
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the
+network's input on the device, so that a captured graph is fed by one copy.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from weft.models.kv.page_tables import FIRST_PAGES, FIRST_WIDTH, Copies, Pages, 
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
-PAGE = 256  # tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
-TOKEN, POSITION, PLACE, TABLE = 0, 1, 2, 3  # columns of a step's matrix; the table takes the rest
+# tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
+PAGE = 256
+TOKEN = 0
+POSITION = 1
+PLACE = 2
+TABLE = 3  # columns of a step's matrix; the table takes the rest
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,10 @@ class History:
 
 @dataclass(frozen=True)
 class Paged:
-    """New tokens of sequences in pages; made by `PagedCache`. The network writes their keys and values to `places`."""
+    """New tokens of sequences in pages; made by `PagedCache`.
+
+    The network writes their keys and values to `places`.
+    """
 
     pool: PagePool
     places: Tensor  # int64 [T]
@@ -94,23 +102,36 @@ class PagePool:
     ) -> None:
         """`most` pages are held at most, the one that nobody owns included."""
         self.first_layer = first_layer
-        self.device, self.dtype, self.config = torch.device(device), dtype, config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.config = config
         self.pages = Pages(page, FIRST_PAGES if most is None else min(FIRST_PAGES, most), most)
         self._allocate()
 
     def _allocate(self) -> None:
-        config, shape = self.config, (len(self.pages), self.pages.page, self.config.num_kv_heads, self.config.head_dim)
-        made = [torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2 * config.num_layers)]
-        self.keys, self.values = made[: config.num_layers], made[config.num_layers :]
+        config, shape = (
+            self.config,
+            (len(self.pages), self.pages.page, self.config.num_kv_heads, self.config.head_dim),
+        )
+        made = [
+            torch.zeros(shape, device=self.device, dtype=self.dtype)
+            for _ in range(2 * config.num_layers)
+        ]
+        self.keys = made[: config.num_layers]
+        self.values = made[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Have room for `count` pages, or as many as there may be: of a power of two, so that few sizes are ever met."""
+        """Have room for `count` pages, or as many as there may be: of a power of two, so that few
+        sizes are ever met.
+        """
         if count < len(self.pages):
             return
         unused = not self.pages.num_used
         self.pages.reserve((1 << count.bit_length()) - 1)
-        if unused and len(self.keys[0]) < len(self.pages):  # nothing to copy: what was there goes first
-            self.keys, self.values = [], []
+        # nothing to copy: what was there goes first
+        if unused and len(self.keys[0]) < len(self.pages):
+            self.keys = []
+            self.values = []
             self._allocate()
         self.fit(Copies.none())
 
@@ -132,14 +153,24 @@ class PagePool:
 
     def packed(self, step: Tensor) -> Packed:
         """The network's input for a decode step, computed on the device from `step`."""
-        tokens, positions, places = step[:, TOKEN].long(), step[:, POSITION].long(), step[:, PLACE].long()
+        tokens = step[:, TOKEN].long()
+        positions = step[:, POSITION].long()
+        places = step[:, PLACE].long()
         bounds = torch.arange(len(step) + 1, device=step.device, dtype=torch.int32)
         context = Paged(
-            pool=self, places=places, table=step[:, TABLE:].contiguous(), used=step[:, POSITION] + 1,
-            cu_seqlens=bounds, max_len=1, fresh=False, history=None,
-        )  # fmt: skip
+            pool=self,
+            places=places,
+            table=step[:, TABLE:].contiguous(),
+            used=step[:, POSITION] + 1,
+            cu_seqlens=bounds,
+            max_len=1,
+            fresh=False,
+            history=None,
+        )
         rows = torch.arange(len(step), device=step.device)
-        return Packed(tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens)
+        return Packed(
+            tokens=tokens, positions=positions, attention=context, rows=rows, labels=tokens
+        )
 
     def write(self, layer: int, context: Paged, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
@@ -149,26 +180,35 @@ class PagePool:
 
     def read(self, layer: int, history: History) -> tuple[Tensor, Tensor]:
         """Keys and values of `history`, each [U, kv_heads, head_dim]."""
-        keys, values = self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
+        keys = self.keys[layer].flatten(0, 1)
+        values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)
 
 
 class PagedCache:
-    """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first `before[r]` those of its prefix."""
+    """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first
+    `before[r]` those of its prefix.
+    """
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
         """`width` pages of a row are made room for at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
         self.tables = Tables(pool.pages, width=width)
-        self.used, self.before = np.zeros(len(self.tables.held), np.int64), np.zeros(len(self.tables.held), np.int64)
+        self.used = np.zeros(len(self.tables.held), np.int64)
+        self.before = np.zeros(len(self.tables.held), np.int64)
         self.num_active = 0
 
     def allocate(self, count: int = 1) -> list[int]:
-        """New empty rows, numbered on from the active ones: active rows are always 0 .. num_active - 1."""
-        first, self.num_active = self.num_active, self.num_active + count
+        """New empty rows, numbered on from the active ones: active rows are always 0 .. num_active
+        - 1.
+        """
+        first = self.num_active
+        self.num_active = self.num_active + count
         self.tables.fit(self.num_active, 0)
         more = max(0, len(self.tables.held) - len(self.used))
-        self.used, self.before = (np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.used, self.before))
+        self.used, self.before = (
+            np.concatenate([x, np.zeros(more, np.int64)]) for x in (self.used, self.before)
+        )
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
@@ -186,7 +226,10 @@ class PagedCache:
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a row back. The last active row gets its number; returns the number that one had (or `slot`)."""
+        """Give a row back.
+
+        The last active row gets its number; returns the number that one had (or `slot`).
+        """
         assert 0 <= slot < self.num_active, f"row {slot} is not active"
         self.num_active -= 1
         last = self.num_active
@@ -217,42 +260,65 @@ class PagedCache:
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """The pack that appends `tokens` (int64 [R], one a row; or R tensors, each int64 [n >= 1]) to `slots`.
+        """The pack that appends `tokens` (int64 [R], one a row; or R tensors, each int64 [n >= 1])
+        to `slots`.
 
-        Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]` predicts what comes next.
+        Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]`
+        predicts what comes next.
         """
         if isinstance(tokens, Tensor):
             return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
-        rows, counts = np.asarray(slots, np.int64), np.array([len(t) for t in tokens], np.int64)
+        rows = np.asarray(slots, np.int64)
+        counts = np.array([len(t) for t in tokens], np.int64)
         start = self._grow(rows, counts)
-        stop, owner = start + counts, np.repeat(rows, counts)
+        stop = start + counts
+        owner = np.repeat(rows, counts)
         positions = np.repeat(start, counts) + order(counts)
-        ends, history = np.cumsum(counts), None
+        ends = np.cumsum(counts)
+        history = None
         if start.any():
             everything = self.tables.places(np.repeat(rows, stop), order(stop))
             bounds = np.concatenate([[0], np.cumsum(stop)]).astype(np.int32)
             history = History(self._put(everything), self._put(bounds), int(stop.max()))
         context = Paged(
-            pool=self.pool, places=self._put(self.tables.places(owner, positions)), table=self._put(self.tables.table[rows]),
-            used=self._put(stop.astype(np.int32)), cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
-            max_len=int(counts.max()), fresh=history is None, history=history,
-        )  # fmt: skip
-        flat, last = torch.cat(list(tokens)), self._put(ends - 1)
+            pool=self.pool,
+            places=self._put(self.tables.places(owner, positions)),
+            table=self._put(self.tables.table[rows]),
+            used=self._put(stop.astype(np.int32)),
+            cu_seqlens=self._put(np.concatenate([[0], ends]).astype(np.int32)),
+            max_len=int(counts.max()),
+            fresh=history is None,
+            history=history,
+        )
+        flat = torch.cat(list(tokens))
+        last = self._put(ends - 1)
         flat = self._put(flat.numpy()) if flat.device.type == "cpu" else flat
-        return Packed(tokens=flat, positions=self._put(positions), attention=context, rows=last, labels=flat[last])
+        return Packed(
+            tokens=flat,
+            positions=self._put(positions),
+            attention=context,
+            rows=last,
+            labels=flat[last],
+        )
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-        """Make room for one token a row: int32 [R, 3 + W], of each row the token, its position, its place and the row's pages.
+        """Make room for one token a row: int32 [R, 3 + W], of each row the token, its position, its
+        place and the row's pages.
 
-        A row of zeros fills a step up: it is the first token of a sequence in the page that nobody owns.
+        A row of zeros fills a step up: it is the first token of a sequence in the page that nobody
+        owns.
         """
         rows = np.asarray(slots, np.int64)
         start = self._grow(rows, np.ones(len(rows), np.int64))
-        columns = np.stack([tokens, start, self.tables.places(rows, start)], axis=1).astype(np.int32)
+        columns = np.stack([tokens, start, self.tables.places(rows, start)], axis=1).astype(
+            np.int32
+        )
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at which each row goes on."""
+        """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at
+        which each row goes on.
+        """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))
         self.used[rows] += counts

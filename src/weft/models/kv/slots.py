@@ -1,4 +1,5 @@
-"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by doubling.
+"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by
+doubling.
 
     cache = KVCache(network.config, device=..., dtype=...)
     slot = cache.allocate()
@@ -7,12 +8,14 @@
     packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
     cache.release(slot)
 
-A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots, prefix)` makes it precede what
-these slots hold, and it is stored once. `cache.take(prompt)` copies what such a cache holds into a new slot instead.
+A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots,
+prefix)` makes it precede what these slots hold, and it is stored once. `cache.take(prompt)` copies
+what such a cache holds into a new slot instead.
 
-`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under `torch.no_grad()`.
-Slots that are consecutive are read without a copy, so generators keep theirs dense: `release` says which one took another's
-number. `cache.moves` counts how often its memory was replaced.
+`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under
+`torch.no_grad()`. Slots that are consecutive are read without a copy, so generators keep theirs
+dense: `release` says which one took another's number. `cache.moves` counts how often its memory was
+replaced.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ class PrefixGroup:
 
     prefix: KVCache
     rows: Tensor  # int64 [S]
-    queries: Tensor  # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of query rows
+    # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of query rows
+    queries: Tensor
 
     @classmethod
     def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
@@ -56,9 +60,10 @@ class PrefixGroup:
 class Cached:
     """New tokens of cached sequences; made by `KVCache.extend`, which has made room for them.
 
-    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions `before[r] + used[r]` and on; they
-    see the `before[r]` tokens of the row's prefix, the `used[r]` tokens in slot `slots[r]` and themselves, causally. The
-    network writes their keys and values to the slot.
+    Row r's new tokens are `cu_seqlens[r]` to `cu_seqlens[r + 1]` of the pack, at positions
+    `before[r] + used[r]` and on; they see the `before[r]` tokens of the row's prefix, the `used[r]`
+    tokens in slot `slots[r]` and themselves, causally. The network writes their keys and values to
+    the slot.
     """
 
     cache: KVCache
@@ -66,7 +71,8 @@ class Cached:
     used: Counts  # [R]: tokens that the slot held before
     before: Counts  # [R]: tokens of the prefix, which lies elsewhere
     new: Counts  # [R]: tokens of this pass
-    prefixes: tuple[KVCache | None, ...]  # [R] in a prefill; () in a decode step, whose `groups` say it
+    # [R] in a prefill; () in a decode step, whose `groups` say it
+    prefixes: tuple[KVCache | None, ...]
     groups: tuple[PrefixGroup, ...]
     max_len: int  # most new tokens of a row; 1 in a decode step
     max_used: int  # most tokens of a row, new ones included
@@ -88,7 +94,9 @@ class Cached:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones included."""
+        """int64 [T]: tokens of the sequence a new token belongs to, itself and the later new ones
+        included.
+        """
         return self._put((self.before + self.used + self.new).repeat(self.new))
 
     @cached_property
@@ -98,8 +106,10 @@ class Cached:
 
     @cached_property
     def segments(self) -> Tensor:
-        """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's first key and keys, new ones
-        included; a key's number counts rows of `head_dim` floats in the cache."""
+        """int64 [R, 4], on the host: each row's new tokens, as (first, how many), and its slot's
+        first key and keys, new ones included; a key's number counts rows of `head_dim` floats in
+        the cache.
+        """
         found = np.empty((len(self.new), 4), np.int64)
         found[:, 0] = self.new.cumsum() - self.new
         found[:, 1] = self.new
@@ -127,14 +137,18 @@ class Cached:
         return [(prefix, torch.tensor(found)) for prefix, found in tokens.values()]
 
     def hidden(self, window: int | None, length: int, dtype: torch.dtype) -> Tensor:
-        """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity elsewhere; made once for
-        all layers of one window."""
+        """[R, 1, 1, length]: 0 where a decode step's token sees a place of its slot, minus infinity
+        elsewhere; made once for all layers of one window.
+        """
         if window not in self._hidden:
-            places, used = torch.arange(length, device=self.cache.device), self._put(self.used)[:, None]
+            places = torch.arange(length, device=self.cache.device)
+            used = self._put(self.used)[:, None]
             seen = places <= used
             if window is not None:
                 seen &= places > used - window
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
+                ~seen, -torch.inf
+            )
             self._hidden[window] = mask[:, None, None]
         return self._hidden[window]
 
@@ -144,17 +158,24 @@ class Cached:
 
     @cached_property
     def span(self) -> slice | None:
-        """The slots as a slice where they are consecutive (their keys are then read without a copy)."""
-        first, count = int(self.slots[0]), len(self.slots)
-        return slice(first, first + count) if (self.slots == np.arange(first, first + count)).all() else None
+        """The slots as a slice where they are consecutive (their keys are then read without a
+        copy).
+        """
+        first = int(self.slots[0])
+        count = len(self.slots)
+        if (self.slots == np.arange(first, first + count)).all():
+            return slice(first, first + count)
+        return None
 
     def _put(self, array: Counts) -> Tensor:
         return torch.from_numpy(array).to(self.cache.device)
 
 
 class KVCache:
-    """`keys[row_of[layer]]`, `values[row_of[layer]]`: [num_slots, kv_heads, capacity, head_dim]; slot s holds `used[s]` tokens,
-    and lies at `places[s]` of them. `layers` are the numbers of those that are kept here, all of them by default."""
+    """`keys[row_of[layer]]`, `values[row_of[layer]]`: [num_slots, kv_heads, capacity, head_dim];
+    slot s holds `used[s]` tokens, and lies at `places[s]` of them. `layers` are the numbers of
+    those that are kept here, all of them by default.
+    """
 
     def __init__(
         self,
@@ -167,18 +188,26 @@ class KVCache:
         rectangle: bool = True,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """A `rectangle` has its active slots in order, and zeros where no token was written. Otherwise a slot may lie anywhere,
-        what no token was written to is anything, not-a-number included, and takes no memory yet: for networks whose attention
-        reads what each row sees, where it lies, and nothing else."""
-        self.device, self.dtype = torch.device(device), dtype
+        """A `rectangle` has its active slots in order, and zeros where no token was written.
+
+        Otherwise a slot may lie anywhere, what no token was written to is anything, not-a-number
+        included, and takes no memory yet: for networks whose attention reads what each row sees,
+        where it lies, and nothing else.
+        """
+        self.device = torch.device(device)
+        self.dtype = dtype
         self.row_of = {layer: row for row, layer in enumerate(layers or range(config.num_layers))}
         self.moves = 0
         shape = (slots, config.num_kv_heads, room, config.head_dim)
-        self._rectangle, self._new = rectangle, torch.zeros if rectangle else torch.empty
+        self._rectangle = rectangle
+        self._new = torch.zeros if rectangle else torch.empty
         self.keys = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
-        self.values = [self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
+        self.values = [
+            self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+        ]
         self.used = np.zeros(slots, dtype=np.int64)
-        self.before = np.zeros(slots, dtype=np.int64)  # tokens of the prefix that precedes a slot's own
+        # tokens of the prefix that precedes a slot's own
+        self.before = np.zeros(slots, dtype=np.int64)
         self.places = np.arange(slots)
         self.num_active = 0
         self._prefixes: list[KVCache | None] = [None] * slots
@@ -200,15 +229,20 @@ class KVCache:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def resize(self, slots: int, room: int) -> None:
-        """Have exactly `slots` slots, no fewer than are active, and room for `room` tokens in each, or what there is."""
+        """Have exactly `slots` slots, no fewer than are active, and room for `room` tokens in each,
+        or what there is.
+        """
         assert slots >= self.num_active, f"{self.num_active} slots are active, {slots} are too few"
         room = max(room, self.capacity)
         if (slots, room) != (self.num_slots, self.capacity):
             self._reshape(slots, room)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """New empty slots, numbered on from the active ones: active slots are always 0 .. num_active - 1."""
-        first, self.num_active = self.num_active, self.num_active + count
+        """New empty slots, numbered on from the active ones: active slots are always 0 ..
+        num_active - 1.
+        """
+        first = self.num_active
+        self.num_active = self.num_active + count
         if self.num_active > self.num_slots:
             self._reshape(max(self.num_active, 2 * self.num_slots), self.capacity)
         self.used[first : self.num_active] = 0
@@ -216,8 +250,12 @@ class KVCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: KVCache | None) -> None:
-        """The one slot of `prefix` precedes what these empty slots will hold; None: nothing precedes it."""
-        assert prefix is None or prefix.places[0] == 0, "a prefix is read from the beginning of its memory"
+        """The one slot of `prefix` precedes what these empty slots will hold; None: nothing
+        precedes it.
+        """
+        assert prefix is None or prefix.places[0] == 0, (
+            "a prefix is read from the beginning of its memory"
+        )
         for slot in slots:
             if self._prefixes[slot] is not prefix:
                 self._prefixes[slot] = prefix
@@ -228,16 +266,24 @@ class KVCache:
         """A new slot that holds what slot 0 of `other` holds, after the same prefix."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
-            self._reshape(self.num_slots, kernels.in_vectors(max(filled, 2 * self.capacity), self.device))
-        here, there = self.places[slot], other.places[0]
-        for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
+            self._reshape(
+                self.num_slots, kernels.in_vectors(max(filled, 2 * self.capacity), self.device)
+            )
+        here = self.places[slot]
+        there = other.places[0]
+        for mine, theirs in zip(
+            (*self.keys, *self.values), (*other.keys, *other.values), strict=True
+        ):
             mine[here, :, :filled] = theirs[there, :, :filled]
         self.used[slot] = filled
         self.link([slot], other._prefixes[0])
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a slot back. The last active slot takes its number; returns the one that it had (or `slot`)."""
+        """Give a slot back.
+
+        The last active slot takes its number; returns the one that it had (or `slot`).
+        """
         assert 0 <= slot < self.num_active, f"slot {slot} is not active"
         self.num_active -= 1
         last = self.num_active
@@ -256,7 +302,8 @@ class KVCache:
 
     def close(self) -> None:
         """Give all memory back; the cache is of no use afterwards."""
-        self.keys, self.values = [], []
+        self.keys = []
+        self.values = []
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of a slot."""
@@ -265,7 +312,8 @@ class KVCache:
 
     def fork(self, slot: int, count: int) -> list[int]:
         """`count` new slots that hold what `slot` holds: one prompt, many samples."""
-        new, filled = self.allocate(count), int(self.used[slot])
+        new = self.allocate(count)
+        filled = int(self.used[slot])
         place = self.places[slot]
         for stored in (*self.keys, *self.values):
             for _, copies in _runs(self.places[new]):
@@ -275,34 +323,52 @@ class KVCache:
         return new
 
     def extend(self, slots: Sequence[int] | Counts, tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1]) to `slots`.
+        """The pack that appends `tokens` (int64 [R], one a slot; or R tensors, each int64 [n >= 1])
+        to `slots`.
 
-        Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]` predicts what comes next.
+        Its `rows` are the last new token of each slot, its `labels` those tokens: `hidden[rows]`
+        predicts what comes next.
         """
-        where, one = np.asarray(slots, dtype=np.int64), isinstance(tokens, Tensor)
-        used, before = self.used[where], self.before[where]
+        where = np.asarray(slots, dtype=np.int64)
+        one = isinstance(tokens, Tensor)
+        used = self.used[where]
+        before = self.before[where]
         new = np.ones_like(used) if one else np.array([len(t) for t in tokens])
-        after, positions = used + new, before + used
+        after = used + new
+        positions = before + used
         self._check_rotation(positions, new)
-        most, longest = int(after.max()), 1 if one else int(new.max())
+        most = int(after.max())
+        longest = 1 if one else int(new.max())
         if most > self.capacity:
-            self._reshape(self.num_slots, kernels.in_vectors(max(most, 2 * self.capacity), self.device))
+            self._reshape(
+                self.num_slots, kernels.in_vectors(max(most, 2 * self.capacity), self.device)
+            )
         self.used[where] = after
         context = Cached(
-            cache=self, slots=self.places[where], used=used, before=before, new=new,
+            cache=self,
+            slots=self.places[where],
+            used=used,
+            before=before,
+            new=new,
             prefixes=() if longest == 1 else tuple(self._prefixes[slot] for slot in where.tolist()),
-            groups=self._shared_by(where) if longest == 1 else (), max_len=longest, max_used=most,
-        )  # fmt: skip
+            groups=self._shared_by(where) if longest == 1 else (),
+            max_len=longest,
+            max_used=most,
+        )
         if isinstance(tokens, Tensor):
-            flat, rows = tokens.to(self.device), torch.arange(len(where), device=self.device)
+            flat = tokens.to(self.device)
+            rows = torch.arange(len(where), device=self.device)
             return Packed(flat, self._put(positions), context, rows, flat)
-        flat, ends = torch.cat([t.to(self.device) for t in tokens]), np.cumsum(new)
+        flat = torch.cat([t.to(self.device) for t in tokens])
+        ends = np.cumsum(new)
         positions = np.arange(ends[-1]) + np.repeat(positions - (ends - new), new)
         rows = self._put(ends - 1)
         return Packed(flat, self._put(positions), context, rows, flat[rows])
 
     def _shared_by(self, slots: np.ndarray) -> tuple[PrefixGroup, ...]:
-        """The prefixes of a decode step over `slots`, each once; worked out again only where slots changed."""
+        """The prefixes of a decode step over `slots`, each once; worked out again only where slots
+        changed.
+        """
         if not self.before.any():
             return ()
         if self._groups[0] != slots.tobytes():
@@ -311,25 +377,38 @@ class KVCache:
             for row, prefix in enumerate(linked):
                 members.setdefault(id(prefix), []).append(row)
             found = ((linked[rows[0]], rows) for rows in members.values())
-            groups = tuple(PrefixGroup.of(prefix, rows, self.device) for prefix, rows in found if prefix is not None)
+            groups = tuple(
+                PrefixGroup.of(prefix, rows, self.device)
+                for prefix, rows in found
+                if prefix is not None
+            )
             self._groups = (slots.tobytes(), groups)
         return self._groups[1]
 
     def _check_rotation(self, used: np.ndarray, new: np.ndarray) -> None:
-        """Raises `ConfigError` where cached keys would need other rotary frequencies than they were stored with."""
+        """Raises `ConfigError` where cached keys would need other rotary frequencies than they were
+        stored with.
+        """
         if self._rope is None or self._rope.scaling not in CHANGING:
             return
-        original, after = self._rope.values["original"], used + new
-        past = after > original if self._rope.scaling == "dynamic" else (after > original) & (used <= original)
+        original = self._rope.values["original"]
+        after = used + new
+        if self._rope.scaling == "dynamic":
+            past = after > original
+        else:
+            past = (after > original) & (used <= original)
         if bool((past & (used > 0)).any()):
             raise ConfigError(
-                f"a sequence grows past {original} tokens while it is generated: this model's rope_scaling "
-                f"({self._rope.scaling}) then changes the frequencies of all positions; lower max_new_tokens or max_prompt_len"
+                f"a sequence grows past {original} tokens while it is generated: this model's "
+                f"rope_scaling "
+                f"({self._rope.scaling}) then changes the frequencies of all positions; lower "
+                f"max_new_tokens or max_prompt_len"
             )
 
     def write(self, layer: int, context: Cached, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, each [T, kv_heads, head_dim]."""
-        keys, values = self.keys[self.row_of[layer]], self.values[self.row_of[layer]]
+        keys = self.keys[self.row_of[layer]]
+        values = self.values[self.row_of[layer]]
         if kernels.serves(k, v, keys, values):
             kernels.store_keys(k, v, keys, values, context.places)
             return
@@ -338,15 +417,19 @@ class KVCache:
             keys[at], values[at] = k, v
             return
         starts = context.dense.starts
-        for row, (slot, used) in enumerate(zip(context.slots.tolist(), context.used.tolist(), strict=True)):
+        for row, (slot, used) in enumerate(
+            zip(context.slots.tolist(), context.used.tolist(), strict=True)
+        ):
             new = slice(starts[row], starts[row + 1])
             stop = used + starts[row + 1] - starts[row]
             keys[slot, :, used:stop] = k[new].transpose(0, 1)
             values[slot, :, used:stop] = v[new].transpose(0, 1)
 
     def read(self, layer: int, context: Cached) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole vectors; entries past a row's
-        length are finite but mean nothing. For torch's attention; weft's kernels read the slots as they are."""
+        """Keys and values of the rows, each [R, kv_heads, n, head_dim], n >= max_used in whole
+        vectors; entries past a row's length are finite but mean nothing. For torch's attention;
+        weft's kernels read the slots as they are.
+        """
         which = self._put(context.slots) if context.span is None else context.span
         stop = kernels.in_vectors(context.max_used, self.device)
         return self.keys[layer][which, :, :stop], self.values[layer][which, :, :stop]
@@ -357,10 +440,13 @@ class KVCache:
     def _reshape(self, slots: int, room: int) -> None:
         self.moves += 1
         kept = min(slots, self.num_slots)
-        filled, runs = int(self.used[:kept].max(initial=0)), _runs(self.places[:kept])
+        filled = int(self.used[:kept].max(initial=0))
+        runs = _runs(self.places[:kept])
         for stored in (self.keys, self.values):
             for layer, old in enumerate(stored):
-                new = self._new((slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype)
+                new = self._new(
+                    (slots, old.shape[1], room, old.shape[3]), device=self.device, dtype=self.dtype
+                )
                 for slot, place in runs:
                     new[slot, :, :filled] = old[place, :, :filled]
                 stored[layer] = new
@@ -372,8 +458,14 @@ class KVCache:
 
 
 def _runs(places: np.ndarray) -> list[tuple[slice, slice]]:
-    """(numbers, where they lie) of slots: all at once where each lies behind the one before, else one by one."""
-    first, count = int(places[0]) if len(places) else 0, len(places)
+    """(numbers, where they lie) of slots: all at once where each lies behind the one before, else
+    one by one.
+    """
+    first = int(places[0]) if len(places) else 0
+    count = len(places)
     if (places == np.arange(first, first + count)).all():
         return [(slice(0, count), slice(first, first + count))]
-    return [(slice(slot, slot + 1), slice(place, place + 1)) for slot, place in enumerate(places.tolist())]
+    return [
+        (slice(slot, slot + 1), slice(place, place + 1))
+        for slot, place in enumerate(places.tolist())
+    ]

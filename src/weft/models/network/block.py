@@ -1,4 +1,6 @@
-"""A block of the decoder: attention and an MLP, or experts, with norms before, after or around them."""
+"""A block of the decoder: attention and an MLP, or experts, with norms before, after or around
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,13 @@ from weft.models.network.shared_rows import RowShare, SharedRows, entered
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What every block of one pass reads: who attends to whom, the rotation of each token, its dropout; and where experts
-    tell how they are used. Of the last block the states of `rows`, int64 [N], may be all that is wanted.
+    """What every block of one pass reads: who attends to whom, the rotation of each token, its
+    dropout; and where experts tell how they are used. Of the last block the states of `rows`, int64
+    [N], may be all that is wanted.
 
-    Where ranks share the rows of the stream of states, `shared` says how; what is inside attention and MLP has all rows."""
+    Where ranks share the rows of the stream of states, `shared` says how; what is inside attention
+    and MLP has all rows.
+    """
 
     attention: AttentionContext
     rotation: tuple[Tensor, Tensor] | None
@@ -39,15 +44,20 @@ class BlockContext:
     aux_loss: MoEAuxLoss | None = None
     rows: Tensor | None = None
     shared: SharedRows | None = None
-    prefix: Ahead | Cover | None = None  # of the layers, where the network has one and this pass has places for it
+    # of the layers, where the network has one and this pass has places for it
+    prefix: Ahead | Cover | None = None
 
     def wanted(self, x: Tensor) -> Tensor:
         """x [T, ...] at the tokens whose states are wanted."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def stream(self, x: Tensor) -> Tensor:
-        """The same of the states between attention and MLP, which may be those of this rank's tokens alone."""
-        return self.wanted(x) if self.shared is None or self.rows is None else x.index_select(0, self.shared.kept)
+        """The same of the states between attention and MLP, which may be those of this rank's
+        tokens alone.
+        """
+        if self.shared is None or self.rows is None:
+            return self.wanted(x)
+        return x.index_select(0, self.shared.kept)
 
     @property
     def share(self) -> RowShare | None:
@@ -57,7 +67,9 @@ class BlockContext:
     @property
     def late_share(self) -> RowShare | None:
         """Which of those are here that are wanted."""
-        return self.share if self.shared is None or self.rows is None else self.shared.wanted
+        if self.shared is None or self.rows is None:
+            return self.share
+        return self.shared.wanted
 
     @property
     def cached(self) -> bool:
@@ -67,12 +79,15 @@ class BlockContext:
     @cached_property
     def late_dropout(self) -> TokenDropout | None:
         """The dropout of the tokens whose states are wanted."""
-        return self.dropout if self.dropout is None or self.rows is None else self.dropout.select(self.rows)
+        if self.dropout is None or self.rows is None:
+            return self.dropout
+        return self.dropout.select(self.rows)
 
     @cached_property
     def stream_dropout(self) -> TokenDropout | None:
         """That of those among them that are here."""
-        late, share = self.late_dropout, self.late_share
+        late = self.late_dropout
+        share = self.late_share
         return late if late is None or share is None else late.select(share.own)
 
 
@@ -89,16 +104,27 @@ class Norm(nn.Module):
 
     def __init__(self, config: TransformerConfig, size: int | None = None) -> None:
         super().__init__()
-        self.size, self.eps, self.kind = size or config.hidden_size, config.norm_eps, config.norm
-        self.weight = nn.Parameter(torch.empty(self.size)) if config.norm_weight else None
-        self.bias = nn.Parameter(torch.empty(self.size)) if config.norm_bias else None
+        self.size = size or config.hidden_size
+        self.eps = config.norm_eps
+        self.kind = config.norm
+        if config.norm_weight:
+            self.weight: nn.Parameter | None = nn.Parameter(torch.empty(self.size))
+        else:
+            self.weight = None
+        if config.norm_bias:
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(self.size))
+        else:
+            self.bias = None
         self.whole = self.size
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def share(self, whole: int, reduce: Callable[[Tensor], Tensor]) -> None:
-        """An RMS norm over `whole` entries, of which this rank has some: `reduce` sums what the ranks have."""
+        """An RMS norm over `whole` entries, of which this rank has some: `reduce` sums what the
+        ranks have.
+        """
         assert self.kind != "layer", "the statistics of a layer norm are not summed over ranks"
-        self.whole, self.reduce = whole, reduce
+        self.whole = whole
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reduce is not None:
@@ -117,14 +143,20 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """`layer` counts from 0 in the whole network, and so does `first_head` over the heads of all layers."""
+    """`layer` counts from 0 in the whole network, and so does `first_head` over the heads of all
+    layers.
+    """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
         self.first_head = layer * config.num_heads
-        hidden, inner, shared = config.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = config.hidden_size
+        inner = self.num_heads * self.head_dim
+        shared = self.num_kv_heads * self.head_dim
         self.qkv = Linear(hidden, {"q": inner, "k": shared, "v": shared}, bias=config.qkv_bias)
         self.o = Linear(inner, {"o": hidden}, bias=config.o_bias)
         self.qk_norm = config.qk_norm
@@ -132,14 +164,23 @@ class Attention(nn.Module):
             self.q_norm = Norm(config, self.head_dim if config.qk_norm == "head" else inner)
             self.k_norm = Norm(config, self.head_dim if config.qk_norm == "head" else shared)
         count = config.prefix_tokens
-        self.prefix = Prefix(count, config.num_kv_heads, config.head_dim) if count else None
-        scale = config.scale / (layer + 1) if config.layer_scaled_attention else config.scale
+        if count:
+            self.prefix: Prefix | None = Prefix(count, config.num_kv_heads, config.head_dim)
+        else:
+            self.prefix = None
+        if config.layer_scaled_attention:
+            scale = config.scale / (layer + 1)
+        else:
+            scale = config.scale
         window = config.window(layer)
         self.spec = AttentionSpec(scale, window, config.attention_softcap, config.attention_dropout)
 
     def heads(self, x: Tensor, dropout: TokenDropout | None) -> Tensor:
-        """x [T, hidden] -> queries, keys and values side by side [T, heads + 2 kv_heads, head_dim], not yet rotated."""
-        heads, kv = self.qkv(x, dropout).unflatten(-1, (-1, self.head_dim)), self.num_kv_heads
+        """x [T, hidden] -> queries, keys and values side by side [T, heads + 2 kv_heads, head_dim],
+        not yet rotated.
+        """
+        heads = self.qkv(x, dropout).unflatten(-1, (-1, self.head_dim))
+        kv = self.num_kv_heads
         if self.qk_norm is not None:
             q, k, v = heads.split([self.num_heads, kv, kv], dim=1)
             heads = torch.cat([self._norm(self.q_norm, q), self._norm(self.k_norm, k), v], dim=1)
@@ -147,76 +188,126 @@ class Attention(nn.Module):
 
     def mix(self, heads: Tensor, at: BlockContext) -> Tensor:
         """What `heads` gives -> what `o` reads: [T, heads x head_dim]."""
-        dropout = None if at.dropout is None else replace(at.dropout, first_head=self.first_head)
-        kv, prefix = self.num_kv_heads, at.prefix
+        if at.dropout is None:
+            dropout = None
+        else:
+            dropout = replace(at.dropout, first_head=self.first_head)
+        kv = self.num_kv_heads
+        prefix = at.prefix
         if prefix is None or self.prefix is None:
-            return attend_heads(heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout).flatten(1)
-        heads, dropout = prefix.into(heads, self.prefix), None if dropout is None else prefix.dropout(dropout)
-        mixed = attend_heads(heads, kv, prefix.rotation, prefix.attention, self.spec, self.layer, dropout)
+            return attend_heads(
+                heads, kv, at.rotation, at.attention, self.spec, self.layer, dropout
+            ).flatten(1)
+        heads = prefix.into(heads, self.prefix)
+        dropout = None if dropout is None else prefix.dropout(dropout)
+        mixed = attend_heads(
+            heads, kv, prefix.rotation, prefix.attention, self.spec, self.layer, dropout
+        )
         return prefix.out(mixed).flatten(1)
 
     def _norm(self, norm: Norm, heads: Tensor) -> Tensor:
         """[T, n, head_dim], each head by itself or all as one."""
-        y: Tensor = norm(heads) if self.qk_norm == "head" else norm(heads.flatten(1)).view_as(heads)
+        if self.qk_norm == "head":
+            y: Tensor = norm(heads)
+        else:
+            y = norm(heads.flatten(1)).view_as(heads)
         return y
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU variants")."""
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)) (Shazeer 2020, "GLU
+    variants").
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        hidden, inner, bias, gated = config.hidden_size, config.intermediate_size, config.mlp_bias, config.gated
+        hidden = config.hidden_size
+        inner = config.intermediate_size
+        bias = config.mlp_bias
+        gated = config.gated
         if gated:
             self.gate_up = Linear(hidden, {"gate": inner, "up": inner}, bias=bias)
         else:
             self.up = Linear(hidden, {"up": inner}, bias=bias)
         self.down = DownLinear(inner, hidden, bias=bias, gated=gated, activation=config.activation)
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None, share: RowShare | None = None) -> Tensor:
-        gate_up = self.gate_up(x, dropout) if self.down.gated else self.up(x, dropout)
+    def forward(
+        self, x: Tensor, dropout: TokenDropout | None, share: RowShare | None = None
+    ) -> Tensor:
+        if self.down.gated:
+            gate_up = self.gate_up(x, dropout)
+        else:
+            gate_up = self.up(x, dropout)
         y: Tensor = self.down(gate_up, dropout, share)
         return y
 
 
 class Block(nn.Module):
-    """`layer` counts from 0 in the whole network. Where ranks hold a part of attention and MLP each, `enter` joins their
-    gradients of what comes in; where they share its rows the pass itself does."""
+    """`layer` counts from 0 in the whole network.
+
+    Where ranks hold a part of attention and MLP each, `enter` joins their gradients of what comes
+    in; where they share its rows the pass itself does.
+    """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.dropout = layer, config.hidden_dropout
-        self.placement, self.parallel = config.placement, config.parallel_residual
+        self.layer = layer
+        self.dropout = config.hidden_dropout
+        self.placement = config.placement
+        self.parallel = config.parallel_residual
         self.enter: Callable[[Tensor], Tensor] | None = None
-        self.compiled: CompiledParts | None = None  # in place of `into` and `out`, where no keys are cached
+        # in place of `into` and `out`, where no keys are cached
+        self.compiled: CompiledParts | None = None
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)
         if config.placement != "post":
-            self.norm1, self.norm2 = Norm(config), Norm(config)
+            self.norm1 = Norm(config)
+            self.norm2 = Norm(config)
         if config.placement in ("post", "both"):
-            self.norm1_post, self.norm2_post = Norm(config), Norm(config)
+            self.norm1_post = Norm(config)
+            self.norm2_post = Norm(config)
 
     def forward(self, x: Tensor, at: BlockContext) -> Tensor:
-        """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others give their keys and values."""
-        into, out, layer = Block.into, Block.out, cast("int | Tensor", self.layer)
+        """x [T, hidden] -> [T, hidden], or [N, hidden] of the `rows` that are wanted: the others
+        give their keys and values.
+        """
+        into = Block.into
+        out = Block.out
+        layer = cast("int | Tensor", self.layer)
         if self.compiled is not None and not at.cached:
-            into, out, layer = self.compiled.into, self.compiled.out, torch.tensor(self.layer)
-        dropped, late, stream = (in_layer(each, layer) for each in (at.dropout, at.late_dropout, at.stream_dropout))
+            into = self.compiled.into
+            out = self.compiled.out
+            layer = torch.tensor(self.layer)
+        dropped, late, stream = (
+            in_layer(each, layer) for each in (at.dropout, at.late_dropout, at.stream_dropout)
+        )
         mixed = at.wanted(self.attention.mix(into(self, x, dropped, at.share), at))
         return out(self, at.stream(x), mixed, late, stream, at.late_share, at.aux_loss)
 
     def into(self, x: Tensor, dropped: TokenDropout | None, share: RowShare | None) -> Tensor:
         """x [T, hidden] -> queries, keys and values, as `Attention.heads` gives them."""
-        normed = self.norm1(x) if self.parallel or self.placement in ("pre", "both") else x
+        if self.parallel or self.placement in ("pre", "both"):
+            normed = self.norm1(x)
+        else:
+            normed = x
         return self.attention.heads(entered(normed, share, self.enter), dropped)
 
     def out(
-        self, x: Tensor, mixed: Tensor, late: TokenDropout | None, stream: TokenDropout | None,
-        share: RowShare | None, aux_loss: MoEAuxLoss | None,
-    ) -> Tensor:  # fmt: skip
-        """x [N, hidden] and what `Attention.mix` gives of the same rows -> [N, hidden]. `late` is the dropout of what is inside
-        the MLP, `stream` that of what joins x."""
-        attended = _dropped(self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT)
+        self,
+        x: Tensor,
+        mixed: Tensor,
+        late: TokenDropout | None,
+        stream: TokenDropout | None,
+        share: RowShare | None,
+        aux_loss: MoEAuxLoss | None,
+    ) -> Tensor:
+        """x [N, hidden] and what `Attention.mix` gives of the same rows -> [N, hidden].
+
+        `late` is the dropout of what is inside the MLP, `stream` that of what joins x.
+        """
+        attended = _dropped(
+            self.attention.o(mixed, late, share), stream, self.dropout, dropout.ATTENTION_OUT
+        )
         del mixed
         feeding = Feeding(late, stream, share, aux_loss)
         if self.parallel:

@@ -1,4 +1,7 @@
-"""One configuration covers the families. Every field says what the decoder does, never which family asked for it."""
+"""One configuration covers the families.
+
+Every field says what the decoder does, never which family asked for it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ Placement = Literal["pre", "post", "both", "after"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021, "RoFormer"), halves layout: dimension i is rotated together with i + dim / 2.
+    """Rotary positions (Su et al. 2021, "RoFormer"), halves layout: dimension i is rotated together
+    with i + dim / 2.
 
-    `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the numbers that scheme reads.
-    `dim` of the head's dimensions are rotated, the rest stay.
+    `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the
+    numbers that scheme reads. `dim` of the head's dimensions are rotated, the rest stay.
     """
 
     theta: float
@@ -29,7 +33,8 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP: each token goes to `top_k` of `num`, none is dropped.
+    """A mixture of experts in place of the MLP: each token goes to `top_k` of `num`, none is
+    dropped.
 
     `normalize`: the chosen experts' probabilities are scaled to sum to 1.
     """
@@ -43,7 +48,10 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder. Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim]."""
+    """A decoder.
+
+    Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim].
+    """
 
     family: str
     vocab_size: int
@@ -72,28 +80,37 @@ class TransformerConfig:
     norm_weight: bool = True
     qk_norm: Literal["head", "full"] | None = None
     attention_scale: float | None = None  # of q k^T; head_dim ** -0.5 where absent
-    layer_scaled_attention: bool = False  # q k^T is further divided by the layer's number, counted from 1
+    # q k^T is further divided by the layer's number, counted from 1
+    layer_scaled_attention: bool = False
     attention_softcap: float | None = None
     final_softcap: float | None = None
-    windows: tuple[int | None, ...] = ()  # per layer: keys a position sees, itself included; empty: no limit anywhere
+    # per layer: keys a position sees, itself included; empty: no limit anywhere
+    windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
-    embed_dim: int | None = None  # width of the embeddings where it differs from hidden_size (projections in and out)
+    # width of the embeddings where it differs from hidden_size (projections in and out)
+    embed_dim: int | None = None
     parallel_residual: bool = False
     tied: bool = False
     prefix_tokens: int = (
-        0  # of which each layer has keys and values that every token sees (`weft.models.network.prefix`)
+        # of which each layer has keys and values that every token sees
+        # (`weft.models.network.prefix`)
+        0
     )
     experts: Experts | None = None
     initializer_range: float = 0.02
-    # dropout while training: of the embeddings, of what attention and MLP add, and of the attention weights
+    # dropout while training: of the embeddings, of what attention and MLP add, and of the attention
+    # weights
     embed_dropout: float = 0.0
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)  # config.json keys that change no number here
+    # config.json keys that change no number here
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def scale(self) -> float:
-        return self.attention_scale if self.attention_scale is not None else self.head_dim**-0.5
+        if self.attention_scale is not None:
+            return self.attention_scale
+        return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -103,13 +120,21 @@ class TransformerConfig:
 
     @property
     def head_layers(self) -> float:
-        """What the output matrix costs a token, in layers: a pipeline's last stage has so many fewer."""
-        inner, active = self.intermediate_size, 1
+        """What the output matrix costs a token, in layers: a pipeline's last stage has so many
+        fewer.
+        """
+        inner = self.intermediate_size
+        active = 1
         if self.experts is not None:
-            inner, active = self.experts.intermediate_size, self.experts.top_k
+            inner = self.experts.intermediate_size
+            active = self.experts.top_k
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
         mlp = active * inner * (3 if self.gated else 2)
-        return self.vocab_size * (self.embed_dim or self.hidden_size) / (self.hidden_size * (attention + mlp))
+        return (
+            self.vocab_size
+            * (self.embed_dim or self.hidden_size)
+            / (self.hidden_size * (attention + mlp))
+        )
 
     @property
     def num_weights(self) -> int:
@@ -118,28 +143,46 @@ class TransformerConfig:
         matrices = (3 if self.gated else 2) * self.hidden_size
         mlp = matrices * self.intermediate_size * self.num_layers
         if self.experts is not None:
-            sparse = sum(self.experts.layers) if self.experts.layers else self.num_layers
+            if self.experts.layers:
+                sparse = sum(self.experts.layers)
+            else:
+                sparse = self.num_layers
             mlp = mlp - matrices * self.intermediate_size * sparse
             mlp += matrices * self.experts.intermediate_size * self.experts.num * sparse
         ends = self.vocab_size * (self.embed_dim or self.hidden_size) * (1 if self.tied else 2)
-        return ends + (self.learned_positions or 0) * self.hidden_size + attention * self.num_layers + mlp
+        return (
+            ends
+            + (self.learned_positions or 0) * self.hidden_size
+            + attention * self.num_layers
+            + mlp
+        )
 
     def narrowed(self, t: int, rank: int) -> TransformerConfig:
-        """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's width and of the vocabulary.
+        """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's
+        width and of the vocabulary.
 
         Raises `ConfigError` where they do not split.
         """
-        width, experts, ids = self.intermediate_size, self.experts, topology.vocabulary_of(self.vocab_size, t, rank)
-        heads, kv = topology.heads_of(self, t, rank), topology.kv_heads_of(self, t, rank)
+        width = self.intermediate_size
+        experts = self.experts
+        ids = topology.vocabulary_of(self.vocab_size, t, rank)
+        heads = topology.heads_of(self, t, rank)
+        kv = topology.kv_heads_of(self, t, rank)
         if experts is not None:
             inner = experts.intermediate_size
-            experts = replace(experts, intermediate_size=_length(topology.shard((inner,), 0, t, rank)[0]))
+            experts = replace(
+                experts, intermediate_size=_length(topology.shard((inner,), 0, t, rank)[0])
+            )
         if experts is None or experts.layers:
             width = _length(topology.shard((width,), 0, t, rank)[0])
         return replace(
-            self, vocab_size=_length(ids), num_heads=_length(heads), num_kv_heads=_length(kv), intermediate_size=width,
+            self,
+            vocab_size=_length(ids),
+            num_heads=_length(heads),
+            num_kv_heads=_length(kv),
+            intermediate_size=width,
             experts=experts,
-        )  # fmt: skip
+        )
 
     def with_dropout(self, rate: float) -> TransformerConfig:
         """The same decoder with one dropout rate at every place that has dropout."""

@@ -1,11 +1,13 @@
-"""Dropout whose masks depend on what a number is for and on nothing else: not on the batch, its packing, or a restart.
+"""Dropout whose masks depend on what a number is for and on nothing else: not on the batch, its
+packing, or a restart.
 
     packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) a sequence of the pack
 
-A pack without keys has no dropout. Masks come from threefry-2x32, the hash of `weft.randomness`: the key is the sequence's
-`key(seed, "dropout", step, id, k)`, the counter (position, site << 20 | pair of channels), and each of the two output words
-decides one channel. Attention weights first derive a key for each layer and head. `step` must count every optimizer step, so
-that no two share their masks.
+A pack without keys has no dropout. Masks come from threefry-2x32, the hash of `weft.randomness`:
+the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter (position, site << 20 |
+pair of channels), and each of the two output words decides one channel. Attention weights first
+derive a key for each layer and head. `step` must count every optimizer step, so that no two share
+their masks.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from weft import randomness
 
 PURPOSE = "dropout"
 CHANNEL_BITS = 20  # a site has at most 2^21 channels
-EMBEDDING, SITES_A_LAYER = 0, 16
-ATTENTION_OUT, MLP_OUT, ADAPTERS = 0, 1, 2  # sites of a layer; adapters take one each from ADAPTERS on
+EMBEDDING = 0
+SITES_A_LAYER = 16
+# sites of a layer; adapters take one each from ADAPTERS on
+ATTENTION_OUT = 0
+MLP_OUT = 1
+ADAPTERS = 2
 
 
 def site(layer: int | Tensor, place: int) -> int | Tensor:
@@ -38,18 +44,26 @@ class DropoutKeys:
 
     @classmethod
     def of(
-        cls, seed: int, step: int, sequences: Iterable[tuple[str, int]], device: torch.device | str = "cpu"
+        cls,
+        seed: int,
+        step: int,
+        sequences: Iterable[tuple[str, int]],
+        device: torch.device | str = "cpu",
     ) -> DropoutKeys:
         """Keys of the sequences (id, index of the completion) at an optimizer step."""
-        words = np.array([randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32)
+        words = np.array(
+            [randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32
+        )
         return cls(torch.from_numpy(words.view(np.int32)).to(device))
 
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32 [T]. `layer` is the one whose
-    places drop, a number or an integer tensor [] that a compiler takes as an input; `first_head` counts the heads of all layers
-    before the first of those whose weights are dropped."""
+    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32
+    [T]. `layer` is the one whose places drop, a number or an integer tensor [] that a compiler
+    takes as an input; `first_head` counts the heads of all layers before the first of those whose
+    weights are dropped.
+    """
 
     keys: Tensor
     positions: Tensor
@@ -70,23 +84,34 @@ class TokenDropout:
         return self.drop(x, rate, site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
-        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate. Its first channel is the place's
-        `channel`."""
+        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate.
+
+        Its first channel is the place's `channel`.
+        """
         if rate == 0.0:
             return x
-        start, stop = channel // 2, -(-(channel + x.shape[1]) // 2)
-        pairs = torch.arange(start, stop, device=x.device, dtype=torch.int32) | (site << CHANNEL_BITS)
+        start = channel // 2
+        stop = -(-(channel + x.shape[1]) // 2)
+        pairs = torch.arange(start, stop, device=x.device, dtype=torch.int32) | (
+            site << CHANNEL_BITS
+        )
         first, second = threefry(self.keys[:, :1], self.keys[:, 1:], self.positions[:, None], pairs)
         words = torch.stack([first, second], dim=-1).flatten(1)[:, channel % 2 :][:, : x.shape[1]]
         return torch.where(_kept(words, rate), x / (1.0 - rate), 0.0)
 
-    def drop_weights(self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0) -> Tensor:
-        """Attention weights [n, heads, rows, L], with dropout as in `drop`. Sequence i of the n is that of the
-        token `tokens[i, 0]` (int64), and its rows begin at `position`."""
+    def drop_weights(
+        self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0
+    ) -> Tensor:
+        """Attention weights [n, heads, rows, L], with dropout as in `drop`.
+
+        Sequence i of the n is that of the token `tokens[i, 0]` (int64), and its rows begin at
+        `position`.
+        """
         heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
         key = self.keys[tokens[:, 0]]
-        key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)  # counters no position has
+        # counters no position has
+        key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
         query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position
         first, second = threefry(key0[..., None, None], key1[..., None, None], query, pairs)
@@ -107,7 +132,8 @@ def _kept(words: Tensor, rate: float) -> Tensor:
 def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """threefry-2x32-20 on int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
     schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
-    x, y = x + key0, y + key1
+    x = x + key0
+    y = y + key1
     for block in range(5):
         for turn in randomness.ROTATIONS[4 * (block % 2) : 4 * (block % 2) + 4]:
             x = x + y

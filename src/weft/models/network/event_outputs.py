@@ -1,9 +1,11 @@
-"""The outputs of a network with an lm head: those of one label a row (`token_outputs`), and those of several ids a row.
+"""The outputs of a network with an lm head: those of one label a row (`token_outputs`), and those
+of several ids a row.
 
-K ids and "any other id" are K + 1 events, which whole distributions are compared by without ever being moved: a teacher names
-its K likeliest ids and the log-probs of these events, and its student learns from its own log-probs of the same events. That
-of "any other id" is a sum over all others, not 1 less the K, which would lose all digits where the K hold nearly everything;
-it is minus infinity where K is the whole vocabulary.
+K ids and "any other id" are K + 1 events, which whole distributions are compared by without ever
+being moved: a teacher names its K likeliest ids and the log-probs of these events, and its student
+learns from its own log-probs of the same events. That of "any other id" is a sum over all others,
+not 1 less the K, which would lose all digits where the K hold nearly everything; it is minus
+infinity where K is the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -29,10 +31,17 @@ LIKELIEST: frozenset[Output] = frozenset({"top_ids", "top_logprobs"})
 
 
 def outputs(
-    hidden: Tensor, x: Packed, projection: Projection, want: frozenset[Output], temperature: float, support: Support | None
-) -> dict[Output, Tensor]:  # fmt: skip
-    """`want` of the rows of `x`, from their states `hidden` [N, H]. What is of several ids is so over the whole vocabulary,
-    whatever `support` says."""
+    hidden: Tensor,
+    x: Packed,
+    projection: Projection,
+    want: frozenset[Output],
+    temperature: float,
+    support: Support | None,
+) -> dict[Output, Tensor]:
+    """`want` of the rows of `x`, from their states `hidden` [N, H].
+
+    What is of several ids is so over the whole vocabulary, whatever `support` says.
+    """
     given: frozenset[Output] = frozenset()
     if "given_logprobs" in want:
         given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
@@ -41,26 +50,44 @@ def outputs(
     made: dict[Output, Tensor] = {}
     if given:
         made |= given_outputs(
-            hidden, x.labels, cast(Tensor, x.ids), projection,
-            temperature=temperature, labelled="logprobs" in given, gradient=known,
-        )  # fmt: skip
+            hidden,
+            x.labels,
+            cast(Tensor, x.ids),
+            projection,
+            temperature=temperature,
+            labelled="logprobs" in given,
+            gradient=known,
+        )
     if want & LIKELIEST:
         top = top_outputs(hidden, projection, cast(TopIds, x.ids), temperature=temperature)
         made |= {name: value for name, value in top.items() if name in want}
     if rest:
         made |= token_outputs.token_outputs(
-            hidden, x.labels, projection, rest, temperature=temperature, support=support, gradient=known
+            hidden,
+            x.labels,
+            projection,
+            rest,
+            temperature=temperature,
+            support=support,
+            gradient=known,
         )
     return made
 
 
 @torch.no_grad()
 def top_outputs(
-    hidden: Tensor, projection: Projection, top: TopIds, *, temperature: float = 1.0, chunk: int | None = None
+    hidden: Tensor,
+    projection: Projection,
+    top: TopIds,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
 ) -> dict[Output, Tensor]:
-    """int32 [N, K] `top_ids`, the likeliest first, and [N, K + 1] `top_logprobs`: theirs and last that of all other ids.
+    """int32 [N, K] `top_ids`, the likeliest first, and [N, K + 1] `top_logprobs`: theirs and last
+    that of all other ids.
 
-    From `hidden` [N, H]; float32, or float64 of float64 networks; of softmax(logits / temperature). No gradient.
+    From `hidden` [N, H]; float32, or float64 of float64 networks; of softmax(logits / temperature).
+    No gradient.
     """
     size = projection.vocab_size
     count = min(top.count, size if top.below is None else min(size, top.below))
@@ -76,11 +103,18 @@ def top_outputs(
     return {"top_ids": ids, "top_logprobs": logprobs}
 
 
-def _likeliest(logits: Tensor, count: int, below: int | None, split: VocabularySplit | None) -> Tensor:
-    """int64 [R, count]: the likeliest ids below `below`, of the whole vocabulary, of which the logits [R, V] may be a part."""
+def _likeliest(
+    logits: Tensor, count: int, below: int | None, split: VocabularySplit | None
+) -> Tensor:
+    """int64 [R, count]: the likeliest ids below `below`, of the whole vocabulary, of which the
+    logits [R, V] may be a part.
+    """
     if split is None:
         return logits[:, :below].topk(count, dim=1).indices
-    here = logits.shape[1] if below is None else min(max(below - split.first, 0), logits.shape[1])
+    if below is None:
+        here = logits.shape[1]
+    else:
+        here = min(max(below - split.first, 0), logits.shape[1])
     best = logits[:, :here].topk(min(count, here), dim=1)
     lacking = (0, count - best.values.shape[1])  # as many of every rank
     values = split.every(nn.functional.pad(best.values, lacking, value=float("-inf")))
@@ -89,20 +123,36 @@ def _likeliest(logits: Tensor, count: int, below: int | None, split: VocabularyS
 
 
 def given_outputs(
-    hidden: Tensor, labels: Tensor, ids: Tensor, projection: Projection, *,
-    temperature: float = 1.0, labelled: bool = False, chunk: int | None = None, gradient: RowGradient | None = None,
-) -> dict[Output, Tensor]:  # fmt: skip
-    """[N, K + 1] `given_logprobs`: those of `ids` int [N, K], distinct in a row, and last that of all other ids; where
-    `labelled` also [N] `logprobs` of `labels`. From `hidden` [N, H], and differentiable in it and in the projection.
+    hidden: Tensor,
+    labels: Tensor,
+    ids: Tensor,
+    projection: Projection,
+    *,
+    temperature: float = 1.0,
+    labelled: bool = False,
+    chunk: int | None = None,
+    gradient: RowGradient | None = None,
+) -> dict[Output, Tensor]:
+    """[N, K + 1] `given_logprobs`: those of `ids` int [N, K], distinct in a row, and last that of
+    all other ids; where `labelled` also [N] `logprobs` of `labels`. From `hidden` [N, H], and
+    differentiable in it and in the projection.
 
-    Dtypes, `temperature`, `chunk` and `gradient` are those of `weft.models.network.token_outputs.token_outputs`.
+    Dtypes, `temperature`, `chunk` and `gradient` are those of
+    `weft.models.network.token_outputs.token_outputs`.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.chunk_rows()
-    split, sums = projection.split, projection.gradient_sum
-    settings = _Settings(labels, projection.softcap, temperature, rows, labelled, known, split, sums)
-    given, logprobs = _GivenLogprobs.apply(hidden, projection.weight, projection.bias, ids, settings)
-    return {"given_logprobs": given, "logprobs": logprobs} if labelled else {"given_logprobs": given}
+    split = projection.split
+    sums = projection.gradient_sum
+    settings = _Settings(
+        labels, projection.softcap, temperature, rows, labelled, known, split, sums
+    )
+    given, logprobs = _GivenLogprobs.apply(
+        hidden, projection.weight, projection.bias, ids, settings
+    )
+    if labelled:
+        return {"given_logprobs": given, "logprobs": logprobs}
+    return {"given_logprobs": given}
 
 
 @dataclass(frozen=True)
@@ -121,8 +171,10 @@ class _Settings:
 
 
 def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple[Tensor, Tensor]:
-    """(logits over the temperature [R, V] of the ids that are here, which may be written to, and those before it); one tensor
-    where nobody reads the second after the first is written to: without a cap."""
+    """(logits over the temperature [R, V] of the ids that are here, which may be written to, and
+    those before it); one tensor where nobody reads the second after the first is written to:
+    without a cap.
+    """
     capped = projection.own_logits(hidden)
     if projection.softcap is not None:
         return capped / temperature, capped
@@ -139,8 +191,9 @@ class _Events:
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> _Events:
-        """`ids` int64 [R, K], as numbers of columns; those of other ranks' parts of the vocabulary are below 0. Writes minus
-        infinity to `logits` [R, V] there."""
+        """`ids` int64 [R, K], as numbers of columns; those of other ranks' parts of the vocabulary
+        are below 0. Writes minus infinity to `logits` [R, V] there.
+        """
         own = _at(logits, ids, split)
         _put(logits, ids, torch.full_like(own, float("-inf")), split)
         if ids.shape[1] == (logits.shape[1] if split is None else split.size):
@@ -153,17 +206,26 @@ class _Events:
         return cls(each - lse[:, None], lse, others)
 
     def logits_gradient(
-        self, logits: Tensor, ids: Tensor, grad_event: Tensor, labels: Tensor, grad_label: Tensor | None,
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        grad_event: Tensor,
+        labels: Tensor,
+        grad_label: Tensor | None,
         split: VocabularySplit | None,
-    ) -> Tensor:  # fmt: skip
-        """The gradient by the logits [R, V], in the place of `logits` as `of` left them, given those by the events' log-probs
-        [R, K + 1] and by the label's [R]:
+    ) -> Tensor:
+        """The gradient by the logits [R, V], in the place of `logits` as `of` left them, given
+        those by the events' log-probs [R, K + 1] and by the label's [R]:
 
             by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere,   with g the sum of all that are given
 
-        and q_j = p_j / p_rest, the softmax over the other ids alone: nothing here cancels, however small p_rest is.
+        and q_j = p_j / p_rest, the softmax over the other ids alone: nothing here cancels, however
+        small p_rest is.
         """
-        total = grad_event.sum(dim=1) if grad_label is None else grad_event.sum(dim=1) + grad_label
+        if grad_label is None:
+            total = grad_event.sum(dim=1)
+        else:
+            total = grad_event.sum(dim=1) + grad_label
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
         # Also where there are no other ids, and what stood there is no number.
@@ -194,17 +256,30 @@ def _put(x: Tensor, ids: Tensor, values: Tensor, split: VocabularySplit | None) 
 class _Chunk:
     """Some rows on their way: their logits, and what is known of them."""
 
-    def __init__(self, hidden: Tensor, projection: Projection, ids: Tensor, labels: Tensor, temperature: float) -> None:
+    def __init__(
+        self,
+        hidden: Tensor,
+        projection: Projection,
+        ids: Tensor,
+        labels: Tensor,
+        temperature: float,
+    ) -> None:
         logits, self._capped = _logits(hidden, projection, temperature)
-        self._projection, self._temperature, split = projection, temperature, projection.split
-        self._ids, self._labels = (own_ids(each, logits.shape[1], split) for each in (ids.long(), labels))
+        self._projection = projection
+        self._temperature = temperature
+        split = projection.split
+        self._ids, self._labels = (
+            own_ids(each, logits.shape[1], split) for each in (ids.long(), labels)
+        )
         own = _at(logits, self._labels[:, None], split)[:, 0]
         self.events = _Events.of(logits, self._ids, split)
         self.logprobs = own - self.events.lse
         self._logits = logits
 
     def add(self, total: Gradients, rows: slice, given: Mapping[Output, Tensor]) -> None:
-        """Add what the rows give to the gradients, of those by the outputs that are `given`, of all rows; once."""
+        """Add what the rows give to the gradients, of those by the outputs that are `given`, of all
+        rows; once.
+        """
         grad_event, grad_label = (given[name][rows] if name in given else None for name in OUTPUTS)
         if grad_event is None:
             grad_event = torch.zeros_like(self.events.logprobs)
@@ -212,52 +287,72 @@ class _Chunk:
             self._logits, self._ids, grad_event, self._labels, grad_label, self._projection.split
         )
         scale = torch.full_like(self.logprobs, 1.0 / self._temperature)
-        total.add(rows, token_outputs.through_cap(made, self._capped, self._projection.softcap), scale)
+        total.add(
+            rows, token_outputs.through_cap(made, self._capped, self._projection.softcap), scale
+        )
 
 
 class _GivenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, settings: _Settings
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
         given = hidden.new_zeros(len(ids), ids.shape[1] + 1, dtype=kept)
         logprobs = hidden.new_zeros(len(ids), dtype=kept)
         projection = settings.projection(weight, bias)
-        total, found = None, dict[Output, Tensor]()
+        total = None
+        found = dict[Output, Tensor]()
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         for rows in token_outputs.chunks(len(ids), settings.chunk):
-            chunk = _Chunk(hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature)
+            chunk = _Chunk(
+                hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
+            )
             given[rows], logprobs[rows] = chunk.events.logprobs, chunk.logprobs
             if settings.gradient is not None and total is not None:
                 made = settings.gradient({"given_logprobs": given, "logprobs": logprobs})
                 for name in OUTPUTS if settings.labelled else OUTPUTS[:1]:
                     if name in made:
-                        found.setdefault(name, torch.zeros_like(made[name]))[rows] = made[name][rows]
+                        found.setdefault(name, torch.zeros_like(made[name]))[rows] = made[name][
+                            rows
+                        ]
                 chunk.add(total, rows, found)
             del chunk  # before the next rows' is made
         ctx.save_for_backward(hidden, weight, bias, ids)
-        ctx.settings, ctx.made = settings, None if total is None else (total, found)
+        ctx.settings = settings
+        ctx.made = None if total is None else (total, found)
         ctx.set_materialize_grads(False)
         return given, logprobs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, ids = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # nothing but the parameters keeps them
         if made is not None and all(
-            token_outputs.same(value, made[1].get(name)) for name, value in zip(OUTPUTS, gradients, strict=True)
+            token_outputs.same(value, made[1].get(name))
+            for name, value in zip(OUTPUTS, gradients, strict=True)
         ):
             return made[0].cast()
-        known = {name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None}
+        known = {
+            name: value for name, value in zip(OUTPUTS, gradients, strict=True) if value is not None
+        }
         total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         projection = settings.projection(weight, bias)
         for rows in token_outputs.chunks(len(ids), settings.chunk):
-            chunk = _Chunk(hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature)
+            chunk = _Chunk(
+                hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
+            )
             chunk.add(total, rows, known)
             del chunk  # before the next rows' is made
         return total.cast()

@@ -1,5 +1,7 @@
-"""Which parameters of a network are trained, where not all are: not the embeddings and the first layers, or, beside adapters,
-the embeddings; and dropout of what the layers add, the deeper the more."""
+"""Which parameters of a network are trained, where not all are: not the embeddings and the first
+layers, or, beside adapters, the embeddings; and dropout of what the layers add, the deeper the
+more.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ EMBEDDINGS = ("embed", "positions", "embed_in")  # modules before the first bloc
 
 
 def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -> None:
-    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network, and hold them in `dtype`: they
-    have no masters. A tied output matrix is the embedding, so it is frozen too."""
+    """Freeze the embeddings and the first `first` blocks, by their numbers in the whole network,
+    and hold them in `dtype`: they have no masters. A tied output matrix is the embedding, so it is
+    frozen too.
+    """
     blocks = [block for block in network.blocks if isinstance(block, Block) and block.layer < first]
     for module in (*(getattr(network, name, None) for name in EMBEDDINGS), *blocks):
         if isinstance(module, nn.Module):
@@ -25,7 +29,9 @@ def freeze(network: Transformer, first: int, dtype: torch.dtype | None = None) -
 
 
 def train_embeddings(network: Transformer) -> None:
-    """Train the embedding and the output matrix whole, beside adapters: tokens that were added have rows of their own there."""
+    """Train the embedding and the output matrix whole, beside adapters: tokens that were added have
+    rows of their own there.
+    """
     for name in ("embed", "head"):
         module = getattr(network, name, None)
         if isinstance(module, nn.Module):
@@ -33,19 +39,27 @@ def train_embeddings(network: Transformer) -> None:
 
 
 def frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
-    """How many of the first blocks are frozen: `first`, or all but the `last`; None: nothing is. Raises `ConfigError` where the
-    network is not so deep."""
+    """How many of the first blocks are frozen: `first`, or all but the `last`; None: nothing is.
+
+    Raises `ConfigError` where the network is not so deep.
+    """
     if first is not None and first > num_layers:
-        raise ConfigError(f"freeze_layers={first}: the network has {num_layers} layers; write 0 to {num_layers}")
+        raise ConfigError(
+            f"freeze_layers={first}: the network has {num_layers} layers; write 0 to {num_layers}"
+        )
     if last is not None and last > num_layers:
-        raise ConfigError(f"train_last_layers={last}: the network has {num_layers} layers; write 0 to {num_layers}")
+        raise ConfigError(
+            f"train_last_layers={last}: the network has {num_layers} layers; write 0 to "
+            f"{num_layers}"
+        )
     return num_layers - last if last is not None else first
 
 
 def set_residual_dropout(network: Transformer, rate: float, *, ramp: bool) -> None:
     """Dropout of what attention and MLP add to the states, `rate` in every layer.
 
-    With `ramp` layer i of L has i / (L - 1) * rate (Zhou et al. 2023, "LIMA", section 3): none in the first, all in the last.
+    With `ramp` layer i of L has i / (L - 1) * rate (Zhou et al. 2023, "LIMA", section 3): none in
+    the first, all in the last.
     """
     last = network.config.num_layers - 1
     for block in network.blocks:

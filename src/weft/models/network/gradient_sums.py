@@ -1,4 +1,6 @@
-"""Which layers of a network add the gradients of their matrices to those of float32 masters by themselves."""
+"""Which layers of a network add the gradients of their matrices to those of float32 masters by
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from weft.models.network.transformer import Transformer
 
 
 def add_to(network: nn.Module, masters: Mapping[str, nn.Parameter]) -> None:
-    """From now on the gradients of linear layers, of their adapters and of the output layer go to the `masters`, by the names
-    that parameters have in the network; all others, and what autograd finds for these on other ways, go to the parameters'
-    own `grad` as ever.
+    """From now on the gradients of linear layers, of their adapters and of the output layer go to
+    the `masters`, by the names that parameters have in the network; all others, and what autograd
+    finds for these on other ways, go to the parameters' own `grad` as ever.
 
-    Compiled parts of blocks leave theirs to autograd. Not where a backward pass goes through a layer twice, as in a pipeline
-    that splits it: each would add.
+    Compiled parts of blocks leave theirs to autograd. Not where a backward pass goes through a
+    layer twice, as in a pipeline that splits it: each would add.
     """
     sums: dict[Tensor, GradientSum] = {
         p: GradientSum(masters[name]) for name, p in network.named_parameters() if name in masters

@@ -21,14 +21,23 @@ Pooling = Literal["last", "mean"]
 
 
 class LMHead(nn.Module):
-    """The output layer. `weight` is None where the embedding's matrix serves: it is then given with each call."""
+    """The output layer.
+
+    `weight` is None where the embedding's matrix serves: it is then given with each call.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         width = config.embed_dim or config.hidden_size
         self.softcap = config.final_softcap
-        self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, width))
-        self.bias = nn.Parameter(torch.empty(config.vocab_size)) if config.head_bias and not config.tied else None
+        if config.tied:
+            self.weight = None
+        else:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, width))
+        if config.head_bias and not config.tied:
+            self.bias: nn.Parameter | None = nn.Parameter(torch.empty(config.vocab_size))
+        else:
+            self.bias = None
         self.split: VocabularySplit | None = None
         self.gradient_sum: kernels.GradientSum | None = None  # of the matrix, whichever it is
 
@@ -46,7 +55,7 @@ class LMHead(nn.Module):
         tied: Tensor | None,
         temperature: float,
         support: Support | None,
-    ) -> dict[Output, Tensor]:  # fmt: skip
+    ) -> dict[Output, Tensor]:
         """`want` of the rows of `x`, from their states [N, width]."""
         return event_outputs.outputs(states, x, self.projection(tied), want, temperature, support)
 
@@ -63,9 +72,12 @@ class ValueHead(nn.Module):
 
 
 def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[N, H] -> [N] float32, and computed in it: one value a row; `weight` is [1, H]. In bfloat16 two thousand rewards have
-    half as many values. Memory of its own, no view: what is written to a view in place would go round the hooks that FSDP2
-    puts on a network's outputs, which it warns of."""
+    """[N, H] -> [N] float32, and computed in it: one value a row; `weight` is [1, H].
+
+    In bfloat16 two thousand rewards have half as many values. Memory of its own, no view: what is
+    written to a view in place would go round the hooks that FSDP2 puts on a network's outputs,
+    which it warns of.
+    """
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return kernels.linear(hidden.to(wide), weight.to(wide))[:, 0].clone()
 
@@ -73,8 +85,9 @@ def row_values(hidden: Tensor, weight: Tensor) -> Tensor:
 def score_rows(x: Packed, padding: int | None) -> Tensor:
     """int64 [S]: the token that a sequence's score is read at, its last one.
 
-    With a `padding` token the last that is another, as `transformers` pools: a sequence that ends with the padding token is
-    read one token earlier. A sequence of padding alone is read at its end.
+    With a `padding` token the last that is another, as `transformers` pools: a sequence that ends
+    with the padding token is read one token earlier. A sequence of padding alone is read at its
+    end.
     """
     last = x.attention.last
     if padding is None:
@@ -82,14 +95,18 @@ def score_rows(x: Packed, padding: int | None) -> Tensor:
     places = torch.arange(len(x.tokens), device=last.device)
     read = torch.where(x.tokens != padding, places, -1).cummax(0).values[last]
     starts = x.attention.dense.cu_seqlens.long()
-    first = starts[torch.searchsorted(starts, last, right=True) - 1]  # of the segment that a sequence ends in
+    # of the segment that a sequence ends in
+    first = starts[torch.searchsorted(starts, last, right=True) - 1]
     return torch.where(read >= first, read, last)
 
 
 def mean_scores(per_token: Tensor, context: AttentionContext) -> Tensor:
-    """[T] -> [S] float32: one score a sequence, the mean of its tokens' (the head is linear, so it is the score of their
-    mean)."""
+    """[T] -> [S] float32: one score a sequence, the mean of its tokens' (the head is linear, so it
+    is the score of their mean).
+    """
     lengths = context.dense.lengths
     numbers = torch.arange(len(lengths), device=per_token.device)
     sequence = numbers.repeat_interleave(lengths, output_size=len(per_token))
-    return per_token.new_zeros(len(lengths)).index_add(0, sequence, per_token / context.token_lengths)
+    return per_token.new_zeros(len(lengths)).index_add(
+        0, sequence, per_token / context.token_lengths
+    )

@@ -1,8 +1,10 @@
-"""Linear layers as they are stored: layers that read the same input are one matrix, the parts of it named.
+"""Linear layers as they are stored: layers that read the same input are one matrix, the parts of it
+named.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 
-What others call `attention.q.weight` is rows 0 to 511 of `attention.qkv.weight`; `weft.models.network.parameters` translates.
+What others call `attention.q.weight` is rows 0 to 511 of `attention.qkv.weight`;
+`weft.models.network.parameters` translates.
 """
 
 from __future__ import annotations
@@ -20,18 +22,26 @@ from weft.models.network.dropout import TokenDropout
 from weft.models.network.quantized import Quantized
 from weft.models.network.shared_rows import RowShare
 
-Sums = tuple[GradientSum | None, GradientSum | None]  # where the gradients of A and of B go in place of their `grad`
+# where the gradients of A and of B go in place of their `grad`
+Sums = tuple[GradientSum | None, GradientSum | None]
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al. 2021, "LoRA", section 4.1)."""
+    """A low-rank adapter of a layer, or of a stack of experts: y += scale B A drop(x) (Hu et al.
+    2021, "LoRA", section 4.1).
+    """
 
     def __init__(self, weight: Tensor, r: int, scale: float, rate: float, place: int) -> None:
-        """`weight` [out, in], or [experts, out, in] of a stack; `place` numbers its dropout within the layer
-        (`weft.models.network.dropout`), and `channel` is the first of its inputs in the whole layer."""
+        """`weight` [out, in], or [experts, out, in] of a stack; `place` numbers its dropout within
+        the layer (`weft.models.network.dropout`), and `channel` is the first of its inputs in the
+        whole layer.
+        """
         super().__init__()
         self.channel = 0
-        self.scale, self.rate, self.place, self.active = scale, rate, place, True
+        self.scale = scale
+        self.rate = rate
+        self.place = place
+        self.active = True
         self.gradient_sums: Sums = (None, None)
         lead, (outputs, inputs) = weight.shape[:-2], weight.shape[-2:]
         self.lora_a = nn.Parameter(weight.new_empty(*lead, r, inputs))
@@ -39,7 +49,9 @@ class Adapter(nn.Module):
 
     def dropped(self, x: Tensor, dropout: TokenDropout | None) -> Tensor | None:
         """x after the adapter's own dropout; None where that is x itself."""
-        return None if dropout is None or self.rate == 0.0 else dropout.drop_at(x, self.rate, self.place, self.channel)
+        if dropout is None or self.rate == 0.0:
+            return None
+        return dropout.drop_at(x, self.rate, self.place, self.channel)
 
 
 def adapted(
@@ -52,7 +64,10 @@ def adapted(
     scale: float,
     sums: Sums = (None, None),
 ) -> Tensor:
-    """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out]. W and bias are frozen."""
+    """W x + bias + scale B A y for x and y = `dropped` [T, in] (None: it is x) -> [T, out].
+
+    W and bias are frozen.
+    """
     if torch.compiler.is_compiling():
         low = nn.functional.linear(x if dropped is None else dropped, a)
         return nn.functional.linear(x, weight, bias) + scale * nn.functional.linear(low, b)
@@ -61,12 +76,14 @@ def adapted(
 
 
 class Linear(nn.Module):
-    """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum of out].
+    """x W^T + b for one layer or several that read the same input, side by side: [T, in] -> [T, sum
+    of out].
 
-    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled passes. `gradient_sum` is where
-    the weight's gradient goes in place of its `grad`, if the engine says so. `reduce` joins what ranks have that hold columns
-    of W each: it is called before the bias is added, which all of them hold. In a pass whose rows the ranks share, `share`
-    does it, and leaves those of this rank.
+    `adapters` by part, where there are any. `narrow` multiplies in place of torch in compiled
+    passes. `gradient_sum` is where the weight's gradient goes in place of its `grad`, if the engine
+    says so. `reduce` joins what ranks have that hold columns of W each: it is called before the
+    bias is added, which all of them hold. In a pass whose rows the ranks share, `share` does it,
+    and leaves those of this rank.
     """
 
     def __init__(self, inputs: int, parts: Mapping[str, int], *, bias: bool) -> None:
@@ -80,7 +97,9 @@ class Linear(nn.Module):
         self.gradient_sum: GradientSum | None = None
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
+    ) -> Tensor:
         bias = self.bias if self.reduce is None else None
         if len(self.adapters):
             return self._reduced(self._adapted(x, bias, dropout), share)
@@ -118,12 +137,16 @@ class Linear(nn.Module):
         """Part by part: what a part computes does not depend on which others have adapters."""
         made = []
         for part in self.parts:
-            weight, own = self.weight[self.rows(part)], None if bias is None else bias[self.rows(part)]
+            weight = self.weight[self.rows(part)]
+            own = None if bias is None else bias[self.rows(part)]
             adapter = self.adapter(part)
             if adapter is not None and adapter.active:
                 dropped = adapter.dropped(x, dropout)
-                a, b = adapter.lora_a, adapter.lora_b
-                made.append(adapted(x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums))
+                a = adapter.lora_a
+                b = adapter.lora_b
+                made.append(
+                    adapted(x, dropped, weight, own, a, b, adapter.scale, adapter.gradient_sums)
+                )
             elif isinstance(weight, Quantized):
                 made.append(quantized.linear(x, weight, own))
             else:
@@ -132,21 +155,36 @@ class Linear(nn.Module):
 
 
 class DownLinear(Linear):
-    """The last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) where there is no gate.
+    """The last layer of an MLP: `Linear` of activation(gate) * up, or of activation(up) where there
+    is no gate.
 
-    The activation belongs to the layer: what it reads is kept for the backward pass and computed again there.
+    The activation belongs to the layer: what it reads is kept for the backward pass and computed
+    again there.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, gated: bool, activation: Activation) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, gated: bool, activation: Activation
+    ) -> None:
         super().__init__(inputs, {"down": outputs}, bias=bias)
-        self.gated, self.activation = gated, activation
+        self.gated = gated
+        self.activation = activation
 
-    def forward(self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout: TokenDropout | None = None, share: RowShare | None = None
+    ) -> Tensor:
         """x [T, in], or gate and up side by side [T, 2 in] -> [T, out]."""
-        if len(self.adapters) or self.is_quantized or (self.narrow is not None and torch.compiler.is_compiling()):
-            return super().forward(kernels.activated(x, self.gated, self.activation), dropout, share)
+        if (
+            len(self.adapters)
+            or self.is_quantized
+            or (self.narrow is not None and torch.compiler.is_compiling())
+        ):
+            return super().forward(
+                kernels.activated(x, self.gated, self.activation), dropout, share
+            )
         bias = self.bias if self.reduce is None else None
-        made = kernels.activated_linear(x, self.gated, self.weight, bias, self.activation, self.gradient_sum)
+        made = kernels.activated_linear(
+            x, self.gated, self.weight, bias, self.activation, self.gradient_sum
+        )
         return self._reduced(made, share)
 
 
@@ -170,19 +208,33 @@ class _Adapted(torch.autograd.Function):
         out = kernels.product(x, quantized.whole(weight), bias)
         kernels.add_product(out, low, b)
         ctx.save_for_backward(source, weight, a, b, low)
-        ctx.scale, ctx.apart = scale, y is not None
+        ctx.scale = scale
+        ctx.apart = y is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (source, weight, a, b, low), grad_out, needed = ctx.saved_tensors, gradients[0], ctx.needs_input_grad
+        (source, weight, a, b, low), grad_out, needed = (
+            ctx.saved_tensors,
+            gradients[0],
+            ctx.needs_input_grad,
+        )
         assert not needed[2] and not needed[3], "the base is frozen"
         grad_low = kernels.product(grad_out, b.T).mul_(ctx.scale)
-        grad_x = kernels.product(grad_out, quantized.whole(weight).T) if needed[0] else None
+        if needed[0]:
+            grad_x = kernels.product(grad_out, quantized.whole(weight).T)
+        else:
+            grad_x = None
         grad_y = kernels.product(grad_low, a.T) if needed[1] else None
         if grad_x is not None and not ctx.apart:
             kernels.add_product(grad_x, grad_low, a.T)
-        grad_a = kernels.weight_gradient(grad_low.T, source.T, ctx.sums[0]) if needed[4] else None
-        grad_b = kernels.weight_gradient(grad_out.T, low.T, ctx.sums[1]) if needed[5] else None
+        if needed[4]:
+            grad_a = kernels.weight_gradient(grad_low.T, source.T, ctx.sums[0])
+        else:
+            grad_a = None
+        if needed[5]:
+            grad_b = kernels.weight_gradient(grad_out.T, low.T, ctx.sums[1])
+        else:
+            grad_b = None
         return grad_x, grad_y, None, None, grad_a, grad_b, None

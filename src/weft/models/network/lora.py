@@ -1,12 +1,14 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1): y = W x + scale B A drop(x), W frozen; never merged in training.
+"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1): y = W x + scale B A drop(x), W frozen;
+never merged in training.
 
     attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a`, `lora_b` beside each `weight`
     with adapters_off(network): ...            # the base model: the reference of a LoRA actor
     merged = merge(parameters, scales(network))   # canonical parameters with B A added, for saving
 
-A layer with an adapter keeps the canonical names of its weight and bias; the adapter adds `{layer}.lora_a` [r, in] and
-`{layer}.lora_b` [out, r], with the number of experts in front for experts. scale = alpha / r. Dropout on the adapter's input
-comes from the pack's keys (`weft.models.network.dropout`), so it repeats after a restart and does not depend on the packing.
+A layer with an adapter keeps the canonical names of its weight and bias; the adapter adds
+`{layer}.lora_a` [r, in] and `{layer}.lora_b` [out, r], with the number of experts in front for
+experts. scale = alpha / r. Dropout on the adapter's input comes from the pack's keys
+(`weft.models.network.dropout`), so it repeats after a restart and does not depend on the packing.
 """
 
 from __future__ import annotations
@@ -27,18 +29,27 @@ from weft.models.network.moe import ExpertStack
 from weft.models.network.parameters import canonical, numbered
 from weft.models.network.prefix import Prefix
 
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")  # the linear layers of a block, by their canonical names
-A, B = "lora_a", "lora_b"
+# the linear layers of a block, by their canonical names
+TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+A = "lora_a"
+B = "lora_b"
 
 
 def attach(
-    network: nn.Module, *, r: int, alpha: float = 16.0, dropout: float = 0.0, targets: Sequence[str] = (), seed: int = 0
+    network: nn.Module,
+    *,
+    r: int,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: Sequence[str] = (),
+    seed: int = 0,
 ) -> None:
-    """Give the network's `targets` (all of `TARGETS` where empty) adapters of rank `r` and freeze everything else but a value
-    or score head.
+    """Give the network's `targets` (all of `TARGETS` where empty) adapters of rank `r` and freeze
+    everything else but a value or score head.
 
-    A starts uniform in +-1/sqrt(in), from `seed` and the parameter's name alone; B starts at 0, so the network computes what
-    it computed before. Raises `ConfigError` for a target that the network lacks.
+    A starts uniform in +-1/sqrt(in), from `seed` and the parameter's name alone; B starts at 0, so
+    the network computes what it computed before. Raises `ConfigError` for a target that the network
+    lacks.
     """
     add(network, r=r, alpha=alpha, dropout=dropout, targets=targets)
     for name, stored in canonical(network).items():
@@ -47,14 +58,18 @@ def attach(
                 stored.parameter.copy_(initial(name, tuple(stored.parameter.shape), seed))
 
 
-def add(network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()) -> None:
+def add(
+    network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
+) -> None:
     """As `attach`, with no values in the adapters yet."""
     there = list(_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
         if target not in held:
             near = nearest(target, held) or sorted(held)
-            raise ConfigError(f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}")
+            raise ConfigError(
+                f"lora.targets: this network has no layers {target!r}; it has {', '.join(near)}"
+            )
     found = [name for name in there if name.rsplit(".", 1)[1] in (targets or TARGETS)]
     attach_ranks(network, dict.fromkeys(found, (r, alpha / r)), dropout)
 
@@ -65,10 +80,14 @@ def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.zeros(shape)
     low, high = randomness.key(seed, "init", id=name)
     generator = torch.Generator().manual_seed(int(low) | int(high) << 32)
-    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(shape[-1])
+    return (torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1) / math.sqrt(
+        shape[-1]
+    )
 
 
-def attach_ranks(network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float) -> None:
+def attach_ranks(
+    network: nn.Module, ranks: Mapping[str, tuple[int, float]], dropout: float
+) -> None:
     """Adapters on the layers named, each of its (rank, scale); lora_a is left unfilled."""
     network.requires_grad_(False)
     for name, parameter in network.named_parameters():
@@ -80,7 +99,9 @@ def attach_ranks(network: nn.Module, ranks: Mapping[str, tuple[int, float]], dro
         rank, scale = ranks[name]
         place = ADAPTERS + TARGETS.index(name.rsplit(".", 1)[1])
         if isinstance(module, Linear):
-            module.adapters[part] = Adapter(module.weight[module.rows(part)], rank, scale, dropout, place)
+            module.adapters[part] = Adapter(
+                module.weight[module.rows(part)], rank, scale, dropout, place
+            )
         else:
             module.adapter = Adapter(module.weight, rank, scale, dropout, place)
 
@@ -94,7 +115,9 @@ def _layers(network: nn.Module) -> dict[str, tuple[Linear | ExpertStack, str]]:
             continue
         if isinstance(module, Linear):
             parent = place.rpartition(".")[0]
-            found |= {f"{parent}.{part}": (module, part) for part in module.parts if part in TARGETS}
+            found |= {
+                f"{parent}.{part}": (module, part) for part in module.parts if part in TARGETS
+            }
         elif isinstance(module, ExpertStack):
             found[place] = (module, "")
     return found
@@ -104,7 +127,10 @@ def adapters(network: nn.Module) -> dict[str, Adapter]:
     """Canonical name of the layer -> its adapter."""
     found = {}
     for name, (module, part) in _layers(network).items():
-        adapter = module.adapter if isinstance(module, ExpertStack) else module.adapter(part)
+        if isinstance(module, ExpertStack):
+            adapter = module.adapter
+        else:
+            adapter = module.adapter(part)
         if adapter is not None:
             found[name] = adapter
     return found
@@ -139,17 +165,22 @@ def is_adapter(name: str) -> bool:
 
 
 def merge(parameters: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Canonical parameters without adapters: weight + scale B A, in the weight's dtype, summed in the widest dtype of the three
-    and at least in float32."""
+    """Canonical parameters without adapters: weight + scale B A, in the weight's dtype, summed in
+    the widest dtype of the three and at least in float32.
+    """
     merged = {name: value.detach() for name, value in parameters.items() if not is_adapter(name)}
     for layer, scale in scales.items():
-        weight, a, b = merged[f"{layer}.weight"], parameters[f"{layer}.{A}"], parameters[f"{layer}.{B}"]
+        weight = merged[f"{layer}.weight"]
+        a = parameters[f"{layer}.{A}"]
+        b = parameters[f"{layer}.{B}"]
         merged[f"{layer}.weight"] = merged_weight(weight, a, b, scale)
     return merged
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """weight + scale B A in the weight's dtype, summed in the widest dtype of the three and at least in float32."""
+    """weight + scale B A in the weight's dtype, summed in the widest dtype of the three and at
+    least in float32.
+    """
     wide = functools.reduce(torch.promote_types, (weight.dtype, a.dtype, b.dtype), torch.float32)
     update = scale * (b.detach().to(wide) @ a.detach().to(wide))
     return (weight.detach().to(wide) + update).to(weight.dtype)

@@ -1,4 +1,6 @@
-"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped for lack of capacity."""
+"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped
+for lack of capacity.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
 class Exchange(Protocol):
     """Has experts compute that several ranks hold."""
 
-    def __call__(self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute) -> Tensor:
-        """x [rows, hidden], sorted by expert, of all experts -> the same rows of their outputs; `compute` does it for
-        the experts that are here. Every rank calls it."""
+    def __call__(
+        self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
+    ) -> Tensor:
+        """x [rows, hidden], sorted by expert, of all experts -> the same rows of their outputs;
+        `compute` does it for the experts that are here. Every rank calls it.
+        """
         ...
 
 
@@ -37,36 +42,58 @@ class ExpertStack(nn.Module):
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor, groups: Groups, dropout: TokenDropout | None = None) -> Tensor:
-        """x [rows, in], sorted by expert -> [rows, out]; `groups` say how many rows go through each expert."""
+        """x [rows, in], sorted by expert -> [rows, out]; `groups` say how many rows go through each
+        expert.
+        """
         adapter = self.adapter
         if adapter is None or not adapter.active:
             return kernels.grouped_linear(x, self.weight, groups)
         dropped = adapter.dropped(x, dropout)
         if kernels.serves_groups(x, self.weight, adapter.lora_a, adapter.lora_b):
-            low = kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups) * adapter.scale
+            low = (
+                kernels.grouped_linear(x if dropped is None else dropped, adapter.lora_a, groups)
+                * adapter.scale
+            )
             made = kernels.grouped_linear(x, self.weight, groups)
             return made + kernels.grouped_linear(low, adapter.lora_b, groups)
-        parts, sizes = x.split(groups.sizes), groups.sizes
+        parts = x.split(groups.sizes)
+        sizes = groups.sizes
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
         each = zip(parts, others, self.weight, adapter.lora_a, adapter.lora_b, strict=True)
-        by_expert = [adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)]
-        if not by_expert:  # no rows: every rank of a sharded network takes part in its passes all the same
-            return adapted(x, dropped, self.weight[0], None, adapter.lora_a[0], adapter.lora_b[0], adapter.scale)
+        by_expert = [
+            adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)
+        ]
+        # no rows: every rank of a sharded network takes part in its passes all the same
+        if not by_expert:
+            return adapted(
+                x,
+                dropped,
+                self.weight[0],
+                None,
+                adapter.lora_a[0],
+                adapter.lora_b[0],
+                adapter.scale,
+            )
         return torch.cat(by_expert)
 
 
 class MoE(nn.Module):
-    """[T, hidden] -> [T, hidden]. The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
+    """[T, hidden] -> [T, hidden].
 
-    `reduce` joins what ranks have that hold columns of every expert each (where they share the rows of a pass, `share` does),
-    and `exchange` ranks that hold some experts each.
+    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
+
+    `reduce` joins what ranks have that hold columns of every expert each (where they share the rows
+    of a pass, `share` does), and `exchange` ranks that hold some experts each.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         assert config.experts is not None and config.gated
-        experts, hidden = config.experts, config.hidden_size
-        self.top_k, self.normalize, self.activation = experts.top_k, experts.normalize, config.activation
+        experts = config.experts
+        hidden = config.hidden_size
+        self.top_k = experts.top_k
+        self.normalize = experts.normalize
+        self.activation = config.activation
         self.router = Linear(hidden, {"router": experts.num}, bias=False)
         self.experts = nn.ModuleDict(
             {
@@ -79,10 +106,16 @@ class MoE(nn.Module):
         self.exchange: Exchange | None = None
 
     def forward(
-        self, x: Tensor, dropout: TokenDropout | None, aux_loss: MoEAuxLoss | None = None, share: RowShare | None = None
+        self,
+        x: Tensor,
+        dropout: TokenDropout | None,
+        aux_loss: MoEAuxLoss | None = None,
+        share: RowShare | None = None,
     ) -> Tensor:
         logits = self.router(x)
-        probabilities = torch.softmax(logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        probabilities = torch.softmax(
+            logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
+        )
         weights, chosen = probabilities.topk(self.top_k, dim=-1)
         if aux_loss is not None:
             aux_loss.add(probabilities, chosen)
@@ -90,7 +123,9 @@ class MoE(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
         token = order // self.top_k
-        counts = chosen.new_zeros(logits.shape[1]).scatter_add_(0, chosen.flatten(), torch.ones_like(token))
+        counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
+            0, chosen.flatten(), torch.ones_like(token)
+        )
         groups = Groups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
@@ -106,6 +141,7 @@ class MoE(nn.Module):
 
     def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
         """[rows, hidden], sorted by expert, through the experts that are here."""
-        gate, up = self.experts["gate"](x, groups, keys), self.experts["up"](x, groups, keys)
+        gate = self.experts["gate"](x, groups, keys)
+        up = self.experts["up"](x, groups, keys)
         y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)
         return y

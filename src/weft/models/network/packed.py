@@ -1,7 +1,7 @@
 """What a network is fed: tokens of many sequences in one row, and who may attend to whom.
 
-`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in the pack and `labels[n]` the
-token it is asked about; a row may repeat.
+`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in
+the pack and `labels[n]` the token it is asked about; a row may repeat.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from weft.models.attention.contexts import AttentionContext, Dense
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 
-# The gradients of a network's outputs as a function of them, all [N], where a row's depend on its own outputs alone; those of
-# rows not computed yet are 0, and that of the log-probs is always there.
+# The gradients of a network's outputs as a function of them, all [N], where a row's depend on its
+# own outputs alone; those of rows not computed yet are 0, and that of the log-probs is always
+# there.
 RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 
 @dataclass(frozen=True)
 class TopIds:
-    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these where they are fewer."""
+    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these
+    where they are fewer.
+    """
 
     count: int
     below: int | None = None
@@ -38,21 +41,27 @@ class Packed:
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     attention: AttentionContext
-    rows: Tensor  # int64 [N]: the hidden state (a token's index) that each wanted output is read from
+    # int64 [N]: the hidden state (a token's index) that each wanted output is read from
+    rows: Tensor
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
     dropout: DropoutKeys | None = None  # without them nothing is dropped
     # Filled by layers with experts, where it is asked for; for `Dense` attention alone.
     aux_loss: MoEAuxLoss | None = None
-    row_gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
-    ids: Tensor | TopIds | None = None  # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+    # of the outputs, where each row's depends on its own alone
+    row_gradient: RowGradient | None = None
+    # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+    ids: Tensor | TopIds | None = None
 
     def at(self, rows: Tensor) -> Packed:
         """The same with the outputs of some of its rows alone, int64 [n]."""
-        total, gradient = len(self.rows), self.row_gradient
+        total = len(self.rows)
+        gradient = self.row_gradient
 
         def of_some(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
             assert gradient is not None
-            return {key: value[rows] for key, value in gradient(among_zeros(out, rows, total)).items()}
+            return {
+                key: value[rows] for key, value in gradient(among_zeros(out, rows, total)).items()
+            }
 
         return replace(
             self,
@@ -65,11 +74,16 @@ class Packed:
 
 def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
     """Outputs of `rows` in their places among `total`, whose others are 0."""
-    return {key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value) for key, value in out.items()}
+    return {
+        key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
+        for key, value in out.items()
+    }
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
-    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last: the next-token form."""
+    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last:
+    the next-token form.
+    """
     lengths = torch.tensor([len(s) for s in sequences])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     tokens = torch.cat([s.to(device) for s in sequences])

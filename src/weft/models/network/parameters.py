@@ -1,8 +1,9 @@
-"""A network's parameters under their canonical names, which say what each is and not how it is stored.
+"""A network's parameters under their canonical names, which say what each is and not how it is
+stored.
 
-Families, checkpoints, engines and reallocation speak of `blocks.3.attention.q.weight`; the network holds it as rows of
-`blocks.3.attention.qkv.weight`. Each canonical parameter is a run of whole rows of one that is stored, so a part of it is one
-rectangle in both.
+Families, checkpoints, engines and reallocation speak of `blocks.3.attention.q.weight`; the network
+holds it as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter is a run of whole rows
+of one that is stored, so a part of it is one rectangle in both.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Where a canonical parameter lies: `rows` of a parameter of the module, all of it where they are None."""
+    """Where a canonical parameter lies: `rows` of a parameter of the module, all of it where they
+    are None.
+    """
 
     name: str  # the parameter's own name in the module
     parameter: nn.Parameter
@@ -43,8 +46,10 @@ class StoredParameter:
 
 
 def canonical(network: nn.Module) -> dict[str, StoredParameter]:
-    """Canonical name -> where it lies, for every parameter; a tied tensor has one name. Modules of other kinds than weft's have
-    the names they give themselves."""
+    """Canonical name -> where it lies, for every parameter; a tied tensor has one name.
+
+    Modules of other kinds than weft's have the names they give themselves.
+    """
     found: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
     for path, module in network.named_modules():
@@ -54,7 +59,9 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
                 seen.add(key)
                 found[name] = stored
     layers = getattr(network, "held_layers", None)
-    return found if layers is None else {numbered(name, layers): stored for name, stored in found.items()}
+    if layers is None:
+        return found
+    return {numbered(name, layers): stored for name, stored in found.items()}
 
 
 def values(network: nn.Module) -> dict[str, Tensor]:
@@ -78,7 +85,9 @@ def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParame
         yield from _of_adapter(path, f"{path}.adapter", adapter)
 
 
-def _of_part(name: str, path: str, module: Linear, part: str) -> Iterator[tuple[str, StoredParameter]]:
+def _of_part(
+    name: str, path: str, module: Linear, part: str
+) -> Iterator[tuple[str, StoredParameter]]:
     rows = module.rows(part) if len(module.parts) > 1 else None
     yield f"{name}.weight", StoredParameter(f"{path}.weight", module.weight, rows)
     if module.bias is not None:
@@ -93,7 +102,9 @@ def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, S
 
 
 def numbered(name: str, layers: Sequence[int] | None) -> str:
-    """The name with the block's number in the whole network, of which `layers` are here; None: as it is."""
+    """The name with the block's number in the whole network, of which `layers` are here; None: as
+    it is.
+    """
     parts = name.split(".")
     if layers is not None and parts[0] == "blocks" and len(parts) > 1:
         parts[1] = str(layers[int(parts[1])])

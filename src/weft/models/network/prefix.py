@@ -1,12 +1,13 @@
-"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, without the reparametrisation): every layer has keys and
-values of its own, of as many tokens as `TransformerConfig.prefix_tokens` says, which every token of every sequence sees. They
-stand before a sequence's first token, whose position counts on from theirs.
+"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, without the
+reparametrisation): every layer has keys and values of its own, of as many tokens as
+`TransformerConfig.prefix_tokens` says, which every token of every sequence sees. They stand before
+a sequence's first token, whose position counts on from theirs.
 
     with adapters_off(network): ...    # `weft.models.network.lora`: the network without it
 
-In a pack of whole sequences they are put into the heads of each layer for the time of the attention (`Ahead`). Where keys and
-values are cached a sequence begins with as many tokens that stand for them: whatever those are, their keys and values are the
-prefix's (`Cover`).
+In a pack of whole sequences they are put into the heads of each layer for the time of the attention
+(`Ahead`). Where keys and values are cached a sequence begins with as many tokens that stand for
+them: whatever those are, their keys and values are the prefix's (`Cover`).
 """
 
 from __future__ import annotations
@@ -25,16 +26,21 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
 
 
 class Prefix(nn.Module):
-    """The keys `k` and values `v` of one layer, each [tokens, kv_heads x head_dim]; keys as they are after any rotation."""
+    """The keys `k` and values `v` of one layer, each [tokens, kv_heads x head_dim]; keys as they
+    are after any rotation.
+    """
 
     def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.head_dim, self.active = head_dim, True
+        self.head_dim = head_dim
+        self.active = True
         self.k = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def beside(self, heads: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody reads, keys, values."""
+        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody
+        reads, keys, values.
+        """
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
 
@@ -67,7 +73,9 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Cover:
-    """New tokens of cached sequences of which those at `tokens`, int64 [n], stand for the prefix's at `places`."""
+    """New tokens of cached sequences of which those at `tokens`, int64 [n], stand for the prefix's
+    at `places`.
+    """
 
     attention: AttentionContext
     rotation: Rotation | None
@@ -85,23 +93,39 @@ class Cover:
         return dropout
 
 
-def ahead(context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int) -> Ahead:
-    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning that several share."""
+def ahead(
+    context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
+) -> Ahead:
+    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning
+    that several share.
+    """
     dense = context.dense
-    bounds, device = dense.cu_seqlens.long(), dense.cu_seqlens.device
+    bounds = dense.cu_seqlens.long()
+    device = dense.cu_seqlens.device
     begins = torch.ones(dense.num_sequences, dtype=torch.int64, device=device)
     if isinstance(context, Prefixed):
-        begins -= torch.tensor([_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device).long()
+        begins -= torch.tensor(
+            [_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device
+        ).long()
     before = begins.cumsum(0)  # prefixes up to each segment's first token
     kept = torch.arange(num_tokens, device=device)
     kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
-    first = bounds[:-1] if isinstance(context, Dense) else bounds[:-1][begins.nonzero().flatten()]
+    if isinstance(context, Dense):
+        first = bounds[:-1]
+    else:
+        first = bounds[:-1][begins.nonzero().flatten()]
     copies = len(first)
-    added = first[:, None] + count * torch.arange(copies, device=device)[:, None] + torch.arange(count, device=device)
+    added = (
+        first[:, None]
+        + count * torch.arange(copies, device=device)[:, None]
+        + torch.arange(count, device=device)
+    )
     order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
     order[kept] = torch.arange(num_tokens, device=device)
     order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
-    owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(num_tokens - 1)
+    owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(
+        num_tokens - 1
+    )
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):
@@ -109,7 +133,9 @@ def ahead(context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int,
     return Ahead(wide, _unrotated(rotation, order), order, kept, owner, copies)
 
 
-def cover(context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int) -> Cover | None:
+def cover(
+    context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
+) -> Cover | None:
     """Which new tokens stand for the prefix's `count`; None where none does."""
     if isinstance(context, Paged):
         if context.decodes:
@@ -166,4 +192,6 @@ def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
         return None
     cos, sin = rotation
     rows = order.clamp_max(len(cos))
-    return torch.cat([cos, torch.ones_like(cos[:1])])[rows], torch.cat([sin, torch.zeros_like(sin[:1])])[rows]
+    return torch.cat([cos, torch.ones_like(cos[:1])])[rows], torch.cat(
+        [sin, torch.zeros_like(sin[:1])]
+    )[rows]

@@ -3,9 +3,9 @@
     hold(network, "4bit", torch.bfloat16)    # of a network on the meta device: its blocks' matrices, before they have memory
     whole(layer.weight)                      # [out, in] in that dtype, for one product
 
-8 bits: int8 with one scale a row (absmax / 127). 4 bits: NF4 with one scale every 64 elements of a row (Dettmers et al. 2023,
-"QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are rounded where they are copied in, so loading
-never holds a whole network in a wider form.
+8 bits: int8 with one scale a row (absmax / 127). 4 bits: NF4 with one scale every 64 elements of a
+row (Dettmers et al. 2023, "QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are
+rounded where they are copied in, so loading never holds a whole network in a wider form.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ _aten = torch.ops.aten
 
 
 class Quantized(Tensor):
-    """A matrix [out, in] of which only the rounded form is held. It has the shape and dtype of the whole; rows can be taken,
-    and values copied in. Any other operation sees the whole matrix."""
+    """A matrix [out, in] of which only the rounded form is held.
+
+    It has the shape and dtype of the whole; rows can be taken, and values copied in. Any other
+    operation sees the whole matrix.
+    """
 
     codes: Tensor  # [out, in] int8, or [out, in / 2] uint8
     scales: Tensor  # [out, 1] or [out, in / 64], float32
@@ -41,16 +44,22 @@ class Quantized(Tensor):
     def __new__(cls, codes: Tensor, scales: Tensor, kind: Kind, dtype: torch.dtype) -> Quantized:
         shape = (codes.shape[0], codes.shape[1] * (2 if kind == "4bit" else 1))
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
-        made.codes, made.scales, made.kind = codes, scales, kind
+        made.codes = codes
+        made.scales = scales
+        made.kind = kind
         return cast(Quantized, made)
 
     @classmethod
-    def unfilled(cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str) -> Quantized:
+    def unfilled(
+        cls, rows: int, columns: int, kind: Kind, dtype: torch.dtype, device: torch.device | str
+    ) -> Quantized:
         """A matrix whose values are still to be copied in."""
         if kind == "8bit":
-            codes, scales = torch.empty(rows, columns, dtype=torch.int8, device=device), (rows, 1)
+            codes = torch.empty(rows, columns, dtype=torch.int8, device=device)
+            scales = (rows, 1)
         else:
-            codes, scales = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device), (rows, columns // BLOCK)
+            codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+            scales = (rows, columns // BLOCK)
         return cls(codes, torch.empty(scales, dtype=torch.float32, device=device), kind, dtype)
 
     @property
@@ -70,8 +79,11 @@ class Quantized(Tensor):
         """[out, in] in its dtype."""
         if self.kind == "8bit":
             return self.codes.to(self.dtype).mul_(self.scales.to(self.dtype))
-        shape, scales = tuple(self.shape), self.scales.reshape(-1)
-        made: Tensor = _library().dequantize_4bit(self.codes, scales, BLOCK, FORM, shape, self.dtype)
+        shape = tuple(self.shape)
+        scales = self.scales.reshape(-1)
+        made: Tensor = _library().dequantize_4bit(
+            self.codes, scales, BLOCK, FORM, shape, self.dtype
+        )
         return made
 
     def hold(self, values: Tensor) -> None:
@@ -88,17 +100,31 @@ class Quantized(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        call: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        own, first = OWN.get(call), args[0] if args else None
+        own = OWN.get(call)
+        first = args[0] if args else None
         if own is not None and isinstance(first, Quantized):
             return own(*args, **(kwargs or {}))
-        assert not (call._schema.is_mutable and isinstance(first, Quantized)), f"{call} on a matrix held in few bits"
+        assert not (call._schema.is_mutable and isinstance(first, Quantized)), (
+            f"{call} on a matrix held in few bits"
+        )
         plain = [whole(each) if isinstance(each, Tensor) else each for each in args]
-        return call(*plain, **{name: whole(v) if isinstance(v, Tensor) else v for name, v in (kwargs or {}).items()})
+        return call(
+            *plain,
+            **{
+                name: whole(v) if isinstance(v, Tensor) else v for name, v in (kwargs or {}).items()
+            },
+        )
 
 
-def _rows(held: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+def _rows(
+    held: Quantized, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
     if dim == 0 and step == 1:
         return held.rows(slice(start, end))
     return held.whole()[(slice(None),) * dim + (slice(start, end, step),)]
@@ -114,8 +140,11 @@ def _copied_in(held: Quantized, values: Tensor, non_blocking: bool = False) -> Q
 
 
 OWN: dict[Any, Callable[..., Any]] = {
-    _aten.detach.default: _same, _aten.alias.default: _same, _aten.slice.Tensor: _rows, _aten.copy_.default: _copied_in,
-}  # fmt: skip
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.slice.Tensor: _rows,
+    _aten.copy_.default: _copied_in,
+}
 
 
 def whole(weight: Tensor) -> Tensor:
@@ -124,7 +153,9 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b [T, in] -> [T, out] of a frozen `Quantized` W, of which the backward pass keeps the rounded form alone."""
+    """x W^T + b [T, in] -> [T, out] of a frozen `Quantized` W, of which the backward pass keeps the
+    rounded form alone.
+    """
     assert isinstance(weight, Quantized)
     made: Tensor = _Linear.apply(x, weight, bias)
     return made
@@ -139,13 +170,18 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x = kernels.product(gradients[0], ctx.weight.whole().T) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            grad_x = kernels.product(gradients[0], ctx.weight.whole().T)
+        else:
+            grad_x = None
         return grad_x, None, None
 
 
 def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
-    """Have these layers' matrices `weight`, on the meta device, held in few bits from the time that they get memory; how many
-    elements that are. One whose rows are no whole blocks in 4 bits stays as it is."""
+    """Have these layers' matrices `weight`, on the meta device, held in few bits from the time that
+    they get memory; how many elements that are. One whose rows are no whole blocks in 4 bits stays
+    as it is.
+    """
     count = 0
     for layer in layers:
         weight = layer.weight
@@ -153,15 +189,26 @@ def hold(layers: Iterable[nn.Module], kind: Kind, dtype: torch.dtype) -> int:
         rows, columns = weight.shape
         if kind == "4bit" and columns % BLOCK:
             continue
-        layer.weight = nn.Parameter(Quantized.unfilled(rows, columns, kind, dtype, "meta"), requires_grad=False)
+        layer.weight = nn.Parameter(
+            Quantized.unfilled(rows, columns, kind, dtype, "meta"), requires_grad=False
+        )
         count += rows * columns
     return count
 
 
 def give_memory(network: nn.Module, device: torch.device) -> None:
-    """Do what `network.to_empty(device)` does, also where some of the matrices are held in few bits."""
-    held = [module for module in network.modules() if isinstance(getattr(module, "weight", None), Quantized)]
-    made = [(module, cast(Quantized, cast(Tensor, module.weight).detach()).on(device)) for module in held]
+    """Do what `network.to_empty(device)` does, also where some of the matrices are held in few
+    bits.
+    """
+    held = [
+        module
+        for module in network.modules()
+        if isinstance(getattr(module, "weight", None), Quantized)
+    ]
+    made = [
+        (module, cast(Quantized, cast(Tensor, module.weight).detach()).on(device))
+        for module in held
+    ]
     for module in held:
         module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
     network._apply(lambda tensor: _empty(tensor, device))
@@ -170,7 +217,10 @@ def give_memory(network: nn.Module, device: torch.device) -> None:
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of the meta device. Its `empty_like` loads sympy, which takes a third of a second."""
+    """Memory for a tensor of the meta device.
+
+    Its `empty_like` loads sympy, which takes a third of a second.
+    """
     if type(like) in (Tensor, nn.Parameter):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     return torch.empty_like(like, device=device)  # shards of FSDP2

@@ -1,4 +1,7 @@
-"""Rotary positions: the angles of each scaling scheme. Angles are float32 (float64 for float64 networks)."""
+"""Rotary positions: the angles of each scaling scheme.
+
+Angles are float32 (float64 for float64 networks).
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,25 @@ from torch import Tensor
 
 from weft.models.network.config import Rope
 
-CHANGING = ("dynamic", "longrope")  # schemes in which a position's angles depend on how long its sequence is
+# schemes in which a position's angles depend on how long its sequence is
+CHANGING = ("dynamic", "longrope")
 
 
-def rotation(rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(
+    rope: Rope, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(cos, sin), each [T, 1, dim / 2] in `dtype`, for `positions` int64 [T].
 
-    `lengths` int64 [T] is the length of each token's sequence: schemes that depend on it (dynamic, longrope) choose per
-    sequence, so that a pack computes what each sequence computes alone.
+    `lengths` int64 [T] is the length of each token's sequence: schemes that depend on it (dynamic,
+    longrope) choose per sequence, so that a pack computes what each sequence computes alone.
     """
     frequencies, factor = _frequencies(rope, lengths)
     angles = (positions[:, None].float() * frequencies)[:, None]
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if factor != 1.0:
-        cos, sin = cos * factor, sin * factor
+        cos = cos * factor
+        sin = sin * factor
     return cos.to(dtype), sin.to(dtype)
 
 
@@ -58,31 +66,47 @@ def _plain(theta: float, dim: int, device: torch.device) -> tuple[Tensor, Tensor
 
 def _dynamic(rope: Rope, exponents: Tensor, lengths: Tensor) -> Tensor:
     """NTK-aware: beyond the trained length the base grows with the sequence (bloc97, 2023)."""
-    factor, original = rope.values["factor"], rope.values["original"]
+    factor = rope.values["factor"]
+    original = rope.values["original"]
     over = lengths.clamp_min(original).float() / original
     base = rope.theta * (factor * over - (factor - 1)) ** (rope.dim / (rope.dim - 2))
     return 1.0 / base[:, None] ** exponents
 
 
 def _llama3(plain: Tensor, values: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, a smooth passage between."""
-    low, high, factor = values["low_freq_factor"], values["high_freq_factor"], values["factor"]
+    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, a smooth passage
+    between.
+    """
+    low = values["low_freq_factor"]
+    high = values["high_freq_factor"]
+    factor = values["factor"]
     turns = values["original"] * plain / (2 * math.pi)  # full turns within the trained length
     smooth = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - smooth) * plain / factor + smooth * plain
 
 
 def _yarn(rope: Rope, plain: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023), section 3.2: dimensions that turn often are kept, those that turn rarely are interpolated."""
+    """YaRN (Peng et al. 2023), section 3.2: dimensions that turn often are kept, those that turn
+    rarely are interpolated.
+    """
     values = rope.values
 
     def dimension(turns: float) -> float:
-        return rope.dim * math.log(values["original"] / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            rope.dim
+            * math.log(values["original"] / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
-    low, high = dimension(values["beta_fast"]), dimension(values["beta_slow"])
+    low = dimension(values["beta_fast"])
+    high = dimension(values["beta_slow"])
     if values["truncate"]:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rope.dim - 1)
     span = high - low if high != low else 0.001
-    ramp = ((torch.arange(rope.dim // 2, device=plain.device, dtype=torch.float32) - low) / span).clamp(0, 1)
+    ramp = (
+        (torch.arange(rope.dim // 2, device=plain.device, dtype=torch.float32) - low) / span
+    ).clamp(0, 1)
     return plain / values["factor"] * ramp + plain * (1 - ramp)

@@ -1,4 +1,6 @@
-"""States of which each of several ranks has some rows: between attention and MLP, where a row needs no other."""
+"""States of which each of several ranks has some rows: between attention and MLP, where a row needs
+no other.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class RowShare(Protocol):
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """[n, ...] -> all rows, where each rank makes another part of the result of them: gradients are summed."""
+        """[n, ...] -> all rows, where each rank makes another part of the result of them: gradients
+        are summed.
+        """
         ...
 
     def gather_alike(self, x: Tensor) -> Tensor:
@@ -26,13 +30,18 @@ class RowShare(Protocol):
         ...
 
     def scatter(self, x: Tensor) -> Tensor:
-        """All rows, each a sum of which every rank has a part -> those of this rank [n, ...], summed."""
+        """All rows, each a sum of which every rank has a part -> those of this rank [n, ...],
+        summed.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Of one pass. `kept` int64 says which of this rank's tokens, numbered here, are its wanted ones."""
+    """Of one pass.
+
+    `kept` int64 says which of this rank's tokens, numbered here, are its wanted ones.
+    """
 
     tokens: RowShare  # of all tokens of the pack
     wanted: RowShare  # of the rows that are wanted after the last block
@@ -43,7 +52,9 @@ class RowSharing(Protocol):
     """How the ranks share rows, pass by pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted; None: at every token."""
+        """Of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted; None: at every
+        token.
+        """
         ...
 
     def count(self, length: int) -> int:
@@ -52,8 +63,9 @@ class RowSharing(Protocol):
 
 
 def entered(x: Tensor, share: RowShare | None, enter: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """States as a layer reads them of which ranks hold a part each: all rows, the ranks' gradients summed. `enter` does it
-    where all rows are here; None: one rank has the whole layer."""
+    """States as a layer reads them of which ranks hold a part each: all rows, the ranks' gradients
+    summed. `enter` does it where all rows are here; None: one rank has the whole layer.
+    """
     if share is not None:
         return share.gather(x)
     return x if enter is None else enter(x)

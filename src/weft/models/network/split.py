@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class VocabularySplit(Protocol):
-    """Joins what ranks have that hold consecutive parts of the vocabulary each; tensors are one number a row, or a few."""
+    """Joins what ranks have that hold consecutive parts of the vocabulary each; tensors are one
+    number a row, or a few.
+    """
 
     @property
     def first(self) -> int:

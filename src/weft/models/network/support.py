@@ -15,7 +15,8 @@ from weft import kernels
 
 @dataclass(frozen=True)
 class Support:
-    """The ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalised over them.
+    """The ids that sampling kept at each row (top-k, top-p, min-p); log-probs are normalised over
+    them.
 
     A row without ids is normalised over the whole vocabulary. A row's label always counts as kept.
     """
@@ -27,7 +28,10 @@ class Support:
     @cached_property
     def host_counts(self) -> npt.NDArray[np.int64]:
         """Waits for the device where nobody has said them."""
-        counts: npt.NDArray[np.int64] = self.counts.cpu().numpy() if self.known is None else self.known
+        if self.known is None:
+            counts: npt.NDArray[np.int64] = self.counts.cpu().numpy()
+        else:
+            counts = self.known
         return counts
 
     @cached_property
@@ -39,18 +43,29 @@ class Support:
         """The support of some rows, in rising order."""
         chosen = np.zeros(len(self.host_counts), np.bool_)
         chosen[rows] = True
-        kept, device = np.flatnonzero(np.repeat(chosen, self.host_counts)), self.ids.device
+        kept = np.flatnonzero(np.repeat(chosen, self.host_counts))
+        device = self.ids.device
         return Support(
-            self.ids[kernels.put(kept, device)], self.counts[kernels.put(rows, device)], self.host_counts[rows]
+            self.ids[kernels.put(kept, device)],
+            self.counts[kernels.put(rows, device)],
+            self.host_counts[rows],
         )
 
     def outside(self, rows: slice, labels: Tensor, ids: slice) -> Tensor:
-        """bool [R, ids]: which of a span of ids are kept at none of `rows`, consecutive ones; `labels` [R] count as kept."""
-        first, size = int(self.ends[rows.start] - self.host_counts[rows.start]), ids.stop - ids.start
-        kept, here = self.ids[first : int(self.ends[rows.stop - 1])], self.counts[rows]
-        outside = (here > 0)[:, None].repeat(1, size + 1)  # the last column takes ids of other spans
+        """bool [R, ids]: which of a span of ids are kept at none of `rows`, consecutive ones;
+        `labels` [R] count as kept.
+        """
+        first = int(self.ends[rows.start] - self.host_counts[rows.start])
+        size = ids.stop - ids.start
+        kept = self.ids[first : int(self.ends[rows.stop - 1])]
+        here = self.counts[rows]
+        # the last column takes ids of other spans
+        outside = (here > 0)[:, None].repeat(1, size + 1)
         row = torch.arange(len(here), device=kept.device)
-        for at, of_row in ((row.repeat_interleave(here, output_size=len(kept)), kept), (row, labels)):
+        for at, of_row in (
+            (row.repeat_interleave(here, output_size=len(kept)), kept),
+            (row, labels),
+        ):
             local = of_row - ids.start
             outside[at, torch.where((local >= 0) & (local < size), local, size)] = False
         return outside[:, :size]

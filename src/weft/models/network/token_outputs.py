@@ -1,7 +1,9 @@
-"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for float64 networks).
+"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for
+float64 networks).
 
-The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a row's gradient depends on its
-own outputs alone, each chunk's gradients are made while its logits are there; else the backward pass computes them again.
+The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a
+row's gradient depends on its own outputs alone, each chunk's gradients are made while its logits
+are there; else the backward pass computes them again.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from weft.models.network.packed import RowGradient
 from weft.models.network.split import VocabularySplit, own_ids
 from weft.models.network.support import Support
 
-# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large vocabulary take; an
-# accelerator needs more rows to run at full speed.
+# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large
+# vocabulary take; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
 LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
@@ -29,13 +31,16 @@ LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer
 
 @dataclass(frozen=True)
 class Projection:
-    """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x / softcap)."""
+    """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x
+    / softcap).
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
     split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
-    gradient_sum: kernels.GradientSum | None = None  # where the weight's gradient goes in place of its `grad`
+    # where the weight's gradient goes in place of its `grad`
+    gradient_sum: kernels.GradientSum | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -43,11 +48,14 @@ class Projection:
 
     def chunk_rows(self) -> int:
         """Rows whose logits are held at once: as many on every rank."""
-        return chunk_rows(self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device)
+        return chunk_rows(
+            self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device
+        )
 
     def logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the caller wants to hold. `wide`
-        is what `kernels.kept_wide` made of the weight."""
+        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the
+        caller wants to hold. `wide` is what `kernels.kept_wide` made of the weight.
+        """
         own = self.own_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
 
@@ -57,21 +65,32 @@ class Projection:
 
 
 def token_outputs(
-    hidden: Tensor, labels: Tensor, projection: Projection, want: frozenset[Output], *,
-    temperature: float = 1.0, support: Support | None = None, chunk: int | None = None, gradient: RowGradient | None = None,
-) -> dict[Output, Tensor]:  # fmt: skip
-    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H] and `labels` int64 [N].
+    hidden: Tensor,
+    labels: Tensor,
+    projection: Projection,
+    want: frozenset[Output],
+    *,
+    temperature: float = 1.0,
+    support: Support | None = None,
+    chunk: int | None = None,
+    gradient: RowGradient | None = None,
+) -> dict[Output, Tensor]:
+    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H]
+    and `labels` int64 [N].
 
-    All are of softmax(logits / temperature), over the support where one is given. Log-probs and entropy are differentiable in
-    the hidden states and the projection; top1 (1 where the label is the likeliest id) is not. `chunk` is the number of rows
-    handled at once; by default as many as keep the logits small. `gradient` says what log-probs and entropy will get, where
-    each row's depends on its own outputs alone: the backward pass then need not compute the logits again.
+    All are of softmax(logits / temperature), over the support where one is given. Log-probs and
+    entropy are differentiable in the hidden states and the projection; top1 (1 where the label is
+    the likeliest id) is not. `chunk` is the number of rows handled at once; by default as many as
+    keep the logits small. `gradient` says what log-probs and entropy will get, where each row's
+    depends on its own outputs alone: the backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.chunk_rows()
     wanted = ("entropy" in want, "top1" in want)
     sums = projection.gradient_sum
-    settings = _Settings(projection.softcap, temperature, rows, *wanted, support, known, projection.split, sums)
+    settings = _Settings(
+        projection.softcap, temperature, rows, *wanted, support, known, projection.split, sums
+    )
     values = _TokenOutputs.apply(hidden, projection.weight, projection.bias, labels, settings)
     names: tuple[Output, ...] = ("logprobs", "entropy", "top1")
     return {name: value for name, value in zip(names, values, strict=True) if name in want}
@@ -96,26 +115,39 @@ class _Settings:
 
 
 class Gradients:
-    """The gradients of a projection's inputs, added up over chunks of rows; that of the weight for its `gradient_sum`, where it
-    has one."""
+    """The gradients of a projection's inputs, added up over chunks of rows; that of the weight for
+    its `gradient_sum`, where it has one.
+    """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool],
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: Sequence[bool],
         gradient_sum: kernels.GradientSum | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gradient_sum = gradient_sum
         self._kept = torch.promote_types(weight.dtype, torch.float32)
-        self._inputs, self._needed = (hidden, weight, bias), needed
+        self._inputs = (hidden, weight, bias)
+        self._needed = needed
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         self._grad_weight: Tensor | None = None
-        self._grad_bias = torch.zeros_like(bias, dtype=self._kept) if bias is not None and needed[2] else None
+        if bias is not None and needed[2]:
+            self._grad_bias: Tensor | None = torch.zeros_like(bias, dtype=self._kept)
+        else:
+            self._grad_bias = None
 
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """The gradient by the logits of `rows` is scale * grad_logits; the scale goes to the short side of each product."""
+        """The gradient by the logits of `rows` is scale * grad_logits; the scale goes to the short
+        side of each product.
+        """
         hidden, weight, _ = self._inputs
         grad_raw = grad_logits.to(weight.dtype)
         if self._grad_hidden is not None:
-            self._grad_hidden[rows] = (kernels.product(grad_raw, weight.T) * scale[:, None]).to(hidden.dtype)
+            self._grad_hidden[rows] = (kernels.product(grad_raw, weight.T) * scale[:, None]).to(
+                hidden.dtype
+            )
         if self._needed[1]:
             self._add_weight(grad_raw, (hidden[rows] * scale[:, None]).to(weight.dtype))
         if self._grad_bias is not None:
@@ -141,13 +173,18 @@ class Gradients:
             self._gradient_sum.take(self._weight_so_far())
         elif self._needed[1]:
             grad_weight = self._weight_so_far().to(weight.dtype)
-        grad_bias = None if self._grad_bias is None or bias is None else self._grad_bias.to(bias.dtype)
+        if self._grad_bias is None or bias is None:
+            grad_bias = None
+        else:
+            grad_bias = self._grad_bias.to(bias.dtype)
         return self._grad_hidden, grad_weight, grad_bias, None, None
 
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Of some rows: logits over the temperature, and what is known of their softmax: statistics, or all log-probs."""
+    """Of some rows: logits over the temperature, and what is known of their softmax: statistics, or
+    all log-probs.
+    """
 
     logits: Tensor
     capped: Tensor
@@ -157,19 +194,26 @@ class _Softmax:
     def gradient(
         self, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by [R]), in the place of what
-        was known. A label below 0 is another rank's."""
+        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by
+        [R]), in the place of what was known. A label below 0 is another rank's.
+        """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         if self.found is not None:
-            made = self.capped.clone() if settings.softcap is not None and self.logits is self.capped else self.logits
+            if settings.softcap is not None and self.logits is self.capped:
+                made = self.capped.clone()
+            else:
+                made = self.logits
             kernels.to_gradients(made, self.found, labels, grad_logprob, grad_entropy)
             return through_cap(made, self.capped, settings.softcap), whole
         assert self.logp is not None
         if grad_entropy is None:
             p = self.logp.exp_()
             p.scatter_add_(1, labels[:, None], p.new_full((len(p), 1), -1.0))
-            return through_cap(p, self.capped, settings.softcap), -grad_logprob / settings.temperature
-        p, finite = self.logp.exp(), _finite(self.logp, settings)
+            return through_cap(
+                p, self.capped, settings.softcap
+            ), -grad_logprob / settings.temperature
+        p = self.logp.exp()
+        finite = _finite(self.logp, settings)
         made = p * -grad_logprob[:, None]
         made.scatter_add_(1, labels[:, None], grad_logprob[:, None])
         made -= grad_entropy[:, None] * p * (finite - torch.linalg.vecdot(p, finite)[:, None])
@@ -195,10 +239,15 @@ def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) 
     if kernels.serves(logits):
         found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
         own = logits.gather(1, labels[:, None])[:, 0] - found.lse
-        return _Known(_Softmax(logits, capped, found, None), labels, own, found.lse, found.entropy, found.best)
+        return _Known(
+            _Softmax(logits, capped, found, None), labels, own, found.lse, found.entropy, found.best
+        )
     logp = torch.log_softmax(logits, dim=-1)
     own = logp.gather(1, labels[:, None])[:, 0]
-    entropy = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings)) if settings.entropy else None
+    if settings.entropy:
+        entropy = -torch.linalg.vecdot(logp.exp(), _finite(logp, settings))
+    else:
+        entropy = None
     best = logp.argmax(-1) if settings.top1 else None
     return _Known(_Softmax(logits, capped, None, logp), labels, own, None, entropy, best)
 
@@ -206,14 +255,18 @@ def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) 
 def _known_of_part(
     logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, split: VocabularySplit
 ) -> _Known:
-    """As `_known`, where the logits are those of a part of the vocabulary. With lse_r and H_r of a rank's part, the log of the
-    sum over all is lse = logsumexp of lse_r, and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r)."""
+    """As `_known`, where the logits are those of a part of the vocabulary.
+
+    With lse_r and H_r of a rank's part, the log of the sum over all is lse = logsumexp of lse_r,
+    and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
+    """
     labels = own_ids(labels, logits.shape[1], split)
     found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
     lse = split.logsumexp(found.lse)
     own = logits.gather(1, labels.clamp_min(0)[:, None])[:, 0]
     logprobs = split.sum(torch.where(labels >= 0, own, torch.zeros_like(own))) - lse
-    entropy, best = None, None
+    entropy = None
+    best = None
     if found.entropy is not None:
         share = (found.lse - lse).exp()
         mean = torch.where(share > 0, share * (found.lse - found.entropy), torch.zeros_like(share))
@@ -227,7 +280,12 @@ def _known_of_part(
 class _TokenOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        settings: _Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kept = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_zeros(len(labels), dtype=kept)
@@ -243,7 +301,9 @@ class _TokenOutputs(torch.autograd.Function):
             total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
-            known = _known(_tempered(capped, rows, labels, settings), capped, labels[rows], settings)
+            known = _known(
+                _tempered(capped, rows, labels, settings), capped, labels[rows], settings
+            )
             logprobs[rows] = known.logprobs
             if known.lse is not None:
                 lse[rows] = known.lse
@@ -257,14 +317,17 @@ class _TokenOutputs(torch.autograd.Function):
                 total.add(rows, *known.softmax.gradient(known.labels, *_of(given, rows), settings))
             del capped, known  # before the next rows' are made
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
-        ctx.settings, ctx.made = settings, None if total is None else (total, given)
+        ctx.settings = settings
+        ctx.made = None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
         return logprobs, entropies, top1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
@@ -276,7 +339,9 @@ class _TokenOutputs(torch.autograd.Function):
         ):
             return made[0].cast()
         total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
-        known: dict[Output, Tensor] = {"logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]}
+        known: dict[Output, Tensor] = {
+            "logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]
+        }
         if gradients[1] is not None:
             known["entropy"] = gradients[1]
         for rows in chunks(len(labels), settings.chunk):
@@ -295,7 +360,12 @@ class _TokenOutputs(torch.autograd.Function):
 
 
 def _again(
-    logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, lse: Tensor, entropy: Tensor | None
+    logits: Tensor,
+    capped: Tensor,
+    labels: Tensor,
+    settings: _Settings,
+    lse: Tensor,
+    entropy: Tensor | None,
 ) -> tuple[_Softmax, Tensor]:
     """(the softmax of rows whose statistics are known, their labels as `_Known` has them)."""
     if settings.split is not None:
@@ -313,11 +383,15 @@ def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor
 
 def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
     """The gradient by logits before the cap, in the place of that by `capped` ones."""
-    return grad_logits if softcap is None else grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
+    if softcap is None:
+        return grad_logits
+    return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a gradient is what it was said to be; an accelerator takes it at its word, since asking would make it wait."""
+    """Whether a gradient is what it was said to be; an accelerator takes it at its word, since
+    asking would make it wait.
+    """
     if one is None or other is None:
         return one is other
     return one.device.type != "cpu" or torch.equal(one, other)
@@ -328,7 +402,9 @@ def chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None) -> Tensor:
+def _project(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None
+) -> Tensor:
     """In float32 at least: logits of 20 rounded to bfloat16 would be off by up to 0.06."""
     return kernels.wide_product(hidden, weight, bias, wide)
 
@@ -339,13 +415,18 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 def _finite(logp: Tensor, settings: _Settings) -> Tensor:
     """logp with 0 where an id is outside its row's support, so that p log p is 0 there."""
-    return logp if settings.support is None else logp.masked_fill(logp == float("-inf"), 0.0)
+    if settings.support is None:
+        return logp
+    return logp.masked_fill(logp == float("-inf"), 0.0)
 
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
     """Logits over the temperature; ids outside a row's support at minus infinity."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
-        logits = logits.div_(settings.temperature) if settings.softcap is None else logits / settings.temperature
+        if settings.softcap is None:
+            logits = logits.div_(settings.temperature)
+        else:
+            logits = logits / settings.temperature
     if settings.support is None:
         return logits
     first = 0 if settings.split is None else settings.split.first

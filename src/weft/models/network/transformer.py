@@ -6,19 +6,24 @@
     network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
     network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
 
-Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding where they begin at 0 and
-with the last norm and head where they end at the last. Without the embedding a pass is given `states` [T, hidden]; without the
-head it returns them. Where blocks between are missing, runs of those that are there compute, each a network of its own over the
-same modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary is built of a config
-with smaller numbers; what joins such parts hangs itself on `embed`, on the blocks and before the head from outside. It may give
-each rank its own rows of the states between attention and MLP (`sharing`), in `forward` alone: generation goes past it.
+Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding
+where they begin at 0 and with the last norm and head where they end at the last. Without the
+embedding a pass is given `states` [T, hidden]; without the head it returns them. Where blocks
+between are missing, runs of those that are there compute, each a network of its own over the same
+modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary
+is built of a config with smaller numbers; what joins such parts hangs itself on `embed`, on the
+blocks and before the head from outside. It may give each rank its own rows of the states between
+attention and MLP (`sharing`), in `forward` alone: generation goes past it.
 
-Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored): `embed.weight`,
-`positions.weight`, `embed_in.weight`, `embed_out.weight`, `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`,
-`blocks.{i}.attention.{q_norm,k_norm}.weight`, `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
-`blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in], `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention
-and MLP), `blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}` (absent where
-tied: the embedding's matrix serves), `score.weight` [1, width] (value and score heads, in place of `head`).
+Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored):
+`embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`,
+`blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`,
+`blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
+`blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in],
+`blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP),
+`blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}`
+(absent where tied: the embedding's matrix serves), `score.weight` [1, width] (value and score
+heads, in place of `head`).
 """
 
 from __future__ import annotations
@@ -56,8 +61,11 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 
 class Embedding(nn.Module):
-    """[V, width] looked up at tokens int64 [T]. Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums
-    what the ranks have, or `share` where they share the rows."""
+    """[V, width] looked up at tokens int64 [T].
+
+    Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums what the ranks
+    have, or `share` where they share the rows.
+    """
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -77,20 +85,32 @@ class Embedding(nn.Module):
 
 class Transformer(nn.Module):
     def __init__(
-        self, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last", *,
+        self,
+        config: TransformerConfig,
+        head: Head = "lm",
+        pooling: Pooling = "last",
+        *,
         layers: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
-        self.config, self.kind, self.pooling = config, head, pooling
+        self.config = config
+        self.kind = head
+        self.pooling = pooling
         self.vocab_size = config.vocab_size  # ids in all, of which a rank may hold a part
-        self.held_layers = range(config.num_layers) if layers is None else layers  # numbers of its blocks, rising
+        # numbers of its blocks, rising
+        self.held_layers = range(config.num_layers) if layers is None else layers
         self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
-        self.repeats_prefixes = False  # also where they could be computed once: ranks share the tokens of a pack
-        self.enter: Callable[[Tensor], Tensor] | None = None  # joins ranks' gradients of what the head reads
+        # also where they could be computed once: ranks share the tokens of a pack
+        self.repeats_prefixes = False
+        # joins ranks' gradients of what the head reads
+        self.enter: Callable[[Tensor], Tensor] | None = None
         self.sharing: RowSharing | None = None  # where ranks share the rows of the states of a pack
-        self.padding: int | None = None  # padding token; a sequence's score is read at the last token before it
-        width, hidden = config.embed_dim or config.hidden_size, config.hidden_size
-        self.begins, self.ends = self.held_layers[0] == 0, self.held_layers[-1] == config.num_layers - 1
+        # padding token; a sequence's score is read at the last token before it
+        self.padding: int | None = None
+        width = config.embed_dim or config.hidden_size
+        hidden = config.hidden_size
+        self.begins = self.held_layers[0] == 0
+        self.ends = self.held_layers[-1] == config.num_layers - 1
         if self.begins or (self.ends and head == "lm" and config.tied):
             self.embed = Embedding(config.vocab_size, width)
         if self.begins and config.learned_positions is not None:
@@ -109,17 +129,27 @@ class Transformer(nn.Module):
 
     @classmethod
     def empty(
-        cls, config: TransformerConfig, head: Head = "lm", pooling: Pooling = "last",
-        *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, layers: Sequence[int] | None = None,
-    ) -> Transformer:  # fmt: skip
-        """The network with memory for its weights and no values in it: nothing is drawn from a random generator."""
+        cls,
+        config: TransformerConfig,
+        head: Head = "lm",
+        pooling: Pooling = "last",
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        layers: Sequence[int] | None = None,
+    ) -> Transformer:
+        """The network with memory for its weights and no values in it: nothing is drawn from a
+        random generator.
+        """
         with torch.device("meta"):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
 
     def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Networks of these runs of its layers, which are all that it has. They are submodules of it from then on, and what
-        they hold is what it holds."""
+        """Networks of these runs of its layers, which are all that it has.
+
+        They are submodules of it from then on, and what they hold is what it holds.
+        """
         parts = []
         for run in runs:
             with torch.device("meta"):
@@ -127,22 +157,32 @@ class Transformer(nn.Module):
             for name, _ in list(part.named_children()):
                 setattr(part, name, getattr(self, name))
             part.blocks = nn.ModuleList(self.blocks[self.held_layers.index(layer)] for layer in run)
-            part.vocab_size, part.padding = self.vocab_size, self.padding
-            part.recompute_every, part.repeats_prefixes = self.recompute_every, self.repeats_prefixes
-            part.enter, part.sharing = self.enter, self.sharing
+            part.vocab_size = self.vocab_size
+            part.padding = self.padding
+            part.recompute_every = self.recompute_every
+            part.repeats_prefixes = self.repeats_prefixes
+            part.enter = self.enter
+            part.sharing = self.sharing
             parts.append(part.train(self.training))
         self.stages = nn.ModuleList(parts)
         return parts
 
     def forward(
-        self, x: Packed, want: frozenset[Output], temperature: float = 1.0, support: Support | None = None,
+        self,
+        x: Packed,
+        want: frozenset[Output],
+        temperature: float = 1.0,
+        support: Support | None = None,
         states: Tensor | None = None,
-    ) -> dict[Output, Tensor] | Tensor:  # fmt: skip
-        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`), [N] values, [S] scores; or
-        the states [T, hidden] of a network that does not end (of those this rank's, where they are shared; so are `states`).
-        Raises `ConfigError` for what the head lacks."""
+    ) -> dict[Output, Tensor] | Tensor:
+        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`),
+        [N] values, [S] scores; or the states [T, hidden] of a network that does not end (of those
+        this rank's, where they are shared; so are `states`). Raises `ConfigError` for what the head
+        lacks.
+        """
         if not want <= OUTPUTS[self.kind]:
-            lacking, given = ", ".join(sorted(want - OUTPUTS[self.kind])), ", ".join(sorted(OUTPUTS[self.kind]))
+            lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
+            given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
         mean = self.kind == "score" and self.pooling == "mean"
         rows: Tensor | None = None
@@ -154,7 +194,9 @@ class Transformer(nn.Module):
             return found
         if self.kind == "lm":
             found = entered(found, None if shared is None else shared.wanted, self.enter)
-            outputs: dict[Output, Tensor] = self.head(found, x, want, self._tied, temperature, support)
+            outputs: dict[Output, Tensor] = self.head(
+                found, x, want, self._tied, temperature, support
+            )
             return outputs
         values: Tensor = self.score(found)
         values = values if shared is None else shared.wanted.gather_alike(values)
@@ -163,19 +205,28 @@ class Transformer(nn.Module):
         return {"scores" if self.kind == "score" else "values": values}
 
     def hidden(
-        self, x: Packed, rows: Tensor | None = None, states: Tensor | None = None, shared: SharedRows | None = None
+        self,
+        x: Packed,
+        rows: Tensor | None = None,
+        states: Tensor | None = None,
+        shared: SharedRows | None = None,
     ) -> Tensor:
-        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`, int64 [N], alone. Of a
-        network that does not end what its last block makes. Of all these this rank's, where they are `shared`."""
+        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`,
+        int64 [N], alone. Of a network that does not end what its last block makes. Of all these
+        this rank's, where they are `shared`.
+        """
         assert self.begins != (states is not None), "states are given where there is no embedding"
-        keys, count = None, self.prefix_tokens
+        keys = None
+        count = self.prefix_tokens
         if x.dropout is not None:
             keys = TokenDropout.spread(x.dropout, x.attention.dense.lengths, x.positions)
         if count and not isinstance(x.attention, Cached | Paged):
             x = replace(x, positions=x.positions + count)
         if states is None:
             states = self._embedded(x, keys, shared)
-        at = BlockContext(x.attention, self._rotation(x, states.dtype), keys, x.aux_loss, shared=shared)
+        at = BlockContext(
+            x.attention, self._rotation(x, states.dtype), keys, x.aux_loss, shared=shared
+        )
         if count:
             at = replace(at, prefix=_prefix_of(x, at, count))
         states = self._through(states, at, rows)
@@ -183,10 +234,14 @@ class Transformer(nn.Module):
             return states
         if self.config.final_norm:
             states = self.norm(states)
-        return self.embed_out(states) if self.config.embed_dim not in (None, self.config.hidden_size) else states
+        if self.config.embed_dim not in (None, self.config.hidden_size):
+            return self.embed_out(states)
+        return states
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide` made of `output_matrix`."""
+        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide`
+        made of `output_matrix`.
+        """
         return self.projection.logits(hidden_rows, wide)
 
     @property
@@ -200,13 +255,14 @@ class Transformer(nn.Module):
         return self.head.projection(self._tied)
 
     def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
-        """Whether a prefix that several sequences go on from is computed once, where none has more than `longest` tokens; `on`
-        a device, which is the parameters' own where none is named.
+        """Whether a prefix that several sequences go on from is computed once, where none has more
+        than `longest` tokens; `on` a device, which is the parameters' own where none is named.
 
-        Not where a token's state depends on what comes after it in its sequence (rotations by length, mean pooling), nor where
-        attention has a limit that the merged form lacks.
+        Not where a token's state depends on what comes after it in its sequence (rotations by
+        length, mean pooling), nor where attention has a limit that the merged form lacks.
         """
-        config, device = self.config, on or next(self.parameters()).device
+        config = self.config
+        device = on or next(self.parameters()).device
         longest += self.prefix_tokens
         whole = all(window is None or window >= longest for window in config.windows)
         by_length = config.rope is not None and config.rope.scaling in rope.CHANGING
@@ -219,7 +275,9 @@ class Transformer(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before each sequence, of which every layer has keys and values; 0 while the prefix is off."""
+        """Tokens before each sequence, of which every layer has keys and values; 0 while the prefix
+        is off.
+        """
         own = cast(Block, self.blocks[0]).attention.prefix
         return self.config.prefix_tokens if own is not None and own.active else 0
 
@@ -234,31 +292,47 @@ class Transformer(nn.Module):
 
     def _embedded(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
         """[T, hidden]: tokens and positions; of this rank's tokens, where they are shared."""
-        config, share, positions = self.config, None if shared is None else shared.tokens, x.positions
+        config = self.config
+        share = None if shared is None else shared.tokens
+        positions = x.positions
         states: Tensor = self.embed(x.tokens, share)
         if share is not None:
-            positions, keys = positions[share.own], None if keys is None else keys.select(share.own)
+            positions = positions[share.own]
+            keys = None if keys is None else keys.select(share.own)
         if config.embed_scale is not None:
-            states = states * torch.full((), config.embed_scale, dtype=states.dtype, device=states.device)
+            states = states * torch.full(
+                (), config.embed_scale, dtype=states.dtype, device=states.device
+            )
         if config.embed_dim not in (None, config.hidden_size):
             states = self.embed_in(states)
         if config.learned_positions is not None:
             states = states + self.positions(positions + config.position_offset)
-        return states if keys is None else keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
+        if keys is None:
+            return states
+        return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`; of those that are here."""
+        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`; of those that are
+        here.
+        """
         # In the last block only `rows` are read, except by the experts' auxiliary loss.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
             around = last if number == len(self.blocks) else at
-            again = self.recompute_every and (self.held_layers[number - 1] + 1) % self.recompute_every == 0
+            again = (
+                self.recompute_every
+                and (self.held_layers[number - 1] + 1) % self.recompute_every == 0
+            )
             if again and torch.is_grad_enabled():
-                states = checkpoint(block, states, around, use_reentrant=False, preserve_rng_state=False)
+                states = checkpoint(
+                    block, states, around, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 states = block(states, around)
         applied = len(self.blocks) > 0 and last.rows is rows
-        return states if rows is None or applied else replace(at, rows=rows).stream(states)
+        if rows is None or applied:
+            return states
+        return replace(at, rows=rows).stream(states)
 
     def _rotation(self, x: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         settings = self.config.rope
@@ -276,5 +350,7 @@ def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix
     """Where the `count` tokens of the layers' prefix stand in a pass."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.cover(x.attention, at.rotation, x.positions, count)
-    assert isinstance(x.attention, Dense | Prefixed), "ranks that share the tokens of a pack have no prefix"
+    assert isinstance(x.attention, Dense | Prefixed), (
+        "ranks that share the tokens of a pack have no prefix"
+    )
     return prefix.ahead(x.attention, at.rotation, len(x.tokens), count)

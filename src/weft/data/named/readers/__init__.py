@@ -1,1 +1,3 @@
-"""Readers of named datasets: functions `reader(rows, use, *, option=..)` that make examples of rows of one shape."""
+"""Readers of named datasets: functions `reader(rows, use, *, option=..)` that make examples of rows
+of one shape.
+"""

@@ -20,13 +20,22 @@ GO_ON = ("...", "Please continue", "Go on")  # in place of an empty turn of the 
 
 @register_reader("messages")
 def messages(
-    rows: Iterable[Row], use: Use, *, column: str | None = None, lang: str | None = None, filter_words: bool = False
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    column: str | None = None,
+    lang: str | None = None,
+    filter_words: bool = False,
 ) -> Iterator[Example]:
-    """Lists of messages (`role`/`content` or `from`/`value`) under the usual keys or `column`, up to the assistant's last
-    turn."""
+    """Lists of messages (`role`/`content` or `from`/`value`) under the usual keys or `column`, up
+    to the assistant's last turn.
+    """
     for index, row in enumerate(rows):
         turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
-        last = max((number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"), default=0)
+        last = max(
+            (number for number, turn in enumerate(turns, 1) if turn["role"] == "assistant"),
+            default=0,
+        )
         if last < 2:
             use.skip("no turn of the assistant")
         elif not filter_words or use.clean(*(turn["content"] for turn in turns[:last])):
@@ -38,10 +47,17 @@ def messages(
 
 @register_reader("sharegpt")
 def sharegpt(
-    rows: Iterable[Row], use: Use, *, column: str = "conversations", max_chars: int = MAX_CHARS, lang: str | None = None
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    column: str = "conversations",
+    max_chars: int = MAX_CHARS,
+    lang: str | None = None,
 ) -> Iterator[Example]:
-    """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker joined, and
-    conversations left out that the bot begins, that end with the user, or where the bot says nothing."""
+    """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker
+    joined, and conversations left out that the bot begins, that end with the user, or where the bot
+    says nothing.
+    """
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))
         if turns is None or not turns or turns[0][0] != "human":
@@ -50,17 +66,22 @@ def sharegpt(
             use.skip("no reply to the last turn")
         else:
             use.note_columns(row, "system", "tools")
-            yield conversation(alternating(use.shorten([text for _, text in turns], max_chars), lang=lang))
+            yield conversation(
+                alternating(use.shorten([text for _, text in turns], max_chars), lang=lang)
+            )
 
 
 def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
     """(speaker, text) of each turn; None where the bot says nothing."""
     for turn in turns:
-        speaker, text = turn["from"], turn["value"]
+        speaker = turn["from"]
+        text = turn["value"]
         if not text and speaker == "gpt":
             yield None
             return
-        text = REFERENCE.sub("", (text or random.choice(GO_ON)).replace(r"\_", "_").replace(r"\*", "*"))
+        text = REFERENCE.sub(
+            "", (text or random.choice(GO_ON)).replace(r"\_", "_").replace(r"\*", "*")
+        )
         yield speaker, text.strip()
 
 
@@ -79,15 +100,22 @@ def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | 
 
 @register_reader("gpt4all")
 def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Rows `{prompt, response}`, and `{conversation: [{User, Bot}]}` with one of the two in each entry."""
+    """Rows `{prompt, response}`, and `{conversation: [{User, Bot}]}` with one of the two in each
+    entry.
+    """
     for row in rows:
         if row.get("conversation") is None:
             turns = [("User", str(row["prompt"])), ("Bot", str(row["response"]))]
         else:
             if any(line.get("User") and line.get("Bot") for line in row["conversation"]):
-                raise BadRow("'conversation' has an entry of both User and Bot; each is of one of them")
+                raise BadRow(
+                    "'conversation' has an entry of both User and Bot; each is of one of them"
+                )
             said = [
-                (who, line[who].strip()) for line in row["conversation"] for who in ("User", "Bot") if line.get(who)
+                (who, line[who].strip())
+                for line in row["conversation"]
+                for who in ("User", "Bot")
+                if line.get(who)
             ]
             turns = _joined(said) or []
         if len(turns) < 2 or turns[0][0] != "User":
@@ -99,11 +127,15 @@ def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
 
 @register_reader("soda")
 def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) -> Iterator[Example]:
-    """Talks of two people who take turns; the narrative stands before the first turn, and the second speaker is the
-    assistant."""
+    """Talks of two people who take turns; the narrative stands before the first turn, and the
+    second speaker is the assistant.
+    """
     for row in rows:
-        speakers, lines = list(row["speakers"]), list(row["dialogue"])
-        orderly = len(set(speakers)) == 2 and all(who == speakers[i % 2] for i, who in enumerate(speakers))
+        speakers = list(row["speakers"])
+        lines = list(row["dialogue"])
+        orderly = len(set(speakers)) == 2 and all(
+            who == speakers[i % 2] for i, who in enumerate(speakers)
+        )
         if not orderly or not lines or len(lines) % 2:
             use.skip("not two speakers in turn")
             continue
@@ -123,20 +155,33 @@ def marked(
     max_count: int | None = None,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """Whole dialogues as one text, each turn after the mark of its speaker. `min_length` joins dialogues, in a shuffled
-    order, until one has that many characters; `max_count` keeps so many of them."""
+    """Whole dialogues as one text, each turn after the mark of its speaker.
+
+    `min_length` joins dialogues, in a shuffled order, until one has that many characters;
+    `max_count` keeps so many of them.
+    """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
     found = []
     for row in rows:
         pieces = marks.split(str(row[column] or ""))
-        turns = _joined(zip(pieces[1::2], (piece.strip() for piece in pieces[2::2]), strict=True)) or []
-        if len(turns) < 2 or turns[0][0] != user or len(turns) % 2 or not all(text for _, text in turns):
+        turns = (
+            _joined(zip(pieces[1::2], (piece.strip() for piece in pieces[2::2]), strict=True)) or []
+        )
+        if (
+            len(turns) < 2
+            or turns[0][0] != user
+            or len(turns) % 2
+            or not all(text for _, text in turns)
+        ):
             use.skip("turns that do not alternate, or an empty one")
         else:
             found.append([text for _, text in turns])
     if min_length is not None or max_count is not None:
         use.random("order").shuffle(found)
-    yield from (conversation(alternating(turns, lang=lang)) for turns in _merged(found, min_length)[:max_count])
+    yield from (
+        conversation(alternating(turns, lang=lang))
+        for turns in _merged(found, min_length)[:max_count]
+    )
 
 
 def _merged(dialogues: list[list[str]], least: int | None) -> list[list[str]]:
@@ -162,8 +207,10 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """A list of rounds, each with what the human says and the answer. `system` is a column; `skip_where` leaves out rows
-    whose column holds a text."""
+    """A list of rounds, each with what the human says and the answer.
+
+    `system` is a column; `skip_where` leaves out rows whose column holds a text.
+    """
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
             use.skip("other than asked for")
@@ -172,7 +219,9 @@ def rounds(
         if not turns or not all(turn.strip() for turn in turns):
             use.skip("an empty turn")
             continue
-        yield conversation(alternating(turns, fill(system, row, use.random(index)) if system else None))
+        yield conversation(
+            alternating(turns, fill(system, row, use.random(index)) if system else None)
+        )
 
 
 @register_reader("by_system")
@@ -187,8 +236,9 @@ def by_system(
     max_char_len: int = 8000,
     seed: int = 42,
 ) -> Iterator[Example]:
-    """Rows of one system message as rounds of conversations of about `max_char_len` characters; `num_samples` draws that
-    many rows."""
+    """Rows of one system message as rounds of conversations of about `max_char_len` characters;
+    `num_samples` draws that many rows.
+    """
     chosen = list(rows)
     Random(seed).shuffle(chosen)
     open_ones: dict[str, list[str]] = {}

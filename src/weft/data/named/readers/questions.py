@@ -1,4 +1,6 @@
-"""Questions with an answer: tables of instructions, question-answer sets, summaries, rows that hold several pairs."""
+"""Questions with an answer: tables of instructions, question-answer sets, summaries, rows that hold
+several pairs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ WORDS = 512  # of a text that is summarized
 
 
 class PairOptions(TypedDict, total=False):
-    """How a row becomes a question and its answer; columns may be paths or templates (`weft.data.named.fields`)."""
+    """How a row becomes a question and its answer; columns may be paths or templates
+    (`weft.data.named.fields`).
+    """
 
     prompt: str  # "INSTRUCTION" where it is absent
     answer: str  # "RESPONSE" where it is absent
@@ -33,7 +37,8 @@ class PairOptions(TypedDict, total=False):
     no_input: list[str]  # texts in it that say there is none
     input_once: bool  # leave it out where the question holds it already
     context: str  # a column that the answer rests on ...
-    context_as: str  # ... at the end of the question (prompt), or as the reply's own `context` (tag)
+    # ... at the end of the question (prompt), or as the reply's own `context` (tag)
+    context_as: str
     otherwise: str  # the answer where there is none
     cut: str  # the answer ends where this begins
     filter_words: bool  # leave out rows with phrases that give away another model
@@ -43,12 +48,23 @@ class PairOptions(TypedDict, total=False):
 
 @register_reader("question_answer")
 def question_answer(
-    rows: Iterable[Row], use: Use, *, fill_min_length: int | None = None, **options: Unpack[PairOptions]
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    fill_min_length: int | None = None,
+    **options: Unpack[PairOptions],
 ) -> Iterator[Example]:
-    """One question and its answer a row. `fill_min_length` joins them, in a shuffled order, into conversations of more
-    characters than that."""
+    """One question and its answer a row.
+
+    `fill_min_length` joins them, in a shuffled order, into conversations of more characters than
+    that.
+    """
     pairs = Pairs(use, options)
-    found = (each for index, row in enumerate(rows) if (each := pairs.read(row, use.random(index))) is not None)
+    found = (
+        each
+        for index, row in enumerate(rows)
+        if (each := pairs.read(row, use.random(index))) is not None
+    )
     yield from found if fill_min_length is None else _filled(list(found), int(fill_min_length), use)
 
 
@@ -67,24 +83,42 @@ class Pairs:
     def read(self, row: Row, random: Random) -> Example | None:
         """The example of a row; None, counted in `use`, where it has no question or no answer."""
         options = self.options
-        question = self._with_input(fill(options.get("prompt", "INSTRUCTION"), row, random), row, random)
+        question = self._with_input(
+            fill(options.get("prompt", "INSTRUCTION"), row, random), row, random
+        )
         answer = "" if options.get("prompt_only") else self._answer(row, random)
         if not question.strip() or not (answer.strip() or options.get("prompt_only")):
             self.use.skip("an empty question or answer")
             return None
         if options.get("filter_words") and not self.use.clean(question, answer):
             return None
-        lang = str(row[options["lang_column"]]) if "lang_column" in options else options.get("lang")
-        context = REFERENCE.sub("", fill(options["context"], row, random)).strip() if "context" in options else ""
+        if "lang_column" in options:
+            lang: str | None = str(row[options["lang_column"]])
+        else:
+            lang = options.get("lang")
+        if "context" in options:
+            context = REFERENCE.sub("", fill(options["context"], row, random)).strip()
+        else:
+            context = ""
         tag = {"context": context} if options.get("context_as") == "tag" else {}
         asked = f"{question}\n\n{context}" if context and not tag else question
-        turns = alternating([asked], fill(options["system"], row, random) if "system" in options else None, lang=lang)
+        turns = alternating(
+            [asked],
+            fill(options["system"], row, random) if "system" in options else None,
+            lang=lang,
+        )
         columns = {name: plain(pick(path, row, random)) for name, path in self._kept().items()}
-        return Example(turns, [assistant(answer, lang=lang, **tag)] if answer.strip() else [], columns=columns)
+        return Example(
+            turns, [assistant(answer, lang=lang, **tag)] if answer.strip() else [], columns=columns
+        )
 
     def _answer(self, row: Row, random: Random) -> str:
-        answer = fill(self.options.get("answer", "RESPONSE"), row, random) or self.options.get("otherwise", "")
-        return answer.split(self.options["cut"], 1)[0] if "cut" in self.options else answer
+        answer = fill(self.options.get("answer", "RESPONSE"), row, random) or self.options.get(
+            "otherwise", ""
+        )
+        if "cut" in self.options:
+            return answer.split(self.options["cut"], 1)[0]
+        return answer
 
     def _with_input(self, question: str, row: Row, random: Random) -> str:
         options = self.options
@@ -97,7 +131,9 @@ class Pairs:
 
     def _kept(self) -> dict[str, str]:
         keep = self.options.get("keep", {})
-        return dict(keep) if isinstance(keep, dict) else {name: name for name in keep}
+        if isinstance(keep, dict):
+            return dict(keep)
+        return {name: name for name in keep}
 
 
 def _filled(examples: list[Example], least: int, use: Use) -> Iterator[Example]:
@@ -126,7 +162,8 @@ def summary(
     """The first `max_words` words of a text, then one of `prompts`; the summary is the answer."""
     for index, row in enumerate(rows):
         random = use.random(index)
-        words, answer = fill(text, row, random).replace("\n\n", "\n").split(" ")[:max_words], fill(summary, row, random)
+        words = fill(text, row, random).replace("\n\n", "\n").split(" ")[:max_words]
+        answer = fill(summary, row, random)
         if not "".join(words).strip() or not answer.strip():
             use.skip("an empty text or summary")
             continue
@@ -135,21 +172,33 @@ def summary(
 
 @register_reader("each")
 def each(
-    rows: Iterable[Row], use: Use, *, prompt: str, answers: str, labels: str | None = None, templates: Any = ()
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    prompt: str,
+    answers: str,
+    labels: str | None = None,
+    templates: Any = (),
 ) -> Iterator[Example]:
-    """An example of every entry of the list `answers`. With `templates` (pairs of a question and an answer) {0} is the
-    prompt or the entry, and {1} the entry of `labels` beside it."""
+    """An example of every entry of the list `answers`.
+
+    With `templates` (pairs of a question and an answer) {0} is the prompt or the entry, and {1} the
+    entry of `labels` beside it.
+    """
     for index, row in enumerate(rows):
         random = use.random(index)
-        question, found = fill(prompt, row, random), pick(answers, row, random) or []
+        question = fill(prompt, row, random)
+        found = pick(answers, row, random) or []
         beside = (pick(labels, row, random) or []) if labels else [""] * len(found)
         if isinstance(found, str) or len(found) != len(beside):
             raise BadRow(f"{answers!r} and {labels!r} must be lists of one length")
         for said, label in zip(found, beside, strict=True):
-            asked, answer = question, said
+            asked = question
+            answer = said
             if templates:
                 form = random.choice(templates)
-                asked, answer = form[0].format(question, label), form[1].format(said, label)
+                asked = form[0].format(question, label)
+                answer = form[1].format(said, label)
             if asked.strip() and answer.strip():
                 yield Example([user(asked)], [assistant(answer)], group=question)
             else:

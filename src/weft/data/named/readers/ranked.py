@@ -17,12 +17,21 @@ from weft.registry import register_reader
 
 REFERENCE = re.compile(r"\[\d+(?:,\s*\d+)*?\]")
 SUMMARIZE = (
-    "Please summarize the following content:\n{}", "Write me a summary for the following article:\n{}",
-    "Kindly sum up the following information: {}", "Please summarize the following text for me:\n{}",
-    "Give me a summary of the following text:\n\n{}", "Describe the following information in brief: {}",
-    "Will you kindly summarize the following paragraph for me?\n{}", "Summarize this: {}", "TLDR this: {}", "{}\nTLDR;",
-    "{}\n\nTL;DR", "{} tl;dr:", "{}\nPlease summarize the content above", "{} Please summarize the preceding statements.",
-)  # fmt: skip
+    "Please summarize the following content:\n{}",
+    "Write me a summary for the following article:\n{}",
+    "Kindly sum up the following information: {}",
+    "Please summarize the following text for me:\n{}",
+    "Give me a summary of the following text:\n\n{}",
+    "Describe the following information in brief: {}",
+    "Will you kindly summarize the following paragraph for me?\n{}",
+    "Summarize this: {}",
+    "TLDR this: {}",
+    "{}\nTLDR;",
+    "{}\n\nTL;DR",
+    "{} tl;dr:",
+    "{}\nPlease summarize the content above",
+    "{} Please summarize the preceding statements.",
+)
 
 
 @register_reader("pairs")
@@ -35,17 +44,23 @@ def pairs(
     rejected: str = "rejected",
     system: str | None = None,
 ) -> Iterator[Example]:
-    """Two replies a row, as texts, or as lists of messages: replies, or whole conversations that differ in their last
-    turn."""
+    """Two replies a row, as texts, or as lists of messages: replies, or whole conversations that
+    differ in their last turn.
+    """
     for index, row in enumerate(rows):
         random = use.random(index)
-        better, worse = pick(chosen, row, random), pick(rejected, row, random)
+        better = pick(chosen, row, random)
+        worse = pick(rejected, row, random)
         if isinstance(better, str):
-            asked = alternating([fill(prompt or "prompt", row, random)], fill(system, row, random) if system else None)
+            asked = alternating(
+                [fill(prompt or "prompt", row, random)],
+                fill(system, row, random) if system else None,
+            )
             replies = [assistant(better), assistant(fill(rejected, row, random))]
         else:
             talks = [normalise(better), normalise(worse)]
-            asked, replies = talks[0][:-1], [talk[-1] for talk in talks]
+            asked = talks[0][:-1]
+            replies = [talk[-1] for talk in talks]
             if not asked and prompt:
                 asked = [user(fill(prompt, row, random))]
             if talks[1][:-1] not in ([], talks[0][:-1]):
@@ -76,11 +91,14 @@ def _opening(context: Sequence[Message]) -> str:
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as many turns that differ
-    in the last."""
+    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as
+    many turns that differ in the last.
+    """
     for row in rows:
         talks = [_turns(str(row[key])) for key in ("chosen", "rejected")]
-        if not all(talk and talk[-1]["role"] == "assistant" for talk in talks) or len(talks[0]) != len(talks[1]):
+        if not all(talk and talk[-1]["role"] == "assistant" for talk in talks) or len(
+            talks[0]
+        ) != len(talks[1]):
             use.skip("dialogues of different length, or without a reply")
         else:
             yield from _compared(talks[0][:-1], [talk[-1] for talk in talks], use)
@@ -116,8 +134,9 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows of one question
-    together, the best first."""
+    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows
+    of one question together, the best first.
+    """
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
         random = use.random(index)
@@ -137,19 +156,34 @@ def scored(
         for text in sorted(replies, key=lambda text: -replies[text]):
             if not best or replies[best[-1]] - replies[text] >= options.get("least_gap", 0.0):
                 best.append(text)
-        made = [assistant(text, lang=options.get("lang")) for text in best[: options.get("max_answers", 5)]]
+        made = [
+            assistant(text, lang=options.get("lang"))
+            for text in best[: options.get("max_answers", 5)]
+        ]
         yield from _compared([user(question, lang=options.get("lang"))], made, use, key)
 
 
 @register_reader("comparisons")
 def comparisons(
-    rows: Iterable[Row], use: Use, *, grouped: bool = True, max_answers: int = 5, least_confidence: float | None = None
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    grouped: bool = True,
+    max_answers: int = 5,
+    least_confidence: float | None = None,
 ) -> Iterator[Example]:
-    """OpenAI's comparisons of two summaries: a pair a row, or (`grouped`) all summaries of a post by how often they won."""
+    """OpenAI's comparisons of two summaries: a pair a row, or (`grouped`) all summaries of a post
+    by how often they won.
+    """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
-        info, confidence = row["info"], (row.get("extra") or {}).get("confidence")
-        if least_confidence is not None and confidence is not None and confidence < least_confidence:
+        info = row["info"]
+        confidence = (row.get("extra") or {}).get("confidence")
+        if (
+            least_confidence is not None
+            and confidence is not None
+            and confidence < least_confidence
+        ):
             use.skip("less confidence than asked for")
             continue
         post = info.get("article") or info.get("post") or ""
@@ -160,11 +194,16 @@ def comparisons(
         else:
             yield from _summaries(post, [texts[choice], texts[1 - choice]], use, index)
     for index, (post, counts) in enumerate(wins.items()):
-        yield from _summaries(post, [text for text, _ in counts.most_common(max_answers)], use, index)
+        yield from _summaries(
+            post, [text for text, _ in counts.most_common(max_answers)], use, index
+        )
 
 
 def _summaries(post: str, texts: Sequence[str], use: Use, index: int) -> Iterator[Example]:
-    asked = use.random(index).choice(SUMMARIZE).format(post) if post.strip() else ""
+    if post.strip():
+        asked = use.random(index).choice(SUMMARIZE).format(post)
+    else:
+        asked = ""
     yield from _compared([user(asked)], [assistant(text) for text in texts], use, post)
 
 
@@ -179,36 +218,57 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """A list of answers with ranks, the smaller the better, to a prompt: a question, or a dialogue in the `\\n\\nHuman:`
-    form."""
+    """A list of answers with ranks, the smaller the better, to a prompt: a question, or a dialogue
+    in the `\\n\\nHuman:` form.
+    """
     for index, row in enumerate(rows):
         asked = fill(prompt, row, use.random(index))
         turns = _turns(asked) if dialogue.HUMAN in asked else [user(asked)]
-        asked_last = max((number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"), default=0)
-        use.cut["replies that stand in the prompt after the last question"] += asked_last < len(turns)
+        asked_last = max(
+            (number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"),
+            default=0,
+        )
+        use.cut["replies that stand in the prompt after the last question"] += asked_last < len(
+            turns
+        )
         turns = turns[:asked_last]
-        entries = sorted(checked(row[answers], answers), key=lambda entry: number(entry[rank], rank))
-        yield from _compared(turns, [assistant(str(entry[text])) for entry in entries[:max_answers]], use)
+        entries = sorted(
+            checked(row[answers], answers), key=lambda entry: number(entry[rank], rank)
+        )
+        yield from _compared(
+            turns, [assistant(str(entry[text])) for entry in entries[:max_answers]], use
+        )
 
 
 @register_reader("endings")
 def endings(
-    rows: Iterable[Row], use: Use, *, text: str = "ctx", endings: str = "endings", label: str = "label"
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    text: str = "ctx",
+    endings: str = "endings",
+    label: str = "label",
 ) -> Iterator[Example]:
-    """HellaSwag: a beginning and its right ending before one of the wrong ones at random, plain texts and no dialogue."""
+    """HellaSwag: a beginning and its right ending before one of the wrong ones at random, plain
+    texts and no dialogue.
+    """
     for index, row in enumerate(rows):
-        choices, right = list(checked(row[endings], endings)), row[label]
+        choices = list(checked(row[endings], endings))
+        right = row[label]
         if right in ("", None):
             use.skip("no right ending is known")
             continue
         best = choices.pop(int(right))
         wrong = use.random(index).choice(choices)
-        yield Example(text=str(row[text]), replies=[assistant(best), assistant(wrong)], group=str(row[text]))
+        yield Example(
+            text=str(row[text]), replies=[assistant(best), assistant(wrong)], group=str(row[text])
+        )
 
 
 @register_reader("augmented")
 def augmented(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Open-Assistant's ranked replies with bad ones made by a model: in training one of them, at random, comes last.
+    """Open-Assistant's ranked replies with bad ones made by a model: in training one of them, at
+    random, comes last.
 
     Rows `{prefixes, responses, augmented, split}`; `split` says what they are for.
     """
@@ -219,7 +279,9 @@ def augmented(rows: Iterable[Row], use: Use) -> Iterator[Example]:
         bad = checked(row.get("augmented") or [], "augmented")
         if bad and use.training:
             replies.append(use.random(index).choice(bad))
-        yield from _compared(alternating(list(row["prefixes"])), [assistant(reply) for reply in replies], use)
+        yield from _compared(
+            alternating(list(row["prefixes"])), [assistant(reply) for reply in replies], use
+        )
 
 
 def _for_training(row: Mapping[str, Any]) -> bool:

@@ -73,7 +73,8 @@ PROMPTS = {
         "\u7ffb\u8bd1\u6210\u4e2d\u6587: {}",
     ),
 }
-ISO = {"tur": "tr", "ita": "it", "nld": "nl", "ara": "ar"}  # of divemt's subjects, those with prompts
+# of divemt's subjects, those with prompts
+ISO = {"tur": "tr", "ita": "it", "nld": "nl", "ara": "ar"}
 NEAR = 20  # rows in a run of pairs that may stand before one another, and are never split
 MOST = 100_000
 
@@ -82,17 +83,28 @@ Asked = tuple[str, str]
 
 @register_reader("translation")
 def translation(
-    rows: Iterable[Row], use: Use, *, source: str, target: str, mix_probability: float = 0.2, maximum_size: int = MOST
+    rows: Iterable[Row],
+    use: Use,
+    *,
+    source: str,
+    target: str,
+    mix_probability: float = 0.2,
+    maximum_size: int = MOST,
 ) -> Iterator[Example]:
-    """`{translation: {de: .., en: ..}}`; with `mix_probability` a pair that stands near comes before one, as a turn of its
-    own."""
-    pairs = ((row["translation"][source], row["translation"][target], source, target) for row in rows)
+    """`{translation: {de: .., en: ..}}`; with `mix_probability` a pair that stands near comes
+    before one, as a turn of its own.
+    """
+    pairs = (
+        (row["translation"][source], row["translation"][target], source, target) for row in rows
+    )
     yield from _examples(list(islice(pairs, maximum_size)), use, mix_probability)
 
 
 @register_reader("divemt")
 def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> Iterator[Example]:
-    """`{src_text, tgt_text, subject_id: tur_t1}` out of English; languages without prompts are left out."""
+    """`{src_text, tgt_text, subject_id: tur_t1}` out of English; languages without prompts are left
+    out.
+    """
     found = []
     for row in rows:
         language = ISO.get(str(row["subject_id"]).split("_")[0])
@@ -106,9 +118,13 @@ def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> It
 def _examples(pairs: list[tuple[str, str, str, str]], use: Use, mix: float) -> Iterator[Example]:
     asked = [_asked(pair, use.random(index)) for index, pair in enumerate(pairs)]
     for index, pair in enumerate(asked):
-        random, first = use.random("before", index), index // NEAR * NEAR
+        random = use.random("before", index)
+        first = index // NEAR * NEAR
         others = [each for each in range(first, min(first + NEAR, len(asked))) if each != index]
-        before = asked[random.choice(others)] if others and random.random() < mix else ()
+        if others and random.random() < mix:
+            before: tuple[str, ...] = asked[random.choice(others)]
+        else:
+            before = ()
         yield conversation(alternating([*before, *pair]), group=str(index // NEAR))
 
 

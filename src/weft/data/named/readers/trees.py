@@ -10,7 +10,8 @@ from weft.data.rows import Row
 from weft.errors import ConfigError
 from weft.registry import register_reader
 
-WAITING = ("ready_for_export", "prompt_lottery_waiting")  # trees whose first message is a prompt worth answering
+# trees whose first message is a prompt worth answering
+WAITING = ("ready_for_export", "prompt_lottery_waiting")
 
 
 @register_reader("trees")
@@ -23,11 +24,13 @@ def trees(
     least: Mapping[str, float] | None = None,
     most: Mapping[str, float] | None = None,
 ) -> Iterator[Example]:
-    """sft: every thread down to a last reply; rm: ranked replies to a prompt; rl: every prompt. A tree is never split.
+    """sft: every thread down to a last reply; rm: ranked replies to a prompt; rl: every prompt.
 
-    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k ranks; `least` and `most`
-    bound labels ({quality: 0.5}). Deleted and synthetic messages are left out, and trees that were not released or not
-    reviewed.
+    A tree is never split.
+
+    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k
+    ranks; `least` and `most` bound labels ({quality: 0.5}). Deleted and synthetic messages are left
+    out, and trees that were not released or not reviewed.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
@@ -53,7 +56,8 @@ def _examples(tree: Row, wanted: message_trees.Wanted, mode: str) -> Iterator[Ex
             yield conversation(message_trees.messages(path), id=path[-1]["message_id"], group=group)
     elif mode == "rm":
         for path, replies in message_trees.rankings(tree, wanted):
-            context, said = message_trees.messages(path), message_trees.messages(replies)
+            context = message_trees.messages(path)
+            said = message_trees.messages(replies)
             yield Example(context, said, id=path[-1]["message_id"], group=group)
     else:
         for path in message_trees.prompts(tree, wanted):
