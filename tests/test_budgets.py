@@ -15,11 +15,34 @@ BUDGET = {"file": 600, "function": 80, "class": 300, "parameters": 8}
 
 # (kind, path, name) -> why this one is larger.
 EXCUSED: dict[tuple[str, str, str], str] = {
-    (
-        "parameters",
-        "src/weft/host/verifiers/judge.py",
-        "judge",
-    ): "a verifier's options are its parameters, and it has many",
+    ("parameters", "src/weft/host/verifiers/judge.py", "judge"): (
+        "a verifier's options are its parameters, and it has many"
+    ),
+    ("file", "src/weft/observe/metric_help.py", ""): "a table: one entry for each metric",
+    **dict.fromkeys(
+        [
+            ("function", "src/weft/cli/convert.py", "main"),
+            ("function", "src/weft/cli/data.py", "_parser"),
+            ("function", "src/weft/cli/serve.py", "parser"),
+            ("function", "src/weft/cli/start.py", "main"),
+        ],
+        "a list of options, each with its help text",
+    ),
+    **dict.fromkeys(
+        [
+            ("function", "src/weft/launch/assemble.py", "parts_of"),
+            ("function", "src/weft/observe/diagnosis.py", "_cause"),
+            ("class", "src/weft/data/sample.py", "SequenceSample"),
+            ("class", "src/weft/data/tokenized_ahead.py", "TableAhead"),
+            ("class", "src/weft/data/tokenizer.py", "Tokenizer"),
+            ("class", "src/weft/engine/generation/generate.py", "BatchGenerator"),
+            ("class", "src/weft/engine/torch/engine.py", "TorchEngine"),
+            ("class", "src/weft/engine/torch/master_weights.py", "MasterWeights"),
+            ("class", "src/weft/experiments/_policy.py", "Policy"),
+            ("class", "src/weft/runtime/session.py", "Session"),
+        ],
+        "within budget at 120 columns; lines are 100 columns wide now, and it is to be divided",
+    ),
 }
 
 

@@ -173,3 +173,10 @@ def test_what_cannot_be_mapped_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         made(base(), *words)
+
+
+def test_a_dry_run_takes_its_word_as_the_start_of_a_registered_experiment_does() -> None:
+    for words in (["--dry-run=config"], ["--dry-run", "config"]):
+        found = sort(["sft", *words, "a=1"])
+        assert (found.name, found.dry_run, found.assignments) == ("sft", "config", ["a=1"])
+    assert sort(["sft", "--dry-run", "a=1"]).dry_run == ""

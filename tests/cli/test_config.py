@@ -125,6 +125,12 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
         ("{ppo.kl_ctl: 0.1, reward: 'mine.py:score'}", "mine.py"),
         ("{ppo.kl_ctl: 0.1, reward: gsm9k}", "did you mean gsm8k"),
         (
+            "{ppo.kl_ctl: 0.1, reward: 'there.py:scoer'}",
+            "no function 'scoer' in there.py; did you mean score?",
+        ),
+        ("{ppo.kl_ctl: 0.1, reward: 'cut.py:score'}", "cut.py cannot be read as Python"),
+        ("{ppo.kl_ctl: 0.1, reward: 'no.such:score'}", "No module named 'no'"),
+        (
             "{ppo.kl_ctl: 0.1, rew_inf.interface: scring}",
             "rew_inf.interface: unknown interface 'scring'",
         ),
@@ -139,6 +145,8 @@ def test_validate_finds_every_problem(here: Path, capsys: pytest.CaptureFixture[
 def test_validate_looks_for_files_and_functions(
     section: str, problem: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (here / "there.py").write_text("def score(prompts, completions): ...\n")
+    (here / "cut.py").write_text("def score(\n")
     (here / "mine.yaml").write_text(f"a: {section}\n")
     assert main(["config", "validate", "mine.yaml"]) == 2
     assert problem in capsys.readouterr().err

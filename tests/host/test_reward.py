@@ -747,7 +747,7 @@ def test_specifications() -> None:
         RewardPart("m:f", 2.0, {"a": 1}),
     ]
     assert locate(RewardPart("gsm8k")).module == "weft.host.verifiers.gsm8k"
-    assert locate(RewardPart("a.b:f")).attribute == "f"
+    assert locate(RewardPart("os.path:f")).attribute == "f"
 
 
 def test_every_shipped_verifier_and_function_is_registered() -> None:

@@ -8,12 +8,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.launch.cases import options, ppo, prepare
 from tests.runtime.placed import Command, run_forked, timeless, write_hooks
-from weft.errors import ConfigError, RunError
+from weft.errors import ConfigError, DevicesLost, RunError
 from weft.experiments import PPOConfig
 from weft.launch import run
 from weft.observe.timeline import read_spans
@@ -198,3 +199,31 @@ def test_what_is_left_of_a_failed_connection_never_stands_in_the_way_of_the_next
     with pytest.raises(ConfigError, match="no Ray cluster answers there"):
         Cluster.join("127.0.0.1:6379")
     assert calls == ["shutdown", "init", "shutdown"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        (SimpleNamespace(address="10.0.0.2"), "device 0 died: its node 10.0.0.2 is lost"),
+        (None, "device 0 died: its process ended"),
+    ],
+)
+def test_a_node_that_is_lost_while_devices_start_is_named(monkeypatch, lost, reason):
+    from ray.exceptions import RayActorError
+
+    from weft.runtime.ray import _ask
+
+    def fail(promise):
+        raise RayActorError
+
+    asked: list[str] = []
+    cluster = SimpleNamespace(
+        wait=lambda promises, seconds: [],
+        answers=lambda: True,
+        check_there=lambda: None,
+        find_lost_node=lambda node: asked.append(node) or lost,
+    )
+    monkeypatch.setattr("ray.get", fail)
+    with pytest.raises(DevicesLost, match=reason):
+        _ask(cluster, ["promise"], "its process", 1.0, ["node of rank 0"])
+    assert asked == ["node of rank 0"]

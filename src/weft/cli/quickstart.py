@@ -310,7 +310,9 @@ def sort(argv: Sequence[str]) -> Words:
         elif word in ("-v", "--verbose"):
             words.verbose = True
         elif flag == "--dry-run":
-            words.dry_run = _dry_run(word, attached)
+            # as `weft start` takes it
+            apart = word == flag and bool(words.name) and rest[:1] == [CONFIG]
+            words.dry_run = _dry_run(word, rest.pop(0) if apart else attached)
         elif word == "--print-script":
             words.print_script = True
         elif flag == "--resume_from_checkpoint":

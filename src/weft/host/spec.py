@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import math
@@ -134,8 +135,46 @@ def locate(part: RewardPart, *, checked: bool = True) -> Target:
         file = Path(place).expanduser()
         if not file.is_file():
             raise ConfigError(f"reward: {part.name!r}: there is no file {place}")
+        _check_defined(part, file, attribute)
         return Target(attribute, None, str(file.resolve()), attribute, part.args)
+    package = place.partition(".")[0]
+    if (
+        package.isidentifier()
+        and package not in sys.modules
+        and importlib.util.find_spec(package) is None
+    ):
+        raise ConfigError(f"reward: {part.name!r}: No module named {package!r}")
     return Target(attribute, place, None, attribute, part.args)
+
+
+def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
+    """Raise `ConfigError` if a file cannot define the function.
+
+    The file is read and not run: it may import anything, and a dry run and `weft config validate`
+    run no code of a reward. What remains undecided, the reward's process decides.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"reward: {part.name!r}: {file} cannot be read as Python ({error})"
+        ) from error
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+    if attribute not in names and names.isdisjoint(
+        ("*", "__getattr__", "globals", "locals", "vars", "exec", "setattr")
+    ):
+        close = nearest(attribute, names)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(
+            f"reward: {part.name!r}: there is no function {attribute!r} in {file}{hint}"
+        )
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> Target:

@@ -240,7 +240,7 @@ class RayDevices:
 
     def peak_memory_gb(self) -> float:
         asked = [actor.peak_memory_gb.remote() for actor in self._actors]
-        return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS))
+        return max(_ask(self._cluster, asked, "its peak memory", EXPORT_SECONDS, self._nodes))
 
     def activities(self, ranks: Sequence[int]) -> dict[int, Activity]:
         if not self._cluster.answers():
@@ -459,16 +459,17 @@ class Launch:
             self._begin()
         cluster = self.cluster
         actors = self._actors
-        where = _ask(cluster, self._asked, "its process", START_SECONDS)
+        where = _ask(cluster, self._asked, "its process", START_SECONDS, self._nodes)
         address = where[0].address
         (port,) = _ask(
             cluster,
             [actors[0].open_store.remote(address, len(actors))],
             "its process",
             START_SECONDS,
+            self._nodes,
         )
         asked = [actor.join.remote(actors, address, port, self._device) for actor in actors]
-        _ask(cluster, asked, "the other ranks", START_SECONDS)
+        _ask(cluster, asked, "the other ranks", START_SECONDS, self._nodes)
         cluster.remember([each.pid for each in where])
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
@@ -524,10 +525,13 @@ class Launch:
             )
 
 
-def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -> list[Any]:
-    """One answer a rank.
+def _ask(
+    cluster: Cluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
+) -> list[Any]:
+    """One answer a rank, of ranks on `nodes`.
 
-    Raises `DevicesLost` naming the ranks that gave none, or what the device raised.
+    Raises `DevicesLost` naming the ranks that gave none and a node that is lost, or what the device
+    raised.
     """
     late = cluster.wait(promises, seconds)
     if late:
@@ -544,7 +548,14 @@ def _ask(cluster: Cluster, promises: Sequence[Any], what: str, seconds: float) -
                 f"device {rank} failed: {type(error.cause).__name__}: {error.cause}"
             ) from error
         except RayActorError as error:
-            raise DevicesLost(f"device {rank} died: {_reason(error)}") from error
+            cluster.answers()
+            cluster.check_there()  # what became of Ray says more
+            node = cluster.find_lost_node(nodes[rank])
+            if node is not None:
+                reason = f"its node {node.address} is lost"
+            else:
+                reason = _reason(error)
+            raise DevicesLost(f"device {rank} died: {reason}") from error
     return found
 
 
