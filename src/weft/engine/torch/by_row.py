@@ -1,7 +1,7 @@
 """Gradients of losses that declare `Loss.by_row`, and a check of that declaration.
 
 The gradient of such a loss by one row's outputs doesn't depend on the outputs of other rows, so the
-output head can compute it chunk by chunk during the forward pass.
+output head can compute gradients during the forward pass.
 """
 
 from __future__ import annotations

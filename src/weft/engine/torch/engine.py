@@ -63,9 +63,7 @@ def dtype_of(spec: ModelSpec) -> str:
 
 
 def _nothing(want: frozenset[Output]) -> SequenceSample:
-    """Return empty outputs for a batch without ids, such as the part of a rank that gets no
-    samples.
-    """
+    """Return the outputs of a batch without ids: a rank's part of a batch may be empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -329,9 +327,7 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Return the plain values of all data-parallel ranks, in rank order; all ranks must call
-        it.
-        """
+        """Return the plain values of all data-parallel ranks, in rank order; every rank calls it."""
         return self._spread.gather_values(own)
 
     # -- parameters
@@ -347,9 +343,7 @@ class TorchEngine:
         return self._masters.slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice, values), in float32 from the master if the parameter is
-        trained.
-        """
+        """Iterate over (name, slice, values); the values of trained parameters are float32 masters."""
         return self._masters.read(names)
 
     def write(
@@ -463,11 +457,11 @@ class TorchEngine:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """Facts about the network: family, vocab_size, num_layers, flops_per_token, dtype and
-        notes.
+        """Facts about the network.
 
-        `num_parameters` and `num_trainable` count the whole network, `held_parameters` and
-        `held_trainable` this rank's part.
+        Keys: family, vocab_size, num_layers, flops_per_token, dtype, device and notes;
+        `num_parameters` and `num_trainable` of the whole network, `held_parameters` and
+        `held_trainable` of this rank's part.
         """
         part = self._built.part
         held = self._masters.all

@@ -73,9 +73,7 @@ class HostMemory:
                 self._blocks[id(tensor)] = block
         self._away: set[int] = set()
         self._arriving: dict[int, Mark] = {}
-        self._left: Mark | None = (
-            None  # end of the copies to the host; None after the host waited for it
-        )
+        self._left: Mark | None = None  # end of the last copy to the host
 
     @property
     def away(self) -> bool:
@@ -129,8 +127,9 @@ class HostMemory:
         self._away.difference_update(wanted)
 
     def hold(self, *numbers: int) -> None:
-        """Make later work on the current stream wait for the given groups (default: all fetched
-        ones).
+        """Make later work on the current stream wait for the given groups.
+
+        Without arguments it waits for all groups that were fetched.
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:

@@ -140,9 +140,7 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """Masters that are separate from the network's parameters, by the names of those
-        parameters.
-        """
+        """Masters that are separate from the network's parameters, by the parameters' names."""
         return self._masters
 
     @property
@@ -192,9 +190,7 @@ class MasterWeights:
         return self._mover is not None and self._mover.memory.away
 
     def refresh(self) -> None:
-        """Cast the masters into the compute copies; must be called after every change of the
-        masters.
-        """
+        """Cast the masters into the compute copies; called after every change of the masters."""
         self.ready()
         if self._shards is not None:
             self._shards.reshard()
@@ -250,17 +246,13 @@ class MasterWeights:
             self._mover.come()
 
     def ready(self) -> None:
-        """Wait for all pending copies: parameters on their way to the device, gradients to the
-        host.
-        """
+        """Wait for all pending copies: parameters to the device and gradients to the host."""
         self._gradients.finish()
         if self._mover is not None:
             self._mover.ready()
 
     def _groups(self) -> list[list[Tensor]]:
-        """Group tensors: before the first block, one group for each block, masters for the
-        optimizer.
-        """
+        """Return groups of tensors: before the first block, of each block, masters."""
         groups = [
             [*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks
         ]
@@ -277,9 +269,7 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """Iterate over (name, slice of the whole tensor, values); values are views, valid until a
-        step.
-        """
+        """Iterate over (name, slice of the whole tensor, values); the next step changes the values."""
         held = self.all
         for name in names:
             _check_known(name, self._canonical)
