@@ -205,8 +205,9 @@ class ManyDevices:
         return buffer.cpu()
 
     def _pieces(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
-        """Iterate over a parameter's distinct slices, each with a rank that has it, `first` if
-        possible.
+        """Iterate over a parameter's distinct slices, each with a rank that has it.
+
+        The rank is `first` if it has the slice.
         """
         found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):

@@ -129,9 +129,7 @@ class PackLayout:
 
     @cached_property
     def lead(self) -> Index:
-        """Tokens of the shared prefix directly before each sequence, `[S]`; 0 unless it is the
-        first.
-        """
+        """Tokens of a shared prefix directly before its first sequence, `[S]`; 0 elsewhere."""
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
