@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Veto = Callable[[Mapping[str, float]], str | None]
     ModelBackend = Callable[[ModelSpec, Layout], "Engine"]
 
-DEFAULT_MAX_TOKENS = 16384  # of one forward pass, where a call does not say
+DEFAULT_MAX_TOKENS = 16384  # default limit on the tokens of one forward pass
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -45,14 +45,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
-    `metrics` holds the loss's reduced statistics plus `loss`, `grad_norm`, `learning_rate`,
+    `metrics` contains the loss's reduced statistics plus `loss`, `grad_norm`, `learning_rate`,
     `num_tokens` (tokens that went through the network, prompts included) and `seconds`.
     """
 
     metrics: Mapping[str, float]
-    # why a veto (or a non-finite loss, where allowed) kept the optimizer from stepping
+    # reason for skipping the step: a veto or a loss that is not finite
     skipped: str | None = None
     seen: SequenceSample | None = (
         None  # `logprobs` or `scores` of a few ids as the loss read them, for people to look at
@@ -61,11 +61,11 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample: `k` is its index among the completions of `id`; `step` seeds its
-    draws.
+    """One completion to sample.
 
-    `generated` holds tokens sampled before an abort, with their log-probs and versions; sampling
-    goes on after them.
+    `k` is its index among the completions of `id`; `step` seeds its random draws. `generated`
+    contains the tokens sampled before an abort, with log-probs and versions; sampling continues
+    after them.
     """
 
     id: str
@@ -73,16 +73,16 @@ class Request:
     prompt: Sequence[int]
     step: int = 0
     generated: Partial | None = None
-    max_new_tokens: int | None = None  # lower than the settings' where a request wants less
-    # settings of its own (see `SettingsTable.index`); else the generator's
+    max_new_tokens: int | None = None  # lower limit than the settings'
+    # settings of this request (see `SettingsTable.index`); None: the generator's
     sampling: GenerationSpec | None = None
-    # the id that names its draws, where that is another: two requests may then draw alike
+    # id that seeds the draws, if it isn't `id`; requests with the same one draw alike
     draws_as: str | None = None
 
 
 @dataclass(frozen=True)
 class Partial:
-    """What an aborted request has so far; `Request(generated=partial)` goes on from it."""
+    """Tokens of an aborted request so far; `Request(generated=partial)` continues it."""
 
     id: str
     k: int
@@ -95,7 +95,7 @@ class Partial:
 class TokenEvent(NamedTuple):
     """One sampled token.
 
-    `finish` is "stop" (end token or stop text), "length", or None while it goes on.
+    `finish` is "stop" (end token or stop text), "length", or None if the completion continues.
     """
 
     id: str
@@ -104,8 +104,8 @@ class TokenEvent(NamedTuple):
     logprob: float
     version: int
     finish: Literal["stop", "length"] | None = None
-    support: Sequence[int] = ()  # ids kept by top-k/top-p/min-p, where the spec records them
-    # the likeliest ids and their log-probs, where the spec asks for them
+    support: Sequence[int] = ()  # ids kept by top-k/top-p/min-p, if the spec records them
+    # likeliest ids and their log-probs, if the spec asks for them
     top: Sequence[tuple[int, float]] = ()
 
 
@@ -114,23 +114,24 @@ class Generator(Protocol):
     def step(self) -> list[TokenEvent]: ...
     def abort(self, ids: Iterable[str]) -> list[Partial]: ...
     def weights_changed(self, version: int, *, keep_kv: bool) -> None:
-        """To be called before the next step where weights are written to, or moved, while the
-        generator is open: tokens may have been computed ahead with the old ones, and are then
-        forgotten.
+        """Discard tokens computed ahead with the old weights.
+
+        Must be called before the next step if weights were written or moved while the generator is
+        open.
         """
         ...
 
     @property
     def idle(self) -> bool:
-        """Whether every submitted request has finished."""
+        """True if every submitted request has finished."""
         ...
 
 
 class Engine(Protocol):
-    """SPMD: every rank of the layout calls it with its data-parallel part.
+    """Interface of an engine; SPMD: every rank calls it with its data-parallel part of the batch.
 
-    `temperature` divides the logits, as in the sampler. `max_tokens` is the most tokens of one
-    forward pass: a batch of more is cut into micro-batches.
+    `temperature` divides the logits, as in the sampler. `max_tokens` limits the tokens of one
+    forward pass: larger batches are split into micro-batches.
     """
 
     layout: Layout
@@ -145,7 +146,7 @@ class Engine(Protocol):
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """`want` by id. `top` says which ids the outputs `top_ids` and `top_logprobs` are of."""
+        """Return the outputs `want` by id; `top` selects the ids of `top_ids` and `top_logprobs`."""
         ...
 
     def train(
@@ -157,7 +158,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
-        """One optimizer step a minibatch, in order."""
+        """Run one optimizer step for each minibatch, in order."""
         ...
 
     def evaluate(
@@ -168,7 +169,7 @@ class Engine(Protocol):
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
-        """`loss` and what the loss has to say of a batch, without a step."""
+        """Return `loss` and the loss's summary of a batch, without a step."""
         ...
 
     def generating(self, spec: GenerationSpec) -> AbstractContextManager[Generator]: ...

@@ -1,7 +1,4 @@
-"""Tensors and plain values on disk, exactly: safetensors and JSON, never pickle.
-
-Used for an engine's recoverable state.
-"""
+"""Exact storage of tensors and plain values of an engine's state: safetensors and JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -19,14 +16,15 @@ from weft.errors import CheckpointError, RunError
 from weft.topology import Slice
 from weft.writing import write
 
-PLACES = "places"  # in a file's metadata: which part of a whole tensor each is, as JSON
+PLACES = "places"  # metadata key: slice of the whole tensor for each tensor, as JSON
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Slice] | None = None
 ) -> None:
-    """Write the tensors as they are, from whatever device; `places` say of which part of a whole
-    tensor each is. Raises `RunError` where the disk does not take them.
+    """Write tensors from any device; `places` are their slices of the whole tensors.
+
+    Raises `RunError` if writing fails.
     """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     metadata = None
@@ -45,11 +43,10 @@ def write_tensors(
 
 
 class Saved:
-    """The tensors that one rank or several wrote to `{stem}.safetensors` or
-    `{stem}-{rank}.safetensors`, put together again.
+    """Tensors written to `{stem}.safetensors`, or by several ranks to `{stem}-{rank}.safetensors`.
 
-    `names` are all there are. Raises `CheckpointError` for files that are missing or were cut
-    short.
+    `names` are the names of all tensors. Raises `CheckpointError` for files that are missing or
+    truncated.
     """
 
     def __init__(self, directory: Path, stem: str) -> None:
@@ -64,8 +61,9 @@ class Saved:
         self.names = list(self._pieces)
 
     def read(self, name: str, where: Slice | None) -> Tensor:
-        """The part `where` of a tensor on the CPU; all of it where that is None or the tensor was
-        not cut.
+        """Return the slice `where` of a tensor on the CPU.
+
+        The whole tensor is returned if `where` is None, or if it is a scalar that was saved whole.
         """
         pieces = self._pieces[name]
         if where is None or pieces[0][1] is None:
@@ -111,7 +109,7 @@ def _opened(path: Path) -> Any:
 
 
 def _places(path: Path) -> dict[str, Slice | None]:
-    """Tensor -> which part of the whole one it is; None where it is whole."""
+    """Return each tensor's slice of the whole tensor; None if it was saved whole."""
     with _opened(path) as file:
         cut = json.loads((file.metadata() or {}).get(PLACES, "{}"))
         return {
@@ -123,7 +121,7 @@ def _places(path: Path) -> dict[str, Slice | None]:
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
     """Write JSON values.
 
-    Floats survive exactly: Python writes the shortest text that reads back as the same number.
+    Floats are exact: Python writes the shortest text that reads back as the same number.
     """
     try:
         write(path, json.dumps(values, indent=1, sort_keys=True) + "\n")
@@ -134,7 +132,10 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """What `write_values` wrote. Raises `CheckpointError` for a missing or broken file."""
+    """Return the values that `write_values` wrote.
+
+    Raises `CheckpointError` for a missing or broken file.
+    """
     try:
         values = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:

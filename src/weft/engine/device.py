@@ -1,7 +1,4 @@
-"""The device at hand: which one, how fast, how full, and whether it repeats itself.
-
-Keeps no state of its own.
-"""
+"""Facts and settings of the device: choice, speed, memory and determinism. Keeps no state."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ MATMUL_REPEATS = 3
 
 
 def best_device() -> torch.device:
-    """The accelerator that weft is tested on (CUDA, ROCm under its name) where there is one, else
-    the CPU.
+    """Return the current CUDA device (ROCm included) if there is one, else the CPU.
 
-    Apple's `mps` has no float64, in which tokens are sampled, so it is taken only where it is asked
-    for.
+    Apple's `mps` must be requested explicitly: it has no float64, in which tokens are sampled.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -42,9 +37,9 @@ def best_device() -> torch.device:
 
 
 def resolve_device(name: str | None) -> torch.device:
-    """The device that the option `device` names; the best one when it is None.
+    """Return the device named by the option `device`, or the best one for None.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if it cannot be used.
     """
     return best_device() if name is None else _named(name)
 
@@ -64,10 +59,10 @@ def _named(name: str) -> torch.device:
 
 
 def using(device: torch.device) -> AbstractContextManager[None]:
-    """In this thread streams, captures and kernels are the device's meanwhile.
+    """Return a context in which `device` is the current CUDA device of this thread.
 
-    CUDA has a current device for each thread, 0 until it is told, and what runs on another one than
-    its tensors' gives garbage without a word.
+    Each thread has a current device, by default 0. Kernels launched on another device than their
+    tensors' silently give garbage.
     """
     if device.type == "cuda":
         current: AbstractContextManager[None] = torch.cuda.device(device)
@@ -77,20 +72,21 @@ def using(device: torch.device) -> AbstractContextManager[None]:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done everything it was given, so that a clock read next is honest."""
+    """Wait until the device has finished all its work, for correct timings."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def wait(device: torch.device) -> None:
-    """Wait until this thread's stream has done what it was given."""
+    """Wait until this thread's current stream has finished its work."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory held at once since `reset_peak_memory` (CUDA) or since the process began (CPU),
-    in GiB.
+    """Return the peak memory in GiB.
+
+    On CUDA it is the peak since `reset_peak_memory`, on a CPU since the process started.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIGABYTE
@@ -98,8 +94,8 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Memory of the device; of a CPU what its process may use, which a control group (a
-    container's) may limit.
+    """Return the memory of the device; for a CPU, the memory that the process and its cgroup may
+    use.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -108,9 +104,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that nobody holds, what torch keeps of this process's freed tensors
-    included.
-    """
+    """Return the free memory of a CUDA device, including memory cached by torch's allocator."""
     return (
         torch.cuda.mem_get_info(device)[0]
         + torch.cuda.memory_reserved(device)
@@ -121,8 +115,9 @@ def free_bytes(device: torch.device) -> int:
 def cgroup_limits(
     mounted: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")
 ) -> list[int]:
-    """Memory limits, in bytes, of this process's control group and those above it, version 2 or 1;
-    none off Linux.
+    """Return the memory limits in bytes of this process's cgroup (v1 or v2) and its ancestors.
+
+    Returns an empty list on other systems than Linux.
     """
     limits = []
     lines = groups.read_text().splitlines() if groups.is_file() else []
@@ -149,9 +144,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Make torch choose kernels that repeat bit for bit (slower on CUDA; the CPU's repeat anyway).
+    """Make torch use bitwise reproducible kernels (slower on CUDA; no change on CPUs).
 
-    cuBLAS reads its workspace setting when it starts, so this is called before the first kernel.
+    Must be called before the first kernel, because cuBLAS reads its workspace setting when it
+    starts.
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -161,8 +157,9 @@ def set_deterministic(enabled: bool) -> None:
 
 
 def keep_sums_wide(device: torch.device) -> None:
-    """Have a GPU's products of half precision add their parts in float32: by default those of split
-    sums are rounded first.
+    """Make a GPU add the partial sums of half-precision matmuls in float32.
+
+    By default the parts of split sums are rounded first.
     """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -170,8 +167,9 @@ def keep_sums_wide(device: torch.device) -> None:
 
 
 def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
-    """Have this process use the flash attention that the option `flash_attention` asks for; what to
-    say of it, if anything. Raises `ConfigError` where it cannot be had.
+    """Select the flash attention named by the option `flash_attention`; return notes for the user.
+
+    Raises `ConfigError` if it is not available.
     """
     try:
         note = flash.choose(device, asked)
@@ -181,25 +179,24 @@ def choose_flash(device: torch.device, asked: str) -> tuple[str, ...]:
 
 
 def set_threads(count: int) -> None:
-    """How many threads torch computes with.
+    """Set the number of torch's threads, unless it is already `count`.
 
-    Left alone where it holds already: once it was set, MKL's small products wait for each other.
+    Setting it at all makes small matmuls of MKL wait for each other.
     """
     if count != torch.get_num_threads():
         torch.set_num_threads(count)
 
 
 def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Let a GPU round what it multiplies in float32 to 10 bits of mantissa; left alone where it is
-    not asked for.
-    """
+    """Let a GPU use TF32 for float32 matmuls (10 bits of mantissa); no change if not `enabled`."""
     if enabled and device.type == "cuda":
         torch.set_float32_matmul_precision("high")
 
 
 def numerics(device: torch.device) -> dict[str, Any]:
-    """What bitwise repetition depends on beside the inputs; stored with a recovery point and
-    compared on restart.
+    """Return the settings, besides the inputs, on which bitwise reproducibility depends.
+
+    They are stored with a recovery point and compared on restart.
     """
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return {
@@ -257,14 +254,14 @@ def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Of NVIDIA's kernel module; None where it does not tell."""
+    """Return the version of NVIDIA's kernel module, or None if it is unknown."""
     if version.is_file():
         found = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
     else:
@@ -274,9 +271,7 @@ def _driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
 
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large product of random matrices, the best of some,
-    measured once.
-    """
+    """Return the FLOP/s of a large matmul of random matrices: the best of several, measured once."""
     return max(
         _rate(size, device, dtype) for size in MATMUL_SIZES.get(device.type, MATMUL_SIZES["cpu"])
     )

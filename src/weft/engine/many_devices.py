@@ -1,6 +1,4 @@
-"""A layout of many devices: what an engine asks of the other ranks (`weft.engine.spread.Spread`),
-answered by collectives.
-"""
+"""Implementation of `weft.engine.spread.Spread` for several devices, with collectives."""
 
 from __future__ import annotations
 
@@ -23,17 +21,17 @@ from weft.parallel.shard import Shards
 from weft.topology import Slice, of_experts
 
 T = TypeVar("T")
-BUCKET = 2**23  # elements of gradients that are summed at once
-Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> what it holds
+BUCKET = 2**23  # gradient elements in one all-reduce
+Holdings = Mapping[int, Mapping[str, Slice]]  # rank -> canonical name -> slice on that rank
 
 
 @dataclass(frozen=True)
 class ManyDevices:
-    """Implements `Spread` for one rank of `mesh`.
+    """Implement `Spread` for one rank of `mesh`.
 
-    `holdings` say what each rank has of every parameter; `stored` where this rank's part lies;
-    `config` is that of the whole network, None where it is not split; `shards` where FSDP2 shards
-    it.
+    `holdings` are the slices of parameters on each rank, `stored` returns this rank's parameters.
+    `config` is that of the whole network, or None if the network isn't split. `shards` is set if
+    FSDP2 shards the network.
     """
 
     mesh: RankMesh
@@ -44,9 +42,9 @@ class ManyDevices:
     config: Any = None
     shards: Shards | None = None
     pipeline: Pipeline | None = None
-    tied: bool = False  # the embedding is the output matrix too
+    tied: bool = False  # the embedding is also the output matrix
     shares_rows: bool = False  # tensor ranks share the rows between attention and MLP
-    # of sharded gradients, after the last micro-batch; otherwise after each
+    # reduce sharded gradients after the last micro-batch only, not after each
     sums_once: bool = False
 
     # -- a training step
@@ -76,7 +74,7 @@ class ManyDevices:
     def _staged(
         self, pipeline: Pipeline, prepared: list[Prepared], work: Work[T], *, trains: bool
     ) -> list[T]:
-        """Through the stages of a pipeline."""
+        """Run the micro-batches through the stages of a pipeline."""
         if not prepared:
             return []
         given = [each.given for each in prepared]
@@ -130,8 +128,9 @@ class ManyDevices:
             )
 
     def _experts_apart(self) -> set[int]:
-        """The parameters of experts, by identity, where ranks hold some each and data-parallel sums
-        are still to be made.
+        """Return ids of expert parameters whose gradients need separate data-parallel sums.
+
+        They exist if ranks have different experts and FSDP2 doesn't already sum their gradients.
         """
         if self.mesh.layout.expert == 1 or self.shards is not None:
             return set()
@@ -140,7 +139,7 @@ class ManyDevices:
     def _sum_gradients(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self._agree(parameters, group)
         for bucket in _buckets([cast(Tensor, p.grad) for p in parameters if p.grad is not None]):
-            # from masters' home
+            # offloaded gradients are in host memory
             flat = torch.cat([gradient.flatten() for gradient in bucket]).to(self._device)
             dist.all_reduce(flat, group=group)
             tensor.put_back(flat, bucket)
@@ -168,8 +167,9 @@ class ManyDevices:
     # -- parameters
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """On the mesh's first rank, in host memory, one tensor after the other: only pieces that it
-        lacks are sent.
+        """Gather whole parameters in host memory of the mesh's first rank, one tensor at a time.
+
+        Only pieces that the first rank lacks are sent.
         """
         first = self.mesh.mesh.ranks[0]
         group = self.mesh.everyone
@@ -205,8 +205,9 @@ class ManyDevices:
         return buffer.cpu()
 
     def _pieces(self, name: str, first: int) -> Iterator[tuple[int, Slice]]:
-        """The different rectangles of a parameter, each with a rank that holds it: `first` where it
-        does.
+        """Iterate over a parameter's distinct slices, each with a rank that has it.
+
+        The rank is `first` if it has the slice.
         """
         found: dict[tuple[tuple[int, int], ...], tuple[int, Slice]] = {}
         for rank in (first, *self.mesh.mesh.ranks):
@@ -226,7 +227,7 @@ class ManyDevices:
     # -- numbers
 
     def _sum(self, own: Sequence[float], *axes: str) -> list[float]:
-        """Sums over the ranks along `axes`; of all ranks where none are named."""
+        """Return sums over the ranks along `axes`, or over all ranks if no axes are given."""
         size = self.mesh.size(*axes) if axes else len(self.mesh.mesh.ranks)
         if size == 1:
             return list(own)
@@ -240,7 +241,7 @@ class ManyDevices:
         return int(number)
 
     def _agree(self, parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-        """Give a parameter that has a gradient on another rank one of zeros here."""
+        """Give parameters that have a gradient on another rank, but none here, a gradient of zeros."""
         flags = torch.tensor(
             [p.grad is not None for p in parameters], dtype=torch.int32, device=self._device
         )
@@ -255,7 +256,7 @@ class ManyDevices:
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype together, in the order given, up to `BUCKET` elements or one tensor."""
+    """Group consecutive tensors of one dtype into buckets of up to `BUCKET` elements or one tensor."""
     bucket: list[Tensor] = []
     for each in tensors:
         if bucket and (

@@ -1,9 +1,8 @@
-"""How much memory a run takes, from sizes alone: plain values in, bytes out, no torch.
+"""Estimate of a run's memory from sizes alone: plain values in, bytes out, no torch.
 
-What one role holds all the time (parameters, masters, optimizer state) adds up over the roles of a
-device. What a call needs while it runs (activations, gradients, a cache of keys and values, and
-what of its role lies in host memory between calls) is counted once, for the call that needs most,
-because calls run one after another.
+Permanent memory of a role (parameters, masters, optimizer state) is summed over the roles of a
+device. Memory during a call (activations, gradients, KV cache, offloaded tensors of its role) is
+counted once, for the largest call, because calls run one after another.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # values an optimizer keeps for each trained parameter
-# of each; in 8 bits with a scale a block
+SLOTS = {"adamw": 2, "lion": 1, "sgd": 1}  # optimizer states for each trained parameter
+# bytes of an optimizer state; 8-bit states have a scale a block
 STATE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "8bit": 1.0 + 4 / 256}
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 WIDE = 4  # bytes of masters, gradients, logits
-# the head's chunks of logits and what is made of them, alive at once
+# chunk-sized tensors of the head (logits and derived values) alive at once
 TRAINING_CHUNKS = 3
 SCORING_CHUNKS = 2
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
@@ -61,9 +60,7 @@ class NetworkShape:
 
     @property
     def ends(self) -> int:
-        """Elements of the whole embedding and output matrix, which are put together for all of a
-        pass.
-        """
+        """Elements of the whole embedding and output matrix, which are gathered for a whole pass."""
         return min(self.whole, self.embedding * (1 if self.tied or self.vocab == 1 else 2))
 
     @property
@@ -72,14 +69,16 @@ class NetworkShape:
 
     @property
     def block(self) -> int:
-        """Elements of a whole block, on the average."""
+        """Average elements of a whole block."""
         return -(-(self.whole - self.ends) // max(1, self.layers))
 
     def kept_per_token(self) -> int:
-        """Elements that a layer keeps of a token for its backward pass: the stream before attention
-        and before the MLP, both norms' results, q, k, v, attention's result, what the MLP's first
-        matrices give, and, where it is not fused, as many again: the activation and the product.
-        Norms' results are kept as attention and MLP read them, of all rows.
+        """Return the number of elements of a token that a layer keeps for its backward pass.
+
+        They are the hidden states before attention and before the MLP, the results of both norms,
+        q, k, v, the result of attention, the results of the MLP's first matrices and, if the MLP
+        isn't fused, as many again for the activation and the product. Norm results are those of all
+        rows, as attention and MLP read them.
         """
         return (
             2 * (self.stream + self.hidden)
@@ -99,8 +98,8 @@ class NetworkShape:
 
     @property
     def stream(self) -> int:
-        """Elements of a token's state between attention and MLP, on each of the ranks that share
-        them.
+        """Elements of a token's hidden state between attention and MLP, on each rank that shares
+        rows.
         """
         return -(-self.hidden // self.row_ranks)
 
@@ -111,13 +110,11 @@ class NetworkShape:
 
     @property
     def _gate_up(self) -> int:
-        """What the MLP's first matrices give of a token, as far as it is kept."""
+        """Elements that the MLP keeps of a token for its backward pass."""
         return (2 if self.gated else 1) * (1 if self.fused else 2) * self.inner
 
     def working_per_token(self) -> int:
-        """Elements of a token alive at once within one layer, at the widest place of its backward
-        pass.
-        """
+        """Return the peak number of elements of a token alive within one layer's backward pass."""
         return 3 * self.hidden + (4 if self.gated else 3) * self.inner
 
 
@@ -153,11 +150,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Work:
-    """The most that one call asks of a network at once.
+    """Largest memory demands of one call.
 
-    `tokens` and `rows` of the largest micro-batch; `parts`: whether a minibatch has more than one;
-    `cache_tokens`: slots of the cache times their length, of which no more than `cache_limit` bytes
-    are held; `sequences` decoded together.
+    `tokens` and `rows` are those of the largest micro-batch, `parts` the number of micro-batches of
+    a minibatch, `cache_tokens` the slots of the KV cache times their length, with at most
+    `cache_limit` bytes, and `sequences` the number decoded together.
     """
 
     tokens: int = 0
@@ -172,10 +169,10 @@ class Work:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes.
+    """Memory of one role in bytes.
 
-    `call` is the most that a call needs on top of what is held; gradients and activations do not
-    peak together. `away` of what is held is in host memory between calls.
+    `call` is the peak of a call on top of `held`; gradients and activations don't peak together.
+    `away` is the part of `held` that is in host memory between calls.
     """
 
     parameters: int
@@ -194,7 +191,7 @@ class RoleMemory:
 
 
 def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> RoleMemory:
-    """What one role takes for these calls."""
+    """Return the memory of one role for these calls."""
     if settings.dtype == "float64":
         single = estimate(shape, replace(settings, dtype="float32"), works)
         return RoleMemory(**{name: 2 * size for name, size in asdict(single).items()})
@@ -246,7 +243,7 @@ def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
 
 
 def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
-    """Of the optimizer; in 8 bits embeddings keep float32."""
+    """Return the bytes of the optimizer state; with 8-bit states embeddings keep float32."""
     wide = 0
     if settings.state_dtype == "8bit" and trainable == shape.parameters:
         wide = min(-(-shape.embedding // shape.shards), trainable)
@@ -255,7 +252,7 @@ def _states(shape: NetworkShape, settings: Settings, trainable: int) -> int:
 
 
 def total(roles: Mapping[str, RoleMemory]) -> int:
-    """Bytes of all roles on one device at the worst moment."""
+    """Return the peak number of bytes of all roles on one device."""
     stays = sum(role.held - role.away for role in roles.values())
     return stays + max((role.away + role.call for role in roles.values()), default=0)
 
@@ -263,7 +260,7 @@ def total(roles: Mapping[str, RoleMemory]) -> int:
 def _call(
     shape: NetworkShape, settings: Settings, trainable: int, work: Work
 ) -> tuple[int, int, int]:
-    """(activations, cache, most at once) of one call."""
+    """Return the bytes of (activations, cache, peak) of one call."""
     width = BYTES[settings.dtype]
     head = shape.vocab * WIDE * min(work.rows, settings.chunk_rows)
     if settings.packs and shape.vocab > 1:

@@ -1,10 +1,9 @@
-"""From a SequenceSample to what a network is fed (`Packed`) and to what a loss reads (the
-`RowBatch` of algorithms/base.py).
+"""Convert a `SequenceSample` to the network's input (`Packed`) and the loss's input (`RowBatch`).
 
-Completion s of a group is laid out as its prompt and then its tokens; sequences that begin alike
-repeat that, or share it where that is asked for. The row of a completion token is the hidden state
-before it. Where the prompt is empty nothing comes before the first token: its row stands on the
-token itself, with mask 0, log-prob 0 and value 0.
+Each completion of a group is laid out as its prompt followed by its tokens; common prefixes are
+repeated or, on request, shared. The row of a completion token is the hidden state of the token
+before it. If the prompt is empty, the first token has no token before it: its row is the token's
+own hidden state, with mask, log-prob and value 0.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ from weft.models.network.support import Support
 Index = npt.NDArray[np.int64]
 
 
-# tokens of a prompt that is worth sharing, but for its last one; a shorter one is repeated
+# minimum tokens of a shared prompt; its last token is never shared
 LEAST_PROMPT = 16
 
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where the sequences of a micro-batch lie in the pack; all int64 `[S]`.
+    """Positions of a micro-batch's sequences in the pack; all arrays are int64 `[S]`.
 
-    Sequences may share a prefix of their prompts, which stands in the pack once, before all of
-    them. A prompt's last token always stands before its own completion (the generator computes it
-    so, and rounding is then the same).
+    Sequences may share a prefix of their prompts, which is in the pack once, before all of them. A
+    prompt's last token is never shared: the generator computes it with the completion, and rounding
+    is then the same.
     """
 
-    group: Index  # the id a sequence belongs to
-    prompt: Index  # tokens of its prompt
-    length: Index  # tokens of its completion
-    first: Index  # the first of those that share its prefix; itself where none do
-    prefix: Index  # tokens of its shared prefix
+    group: Index  # index of the sequence's id
+    prompt: Index  # number of prompt tokens
+    length: Index  # number of completion tokens
+    first: Index  # first sequence with the same shared prefix; itself if nothing is shared
+    prefix: Index  # number of tokens of the shared prefix
 
     @classmethod
     def of(cls, sample: SequenceSample) -> PackLayout:
-        """Every completion with its own prompt.
+        """Return the layout without sharing: every completion has its own prompt.
 
-        Raises `DataError` where there are no completions, or one that is empty together with its
-        prompt.
+        Raises `DataError` if there are no completions, or if a completion and its prompt are both
+        empty.
         """
         if "completion" not in sample.data:
             raise DataError(
@@ -77,8 +76,10 @@ class PackLayout:
         return cls(group, prompts[group], length, np.arange(len(group)), np.zeros_like(length))
 
     def by_id(self, *, least: int | None = None, spared: int = 0) -> PackLayout:
-        """The same sequences; ids with several completions share a prompt of `least` tokens
-        (`LEAST_PROMPT`) or more, where that spares `spared` of them.
+        """Return the layout in which completions of one id share their prompt.
+
+        A prompt is shared if it has `least` tokens (default `LEAST_PROMPT`) or more, and if that
+        saves at least `spared` tokens.
         """
         first = np.searchsorted(self.group, self.group)
         others = np.bincount(self.group)[self.group] - 1
@@ -94,9 +95,10 @@ class PackLayout:
         )
 
     def by_prefix(self, sample: SequenceSample) -> PackLayout:
-        """The same sequences, those of `sample`; whatever their ids, prompts share what they begin
-        with alike, from `LEAST_PROMPT` - 1 tokens on and never their last one
-        (`weft.engine.shared_prefixes`).
+        """Return the layout in which prompts share common prefixes, whatever their ids.
+
+        `sample` must be the sample of this layout. A prefix has at least `LEAST_PROMPT` - 1 tokens
+        and never contains a prompt's last token (`weft.engine.shared_prefixes`).
         """
         if "prompt" not in sample.data:
             return self
@@ -112,46 +114,41 @@ class PackLayout:
 
     @property
     def lengths(self) -> Index:
-        """`[S]`: tokens of each sequence."""
+        """Number of tokens of each sequence, `[S]`."""
         return self.prompt + self.length
 
     @property
     def spared(self) -> int:
-        """Tokens that the pack need not hold."""
+        """Number of tokens saved by sharing."""
         return int((self.prefix - self.lead).sum())
 
     @cached_property
     def order(self) -> Index:
-        """`[S]`: the sequences as they follow one another in the pack: those with one prefix
-        together.
-        """
+        """Order of the sequences in the pack, `[S]`; those with one prefix are adjacent."""
         return np.argsort(self.first, kind="stable")
 
     @cached_property
     def lead(self) -> Index:
-        """`[S]`: tokens of a shared prefix that stand in the pack right before this sequence, the
-        first to go on from it.
-        """
+        """Tokens of a shared prefix directly before its first sequence, `[S]`; 0 elsewhere."""
         return np.where(self.first == np.arange(len(self.first)), self.prefix, 0)
 
     @cached_property
     def segments(self) -> Index:
-        """Lengths of what lies end to end in the pack: shared prefixes, what goes on from each,
-        whole sequences; in order.
-        """
+        """Lengths of the pack's segments: shared prefixes, their continuations and whole sequences."""
         both = np.stack([self.lead, self.lengths - self.prefix], axis=1)[self.order]
         return both[np.stack([both[:, 0] > 0, np.ones(len(both), np.bool_)], axis=1)]
 
     @cached_property
     def starts(self) -> Index:
-        """`[S]`: where each completion begins in the pack."""
+        """Start of each completion in the pack, `[S]`."""
         ends = np.empty_like(self.length)
         ends[self.order] = np.cumsum((self.lead + self.lengths - self.prefix)[self.order])
         return ends - self.length
 
     def rows(self, extra: int = 0) -> tuple[Index, npt.NDArray[np.bool_]]:
-        """(index in the pack, whether it exists) of each sequence's rows: one a completion token,
-        and `extra` after.
+        """Return the index in the pack of each sequence's rows, and a mask of those that exist.
+
+        Each completion token has a row, followed by `extra` rows.
         """
         counts = self.length + extra
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -160,7 +157,7 @@ class PackLayout:
         return np.where(exists, row, row + 1), exists
 
     def joins(self) -> tuple[Join, ...]:
-        """The shared prefixes and what goes on from each, as spans of the pack."""
+        """Return each shared prefix and its continuations as spans of the pack."""
         ends = self.starts + self.length
         found = []
         for first in self.order[self.lead[self.order] > 0]:
@@ -171,18 +168,17 @@ class PackLayout:
 
     @property
     def pairs_across(self) -> float:
-        """(query, key) pairs between what goes on from shared prefixes and these."""
+        """Number of (query, key) pairs between shared prefixes and their continuations."""
         return float(((self.lengths - self.prefix) * self.prefix).sum())
 
 
 def pack(
     sample: SequenceSample, layout: PackLayout, device: torch.device, *, extra: int = 0
 ) -> Packed:
-    """The network's input: every sequence once.
+    """Return the network's input, with every sequence once.
 
-    `extra` rows a sequence after the last token (values have one).
-
-    The label of an extra row is the sequence's last token, which nothing reads.
+    `extra` rows follow each sequence's last token (values need one). The label of an extra row is
+    the sequence's last token and is not read.
     """
     prompts = sample.sequences("prompt") if "prompt" in sample.data else None
     completions = sample.sequences("completion")
@@ -220,9 +216,10 @@ def _context(layout: PackLayout, device: torch.device) -> Dense | Prefixed:
 
 
 class _Sum(torch.autograd.Function):
-    """[N] -> [S] over runs of rows.
+    """Sum rows `[N]` by sequence to `[S]`.
 
-    Its transpose is `_Spread`, so both directions add in row order and repeat bit for bit.
+    The backward pass is `_Spread`'s forward pass; both directions add in row order and are bitwise
+    reproducible.
     """
 
     @staticmethod
@@ -238,12 +235,12 @@ class _Sum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """[S] -> [N]: each sequence's value at each of its rows."""
+    """Repeat each sequence's value `[S]` at each of its rows `[N]`."""
 
     @staticmethod
     def forward(ctx: Any, sequences: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(lengths)
-        # told the size, the device need not be asked
+        # with output_size given, the host doesn't wait for the device
         return sequences.repeat_interleave(lengths, output_size=num_rows)
 
     @staticmethod
@@ -259,9 +256,9 @@ class _Spread(torch.autograd.Function):
 
 
 class SampleRows:
-    """A micro-batch as a loss sees it; the fields are those of `weft.algorithms.base.RowBatch`.
+    """Input of a loss for one micro-batch: implements `weft.algorithms.base.RowBatch`.
 
-    Floats are `dtype`.
+    Floating-point values have the dtype `dtype`.
     """
 
     def __init__(
@@ -290,10 +287,11 @@ class SampleRows:
         return key in self._sample.data
 
     def __getitem__(self, key: str) -> Tensor:
-        """[N] for one value a completion token (of L + 1 values the first L), [N, K] for K of them,
-        [S] for one a sequence or one an id.
+        """Return the values of a key.
 
-        Raises `KeyError` for a key the sample lacks, `DataError` for one laid out in another way.
+        The shape is `[N]` for one value a completion token (of L + 1 values the first L), `[N, K]`
+        for K values a token, `[S]` for one value a sequence or an id. Raises `KeyError` if the
+        sample lacks the key, `DataError` for any other shape.
         """
         if key not in self._known:  # a loss reads its keys once for every chunk of rows
             self._known[key] = self._read(key)
@@ -323,18 +321,18 @@ class SampleRows:
         )
 
     def sum(self, rows: Tensor) -> Tensor:
-        """[N] -> [S], added in row order on every device."""
+        """Sum rows `[N]` by sequence to `[S]`, in row order on every device."""
         return _Sum.apply(rows, self._counts)
 
     def spread(self, sequences: Tensor) -> Tensor:
-        """[S] -> [N]."""
+        """Repeat sequence values `[S]` at each row `[N]`."""
         return _Spread.apply(sequences, self._counts, self.num_rows)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Indices ([P], [P]) of (better, worse): same group and comparison, smaller rank better; in
-        index order.
+        """Return the indices `[P]`, `[P]` of (better, worse) sequences, in index order.
 
-        Without the key `comparison` a group is one comparison.
+        Both are in the same group and comparison, and the better one has the smaller rank. Without
+        the key `comparison`, a group is one comparison.
         """
         rank = host_array(self._sample.data["rank"])
         zeros = np.zeros_like(rank)
@@ -359,9 +357,7 @@ class SampleRows:
 
 
 def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
-    """The ids that top-k, top-p or min-p kept at each row when the batch was sampled; None where it
-    records none.
-    """
+    """Return the ids kept by top-k, top-p or min-p at each row, or None if the batch has none."""
     if "support" not in sample.data:
         return None
     counts = host_array(sample.data["support_counts"])
@@ -371,9 +367,9 @@ def support_of(sample: SequenceSample, device: torch.device) -> Support | None:
 
 
 def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
-    """int [N, K]: the ids whose log-probs are wanted at each row.
+    """Return the ids whose log-probs are wanted at each row, int `[N, K]`.
 
-    Raises `DataError` where the batch has none.
+    Raises `DataError` if the batch has none.
     """
     if "given_ids" not in sample.data:
         raise DataError(
@@ -385,8 +381,9 @@ def given_ids_of(sample: SequenceSample, device: torch.device) -> Tensor:
 def as_sample(
     sample: SequenceSample, layout: PackLayout, out: Mapping[str, Tensor]
 ) -> SequenceSample:
-    """The network's outputs on the ids of `sample`, on the CPU: `[L + 1]` values, `[1]` scores,
-    `[L]` of all others.
+    """Return the network's outputs by the ids of `sample`, on the CPU.
+
+    Shapes are `[L + 1]` for values, `[1]` for scores and `[L]` for all others.
     """
     bounds = np.cumsum(np.bincount(layout.group, minlength=sample.num_ids))[:-1]
     groups: dict[str, list[list[int]]] = {}

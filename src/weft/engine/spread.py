@@ -1,9 +1,8 @@
-"""What the ranks of one layout settle among themselves during a call: the one reduction point of a
-training step.
+"""Communication between the ranks of one layout during a call of the engine.
 
-An engine, its step and its optimizer are written for one rank. Whatever needs the other ranks is
-asked of a `Spread`; on one device every answer is the rank's own. A layout of many devices is
-another implementation of this protocol, and nothing else.
+The engine, its step and its optimizer are written for one rank; all communication goes through a
+`Spread`. On one device it returns the rank's own values. Layouts of several devices have another
+implementation of this protocol.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Outputs = dict[Output, Tensor]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch as the network is called with it.
+    """A micro-batch prepared for the network.
 
-    `part` is None of a filler, whose outputs have weight 0; `spread` puts the outputs of the rows
-    that were computed among zeros. `rows` are what a loss reads of it, where one does.
+    `part` is None for a filler, whose outputs have weight 0. `spread` puts the outputs of the
+    computed rows among zeros. `rows` is the loss's input, if there is a loss.
     """
 
     part: SequenceSample | None
@@ -41,84 +40,82 @@ class Prepared:
 
 
 class Work(Protocol[T_co]):
-    """What is done with every micro-batch of a call, on one rank."""
+    """Processing of every micro-batch of a call, on one rank."""
 
     def prepare(self, part: SequenceSample) -> Prepared: ...
     def filler(self) -> Prepared:
-        """One token, for a rank that must pass the network as often as another that has more
-        micro-batches.
-        """
+        """Return a pass of one token, for a rank with fewer micro-batches than others."""
         ...
 
     def finish(self, prepared: Prepared, out: Outputs) -> T_co:
-        """What becomes of a micro-batch's outputs; in training the scalar that the backward pass
-        begins with.
-        """
+        """Return the result of a micro-batch's outputs; in training, the loss to backpropagate."""
         ...
 
     def stage_loss(self, prepared: Prepared) -> Tensor | None:
-        """Of a stage of a pipeline that is not the last: what its own layers add to the loss."""
+        """Return the loss that the layers of a pipeline stage other than the last add."""
         ...
 
 
 class Spread(Protocol):
-    """Every rank of the layout calls each method, in the same order."""
+    """Communication between ranks; every rank calls each method, in the same order."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the data-parallel ranks, in float64; asked before the first forward pass of a
-        minibatch.
+        """Return sums over the data-parallel ranks, in float64.
+
+        Called before the first forward pass of a minibatch.
         """
         ...
 
     def run(
         self, network: nn.Module, parts: Sequence[SequenceSample], work: Work[T], *, trains: bool
     ) -> list[T]:
-        """`work` on every micro-batch, with its backward pass where it trains; what it made of
-        each, on a rank that has the outputs.
+        """Run `work` on every micro-batch, with a backward pass if `trains`.
+
+        Returns the results of `work.finish`, on ranks that have the outputs.
         """
         ...
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum, in place, what each rank has only a part of, once all micro-batches are through.
+        """Sum partial gradients over ranks in place, after all micro-batches.
 
-        A parameter that has no gradient here and one elsewhere gets one.
+        A parameter without a gradient here gets one if another rank has one.
         """
         ...
 
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Scalar: the L2 norm over the gradients of all ranks, each element counted once;
-        `gradients` by canonical name.
+        """Return the L2 norm over the gradients of all ranks, as a scalar.
+
+        Each element is counted once. `gradients` are by canonical name.
         """
         ...
 
     def gather_values(self, own: T, *, stages: bool = False) -> list[T]:
-        """Small plain values (statistics, ids) of every data-parallel rank, in the order of ranks;
-        with `stages` those of every stage of each, where a pipeline's have different ones.
+        """Return small plain values of every data-parallel rank, in rank order.
+
+        With `stages`, the values of every pipeline stage are included.
         """
         ...
 
     def gather_parameters(self, own: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-        """Whole tensors by name on the rank that writes them; None on the others."""
+        """Return whole tensors by name on the rank that writes them, and None on the others."""
         ...
 
     def kept(self, names: Iterable[str]) -> list[str]:
-        """Those of the tensors held here that this rank writes to a recovery point: each is written
-        once.
-        """
+        """Return the names that this rank writes to a recovery point; each tensor is written once."""
         ...
 
     def file(self, stem: str) -> str:
-        """The name of this rank's file."""
+        """Return the name of this rank's file."""
         ...
 
 
 def passed(
     network: nn.Module, prepared: Prepared, work: Work[T], *, trains: bool, always: bool = False
 ) -> T:
-    """One micro-batch through a network that is all here.
+    """Run one micro-batch through a network that isn't split over a pipeline.
 
-    With `always` a backward pass follows whatever the loss is made of: other ranks may wait for its
-    gradients.
+    With `always`, a backward pass runs even if the loss has no gradient, because other ranks may
+    wait for this rank's gradients.
     """
     given = prepared.given
     out: Outputs = network(given.x, given.want, given.temperature, given.support)
@@ -134,7 +131,7 @@ def passed(
 
 
 class OneDevice:
-    """Implements `Spread` for a layout of one device: nothing is spread."""
+    """Implement `Spread` for a layout of one device, without communication."""
 
     def reduce_denominators(self, own: Mapping[str, float]) -> dict[str, float]:
         return dict(own)
@@ -145,7 +142,7 @@ class OneDevice:
         return [passed(network, work.prepare(part), work, trains=trains) for part in parts]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Nothing: the gradients are whole."""
+        """Do nothing: the gradients are complete."""
 
     def gradient_norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         return torch.nn.utils.get_total_norm(list(gradients.values()))

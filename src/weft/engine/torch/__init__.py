@@ -1,1 +1,1 @@
-"""The engine on torch: one role's network, its masters and its optimizer."""
+"""The engine on torch: the network of one role, its master weights and its optimizer."""

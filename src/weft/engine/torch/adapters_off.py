@@ -1,5 +1,6 @@
-"""The reference of a role that trains adapters: the same engine with its adapters off, so that no
-weight is held twice.
+"""Reference engine that runs the actor's network with adapters disabled.
+
+The reference shares the memory of the actor's base weights instead of loading a second copy.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ T = TypeVar("T")
 
 
 class AdaptersOff:
-    """Implements `weft.engine.base.Engine` for the frozen base of `engine`; `off()` is a context
-    without adapters.
+    """Implement `weft.engine.base.Engine` for the frozen base weights of `engine`.
 
-    It shares the base's memory, so offloading is the other role's business, and it cannot be
-    trained or written to: a reference that moves needs weights of its own.
+    `off()` returns a context in which the adapters are disabled. The base weights are shared with
+    `engine`, so offloading them is left to that engine, and this one can't be trained or written
+    to. A reference whose weights change needs a separate engine.
     """
 
     def __init__(
@@ -98,16 +99,16 @@ class AdaptersOff:
         _refuse("written to")
 
     def save_state(self, d: Path) -> None:
-        """Nothing: the base never changes."""
+        """Do nothing: the base weights never change."""
 
     def load_state(self, d: Path) -> None:
-        """Nothing: the base never changes."""
+        """Do nothing: the base weights never change."""
 
     def offload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Nothing: the weights are the other role's."""
+        """Do nothing: the weights belong to the engine of the trained role."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Nothing: the weights are the other role's, which brings them back when it computes."""
+        """Do nothing: the engine of the trained role onloads its weights when it computes."""
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         _refuse("saved")
@@ -123,8 +124,9 @@ class AdaptersOff:
 
 
 def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
-    """Whether a frozen role is what `trained` computes with its adapters off, so that on the same
-    devices it needs no engine of its own.
+    """Return True if `reference` can be computed by `trained` with its adapters disabled.
+
+    Such a frozen role needs no separate engine on the same devices.
     """
     same = (
         "path",
@@ -143,9 +145,9 @@ def shares_base(reference: ModelSpec, trained: ModelSpec) -> bool:
     alike &= reference.quantize in (
         None,
         trained.quantize,
-    )  # where nobody says, the reference's weights are the trained role's
+    )  # unset: the reference uses the trained role's weights
     if trained.prefix.num_tokens and holds_prefix(trained.path):
-        return False  # the reference is the prefix as it was
+        return False  # the reference needs the prefix before training
     return (
         trained.has_adapters and not trained.trains_embeddings and not reference.trained and alike
     )

@@ -1,5 +1,7 @@
-"""Losses whose gradient by a row's outputs depends on no other row (`Loss.by_row`): the head makes
-such gradients as it goes.
+"""Gradients of losses that declare `Loss.by_row`, and a check of that declaration.
+
+The gradient of such a loss by one row's outputs doesn't depend on the outputs of other rows, so the
+output head can compute gradients during the forward pass.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ from weft.engine.rows import SampleRows
 from weft.errors import ConfigError
 from weft.models.network.packed import RowGradient
 
-# the outputs that a declaration speaks of
+# outputs to which the declaration applies
 BY_ROW: tuple[Output, ...] = ("logprobs", "entropy", "given_logprobs")
-TOLERANCE = 1e-5  # relative to the largest gradient: the same sums, perhaps by another kernel
+TOLERANCE = 1e-5  # relative to the largest gradient; kernels may differ in rounding
 
 
 def row_gradient(
     loss: Loss, rows: SampleRows, total: Mapping[str, float], scale: float
 ) -> RowGradient:
-    """The gradients by the outputs of the rows that are known, of `scale` times the loss; the other
-    rows' outputs are 0.
+    """Return a function that maps outputs to the gradient of `scale` times the loss by them.
+
+    The outputs of rows that are not computed yet are 0.
     """
 
     def of_outputs(out: Mapping[Output, Tensor]) -> Mapping[Output, Tensor]:
@@ -38,12 +41,12 @@ def row_gradient(
 def check(
     loss: Loss, out: Mapping[Output, Tensor], rows: SampleRows, total: Mapping[str, float]
 ) -> bool:
-    """Compare the gradient of all rows with those made where half of the rows have their outputs
-    and the others have none.
+    """Check that the gradient of each row doesn't depend on the outputs of other rows.
 
-    False where these rows tell nothing: there is one alone, or no gradient, or one that is not
-    finite. Raises `ConfigError` with the loss's name where they differ: training would then be
-    wrong, and on an accelerator silently.
+    The gradient over all rows is compared with gradients for which the outputs of half of the rows
+    are set to 0. Returns False if these rows allow no conclusion: a single row, no gradient, or a
+    gradient that is not finite. Raises `ConfigError` with the loss's name if the gradients differ:
+    training would be wrong, and on an accelerator silently.
     """
     plain = {
         key: by for key, by in _gradients(loss, out, rows, total, 1.0).items() if key in BY_ROW
@@ -67,7 +70,7 @@ def check(
 
 
 def _several(gradients: Mapping[Output, Tensor]) -> bool:
-    """Whether more rows than one have a gradient."""
+    """Return True if more than one row has a nonzero gradient."""
     return any(
         int((by.flatten(1) if by.dim() > 1 else by[:, None]).any(1).sum()) > 1
         for by in gradients.values()
@@ -75,6 +78,7 @@ def _several(gradients: Mapping[Output, Tensor]) -> bool:
 
 
 def loss_name(loss: Loss) -> str:
+    """Return the registered name of a loss, or its class name."""
     return str(getattr(loss, "name", type(loss).__name__))
 
 
@@ -85,7 +89,7 @@ def _gradients(
     total: Mapping[str, float],
     scale: float,
 ) -> dict[Output, Tensor]:
-    """By each of the outputs that the loss is a function of."""
+    """Return the gradient of `scale` times the loss by each output that the loss depends on."""
     with torch.enable_grad():
         known = {key: value.detach().requires_grad_() for key, value in out.items()}
         zeros = torch.zeros_like(rows.mask)

@@ -1,5 +1,6 @@
-"""The engine on one torch device: scores, trains and samples from one role's network, and hands its
-parameters in and out.
+"""The engine on one torch device.
+
+It scores, trains and generates with the network of one role, and reads and writes its parameters.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ T = TypeVar("T")
 
 
 def dtype_of(spec: ModelSpec) -> str:
-    """The role's dtype, which a backend has settled before it builds anything."""
+    """Return the dtype of the role, which the backend sets before it builds anything."""
     assert spec.dtype is not None, "a backend settles the dtype first"
     return spec.dtype
 
 
 def _nothing(want: frozenset[Output]) -> SequenceSample:
-    """The outputs of a batch without ids: a rank's part may have none."""
+    """Return the outputs of a batch without ids: a rank's part of a batch may be empty."""
     return SequenceSample.from_groups(
         [], {key: [] for key in want}, {key: torch.empty(0) for key in want}
     )
@@ -70,53 +71,56 @@ def _nothing(want: frozenset[Output]) -> SequenceSample:
 
 @dataclass(frozen=True)
 class BuiltNetwork:
-    """What a backend makes of a spec.
+    """The network and related functions that a backend builds from a `ModelSpec`.
 
     `network` is called as `network(x: Packed, want, temperature, support) -> {output: tensor}` and
-    has `hidden` and `next_token_logits` for generation. It lies on the device; where the role is
-    trained it is float32 and the parameters to train require gradients, elsewhere it has the role's
-    dtype. `save` writes a Hugging Face directory.
+    has `hidden` and `next_token_logits` for generation. It is on the device. If the role is
+    trained, the network is float32 and the parameters to train require gradients; otherwise it has
+    the role's dtype. `save` writes a Hugging Face directory.
     """
 
     network: nn.Module
-    # (directory, parameters by name, tokenizer)
+    # called with (directory, parameters by name, tokenizer)
     save: Callable[[Path, Mapping[str, Tensor], Any], None]
     cost: Cost
     facts: Mapping[str, Any]  # family, vocab_size, num_layers
-    dropout: bool = False  # whether anything in it drops
-    aux_loss: AuxLoss = NO_AUX_LOSS  # that balances experts
-    # of a network with adapters
+    dropout: bool = False  # True if any module uses dropout
+    aux_loss: AuxLoss = NO_AUX_LOSS  # load-balancing loss of experts
+    # context that disables the adapters; None without adapters
     adapters_off: Callable[[], AbstractContextManager[None]] | None = None
-    notes: tuple[str, ...] = ()  # what the user should know about how this network runs
-    part: Part | None = None  # where this rank holds a part of the network
-    blocks: tuple[nn.Module, ...] = ()  # that a pass goes through one after the other
+    notes: tuple[str, ...] = ()  # messages to the user about how this network runs
+    part: Part | None = None  # set if this rank has a part of the network
+    blocks: tuple[nn.Module, ...] = ()  # in the order of the forward pass
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part of a network that several hold: what lies where, whom to ask of the others,
-    and how it generates.
+    """One rank's part of a network that is distributed over several ranks.
+
+    It says which slice of each parameter this rank has, how to communicate with the other ranks,
+    and how to generate.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]  # of every parameter, whole, by canonical name
+    shapes: Mapping[str, tuple[int, ...]]  # full shape of every parameter, by canonical name
     trained: frozenset[str]
-    places: Mapping[str, Slice]  # what this rank holds of them
-    # given where its part lies
+    places: Mapping[str, Slice]  # slice of each parameter on this rank
+    # called with a function that returns the stored parameters of this rank
     spread: Callable[[Callable[[], Mapping[str, StoredParameter]]], Spread]
     shards: Shards | None
-    # Given the weights' version, and what generators leave to the next.
+    # Called with the spec, the version of the weights and the KV pages kept between generators.
     generating: Callable[[GenerationSpec, int, KeptPages], AbstractContextManager[Generator]]
 
 
 def home_of_masters(spec: ModelSpec, device: torch.device) -> torch.device | None:
-    """Where masters and optimizer state live when that is not where the network is; on a CPU it is
-    the same memory.
+    """Return the device of masters and optimizer state if they are offloaded, else None.
+
+    On a CPU it returns None: the network is in host memory already.
     """
     return HOST if spec.optimizer.offload and device.type != HOST.type else None
 
 
 def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
-    """What the user asked for and this device has no use for."""
+    """Return a note for each offload option that has no effect because the device is a CPU."""
     asked = {
         "optimizer.offload=true": (
             spec.trained and spec.optimizer.offload,
@@ -134,7 +138,7 @@ def _notes(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
 
 
 class TorchEngine:
-    """Implements `weft.engine.base.Engine` for one rank of a layout."""
+    """Implement `weft.engine.base.Engine` for one rank of a layout."""
 
     def __init__(
         self, built: BuiltNetwork, spec: ModelSpec, layout: Layout, device: torch.device
@@ -150,7 +154,7 @@ class TorchEngine:
         self._spec = spec
         self._device = device
         self._kept = KeptPages()
-        self._checked: list[Loss] = []  # losses whose `by_row` is known to be true
+        self._checked: list[Loss] = []  # losses whose `by_row` declaration was verified
         self._network = built.network.eval()
         keep_sums_wide(device)
         # A trained network's parameters are float32 until its backend casts them: passes compute in
@@ -207,14 +211,16 @@ class TorchEngine:
         top: TopIds | None = None,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> SequenceSample:
-        """`want` by id, on the CPU in float32: `[L]` logprobs, entropy and top1, `[L + 1]` values,
-        `[1]` scores a completion, `[L, K]` top_ids in int32, `[L, K + 1]` top_logprobs, and
-        given_logprobs of the key `given_ids` [L, K].
+        """Return the outputs `want` by id, in float32 on the CPU.
 
-        Log-probs are of softmax(logits / temperature); those of labels over the ids of the key
-        `support` where the batch holds it. `top` says which ids the `top_` outputs are of. Raises
-        `ConfigError` for an output that the head lacks, or a sequence longer than a micro-batch may
-        be.
+        Shapes for each sequence: `[L]` logprobs, entropy and top1; `[L + 1]` values; `[1]` scores
+        of each completion; `[L, K]` top_ids in int32; `[L, K + 1]` top_logprobs; and `[L, K]`
+        given_logprobs of the batch's key `given_ids`.
+
+        Log-probs are those of softmax(logits / temperature). If the batch has the key `support`,
+        the log-probs of labels are normalized over its ids only. `top` selects the ids of the
+        `top_` outputs. Raises `ConfigError` for an output that the head doesn't provide, or for a
+        sequence longer than `max_tokens`.
         """
         self.onload("weights")
         how = Pass(want, temperature, extra=1 if "values" in want else 0, top=top)
@@ -236,11 +242,12 @@ class TorchEngine:
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[StepStats]:
-        """One optimizer step a minibatch; `version` then counts one more train step.
+        """Run one optimizer step for each minibatch, then increment `version` by one.
 
-        A minibatch is skipped, with the reason, where nothing in it is trained, where `veto`
-        objects, or where its loss is not finite and the role's spec says to go on; otherwise such a
-        loss raises `RunError` with the ids of its samples.
+        A minibatch is skipped, with the reason in its `StepStats`, if it has no trained tokens, if
+        `veto` returns a reason, or if its loss is not finite and the role's spec says
+        `on_nonfinite=skip`. With `on_nonfinite=stop` such a loss raises `RunError` with the ids of
+        its samples.
         """
         if self._optimizer is None:
             raise ConfigError(
@@ -282,9 +289,9 @@ class TorchEngine:
         temperature: float = 1.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> dict[str, float]:
-        """`loss` and the loss's summary of a batch, in float32 on the CPU.
+        """Return the value of `loss` under the key "loss", and the loss's summary of the batch.
 
-        Raises what `forward` raises.
+        The loss is computed in float32 on the CPU. Raises the same errors as `forward`.
         """
         total = self._spread.reduce_denominators(loss.denominators(batch))
         made = self.forward(batch, loss.outputs, temperature=temperature, max_tokens=max_tokens)
@@ -301,8 +308,9 @@ class TorchEngine:
 
     @contextmanager
     def generating(self, spec: GenerationSpec) -> Iterator[Generator]:
-        """Continuous batching on these weights; `spec.tokenizer` and `spec.stop_ids` are the
-        caller's to fill in.
+        """Open a generator with continuous batching on the current weights.
+
+        The caller must have set `spec.tokenizer` and `spec.stop_ids`.
         """
         self.onload("weights")
         self._masters.ready()
@@ -319,14 +327,14 @@ class TorchEngine:
             yield generator
 
     def gather(self, own: T) -> list[T]:
-        """Plain values of every data-parallel rank, in the order of ranks; all of them call it."""
+        """Return the plain values of all data-parallel ranks, in rank order; every rank calls it."""
         return self._spread.gather_values(own)
 
     # -- parameters
 
     @property
     def trained_names(self) -> frozenset[str]:
-        """Parameters of this rank that train steps change."""
+        """Names of the parameters on this rank that are trained."""
         if self._spec.trained:
             return frozenset(self._masters.trained)
         return frozenset()
@@ -335,17 +343,15 @@ class TorchEngine:
         return self._masters.slices()
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """(name, slice, values) in the most exact form there is: the float32 master of what is
-        trained.
-        """
+        """Iterate over (name, slice, values); the values of trained parameters are float32 masters."""
         return self._masters.read(names)
 
     def write(
         self, parts: Iterable[tuple[str, Slice, Tensor]], *, version: int, eta: float = 1.0
     ) -> None:
-        """parameter <- eta * value + (1 - eta) * parameter, in float32.
+        """Set each parameter to eta * value + (1 - eta) * parameter, computed in float32.
 
-        Raises `ConfigError` for what does not fit.
+        Raises `ConfigError` for unknown names and wrong shapes.
         """
         self._masters.write(parts, eta)
         self.version = version
@@ -353,8 +359,10 @@ class TorchEngine:
     # -- memory
 
     def offload(self, what: What) -> None:
-        """Move weights, with masters and what generators kept, or optimizer state to host memory,
-        if the device has its own.
+        """Move weights or optimizer state to host memory, if the device has separate memory.
+
+        Offloading the weights also moves the masters and drops the KV pages kept between
+        generators.
         """
         if what == "weights":
             self._kept.drop()
@@ -363,10 +371,10 @@ class TorchEngine:
             self._optimizer.leave()
 
     def onload(self, what: What) -> None:
-        """The way back.
+        """Move weights or optimizer state back to the device.
 
-        `forward`, `train` and `generating` take it by themselves: weights come while the first
-        blocks are computed, optimizer state while the first masters are updated.
+        `forward`, `train` and `generating` call it themselves. Weights are copied while the first
+        blocks compute, optimizer state while the first masters are updated.
         """
         if what == "weights":
             self._masters.come()
@@ -376,9 +384,10 @@ class TorchEngine:
     # -- on disk
 
     def save_state(self, d: Path) -> None:
-        """Everything that the role goes on from, exactly.
+        """Write the state needed to resume training exactly.
 
-        Frozen weights that nobody wrote to are left out: the backend reads them again.
+        Frozen weights that were never written to are omitted: the backend reads them from the model
+        directory.
         """
         values: dict[str, Any] = {"version": self.version}
         self._write(d / self._spread.file(PARAMETERS), self._masters.changeable)
@@ -388,7 +397,7 @@ class TorchEngine:
         checkpoint.write_values(d / STATE, values)
 
     def _write(self, path: Path, held: Mapping[str, Tensor]) -> None:
-        """Those of the tensors here that no other rank writes."""
+        """Write those of the tensors that no other rank writes."""
         slices = self._masters.slices()
         held = states.written(held, slices)
         owners = states.owners(held, slices)
@@ -402,9 +411,9 @@ class TorchEngine:
         checkpoint.write_tensors(path, chosen, places if self._built.part is not None else None)
 
     def load_state(self, d: Path) -> None:
-        """Go on from what `save_state` wrote, on this layout or another.
+        """Load the state that `save_state` wrote, with the same layout or another.
 
-        Raises `CheckpointError` where it is of another kind of role, or broken.
+        Raises `CheckpointError` if the state belongs to another kind of role or is broken.
         """
         values = checkpoint.read_values(d / STATE)
         if ("optimizer" in values) != (self._optimizer is not None):
@@ -419,8 +428,9 @@ class TorchEngine:
         self.version = values["version"]
 
     def _read(self, d: Path, stem: str) -> dict[str, Tensor]:
-        """This rank's part of every tensor that was saved; names that the role does not have are
-        left to the caller.
+        """Return this rank's slice of every saved tensor.
+
+        The result may contain names that this role doesn't have; the caller handles them.
         """
         if self._built.part is None:
             elsewhere: Mapping[str, Any] = {}
@@ -429,18 +439,17 @@ class TorchEngine:
         return states.read(checkpoint.Saved(d, stem), self._masters.slices(), elsewhere)
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
-        """A Hugging Face directory that `transformers` loads, in the role's dtype.
+        """Write a Hugging Face directory that `transformers` can load, in the role's dtype.
 
-        With adapters it holds the merged model, and `adapter/` the adapters alone in PEFT's layout.
+        With adapters, the directory contains the merged model, and `adapter/` the adapters in
+        PEFT's format.
         """
         whole = self._spread.gather_parameters(self._masters.all)
         if whole is not None:
             self._built.save(d, whole, tokenizer)
 
     def without_adapters(self) -> AdaptersOff | None:
-        """This engine's frozen base as an engine of its own, for a reference role; None where there
-        are no adapters.
-        """
+        """Return a reference engine for the frozen base weights, or None if there are no adapters."""
         if self._built.adapters_off is None:
             return None
         base = [name for name in self._masters.all if name not in self._masters.trained]
@@ -448,8 +457,11 @@ class TorchEngine:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """family, vocab_size, num_layers, num_parameters, num_trainable (of the whole network;
-        `held_*` of this rank), flops_per_token, dtype, notes.
+        """Facts about the network.
+
+        Keys: family, vocab_size, num_layers, flops_per_token, dtype, device and notes;
+        `num_parameters` and `num_trainable` of the whole network, `held_parameters` and
+        `held_trainable` of this rank's part.
         """
         part = self._built.part
         held = self._masters.all

@@ -1,10 +1,9 @@
-"""Tensors of a device whose values can lie in pinned host memory instead, in groups that come back
-one after the other.
+"""Offload groups of device tensors to pinned host memory and fetch them back group by group.
 
 memory = HostMemory([[embedding], [weights of block 0], ...], lane)
-memory.leave()         # the device's memory is free
-memory.fetch()         # copies begin, in order of the groups
-memory.hold(0)         # what the device is given from now on finds group 0
+memory.leave()         # copies all groups to the host and frees the device memory
+memory.fetch()         # starts copies to the device, in order of the groups
+memory.hold(0)         # later work on the current stream waits for group 0
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from weft.kernels import Lane, Mark, resize_storage, storage_of
 
 @dataclass
 class _Block:
-    """A storage: the values of one tensor or more, all of which `tensor`'s is one."""
+    """A storage shared by one or more tensors; `tensor` is one of them."""
 
     tensor: Tensor
     group: int
     size: int  # bytes
     constant: bool
-    host: Tensor | None = None  # flat; made when it is first needed, then kept
+    host: Tensor | None = None  # flat; allocated on first use, then kept
 
     @property
     def flat(self) -> Tensor:
-        """All of the storage, padding too, on the device."""
+        """The whole storage on the device as a flat tensor, padding included."""
         return self.tensor.detach().as_strided((self.size // self.tensor.itemsize,), (1,), 0)
 
     def resize(self, size: int) -> None:
@@ -39,14 +38,15 @@ class _Block:
 
 
 class HostMemory:
-    """A tensor stays the object it is.
+    """Copies of device tensors in pinned host memory, in groups that are fetched separately.
 
-    Its storage gives up its memory and gets other memory later, as FSDP2's gathered parameters do,
-    so views, optimizers and hooks keep what they refer to. Values of `constant` tensors are copied
-    to the host once, until `changed` is called; host memory is taken once and kept.
+    Tensor objects stay the same: their storage is resized to 0 and back, as FSDP2 does with
+    gathered parameters, so views, optimizers and hooks stay valid. The values of `constant` tensors
+    are copied to the host only once, until `changed` is called. Host memory is allocated once and
+    kept.
 
-    While a group is away, or its copy is on its way, nothing may read it on the device: `hold` and
-    `wait` say when.
+    A group must not be read on the device while it is offloaded or being copied: call `hold` or
+    `wait` first.
     """
 
     def __init__(
@@ -73,23 +73,23 @@ class HostMemory:
                 self._blocks[id(tensor)] = block
         self._away: set[int] = set()
         self._arriving: dict[int, Mark] = {}
-        self._left: Mark | None = None  # until the host has waited for it
+        self._left: Mark | None = None  # end of the last copy to the host
 
     @property
     def away(self) -> bool:
-        """Whether anything is."""
+        """True if any group is offloaded."""
         return bool(self._away)
 
     def changed(self) -> None:
-        """Constant tensors have other values than before."""
+        """Mark constant tensors as changed, so that the next `leave` copies them again."""
         for group in self._groups:
             for block in group:
                 block.constant = False
 
     def leave(self) -> None:
-        """Free the device's memory of what is there, when its values have been copied.
+        """Copy all groups on the device to the host and free their device memory.
 
-        The host does not wait for that.
+        The host doesn't wait for the copies.
         """
         here = [number for number in range(len(self._groups)) if number not in self._away]
         if not here:
@@ -104,21 +104,21 @@ class HostMemory:
                     )
                 self._lane.copy(block.host, block.flat)
         self._left = self._lane.mark()
-        self._left.hold()  # the memory is given to others, whose work comes after the copies
+        self._left.hold()  # the freed memory may be reused, but only by work after the copies
         for block in blocks:
             block.resize(0)
         self._away.update(here)
         self._arriving.clear()
 
     def fetch(self, *numbers: int) -> None:
-        """Begin to copy these groups back, or all; nothing happens for those that are there."""
+        """Start copying the given groups (default: all) to the device; skip those already there."""
         wanted = [number for number in numbers or range(len(self._groups)) if number in self._away]
         if not wanted:
             return
         for number in wanted:
             for block in self._groups[number]:
                 block.resize(block.size)
-        self._lane.follow()  # the memory may have been another's until now
+        self._lane.follow()  # earlier work on the device may still use this memory
         for number in wanted:
             for block in self._groups[number]:
                 assert block.host is not None, "what is away has left"
@@ -127,21 +127,23 @@ class HostMemory:
         self._away.difference_update(wanted)
 
     def hold(self, *numbers: int) -> None:
-        """What the device is given from now on, on the stream in force, finds these groups, or all,
-        which were fetched.
+        """Make later work on the current stream wait for the given groups.
+
+        Without arguments it waits for all groups that were fetched.
         """
         for number in numbers or list(self._arriving):
             if (mark := self._arriving.pop(number, None)) is not None:
                 mark.hold()
 
     def wait(self, number: int) -> None:
-        """The host waits for a group: work on any stream finds it from now on."""
+        """Block the host until a group is on the device, for use on any stream."""
         if (mark := self._arriving.pop(number, None)) is not None:
             mark.wait()
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor that is away; None of one that is there, is empty, or is not among
-        these.
+        """Return the host copy of an offloaded tensor.
+
+        Returns None if the tensor is on the device, is empty, or doesn't belong to this object.
         """
         block = self._blocks.get(id(tensor))
         if block is None or block.group not in self._away:
@@ -154,12 +156,14 @@ class HostMemory:
 
 
 class BlockByBlock:
-    """A network's tensors: of `memory`'s groups the first is what a pass needs before the blocks,
-    then comes one a block, then what no pass needs. A block's first pass after `come` waits for its
-    own group alone.
+    """Fetch the tensors of a network block by block, so that copies overlap with the forward pass.
 
-    Where whole parameters are `gathered` on a stream of their own, ahead of the pass, the host
-    waits in place of the device, which is at the blocks before.
+    The groups of `memory` are: tensors needed before the first block, one group for each block, and
+    tensors that the forward pass doesn't need. The first forward pass of a block after `come` waits
+    for that block's group only.
+
+    With `gathered`, parameters are gathered on a separate stream ahead of the pass, so the host
+    waits for a group instead of the device's stream.
     """
 
     def __init__(self, memory: HostMemory, blocks: Sequence[nn.Module], *, gathered: bool) -> None:
@@ -169,7 +173,7 @@ class BlockByBlock:
         self._hooks: list[RemovableHandle] = []
 
     def come(self) -> None:
-        """Begin to bring all back."""
+        """Start fetching all groups."""
         if not self.memory.away:
             return
         self.memory.fetch()
@@ -180,7 +184,7 @@ class BlockByBlock:
             )
 
     def ready(self) -> None:
-        """All of it is there for what comes next."""
+        """Make later work on the current stream wait for all groups."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

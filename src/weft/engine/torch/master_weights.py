@@ -1,11 +1,10 @@
-"""One network's parameters in their two forms: float32 masters that are trained, and the compute
-copy that the network runs.
+"""Parameters of one network in two forms: float32 masters and a copy in the compute dtype.
 
-Where the network computes in float32 the two are the same tensors. Otherwise the copy is cast once
-a step, each micro-batch's gradient is added to its master in float32, and tensors that nobody
-trains exist in the compute dtype alone. Masters may live in host memory (`home`): gradients go
-there as they are made, and with them the optimizer's state and its work. All that is on the device
-can leave it (`leave`) and come back, block by block.
+If the network computes in float32, the two are the same tensors. Otherwise the copy is cast once a
+step, the gradient of each micro-batch is added to the master's in float32, and frozen tensors exist
+in the compute dtype only. Masters may be kept in host memory (`home`): then gradients are moved to
+the host as they are computed, and the optimizer state and update are there too. All parameters on
+the device can be offloaded (`leave`) and fetched back block by block (`come`).
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """Those parameters of `network` that require gradients are trained; they come in float32, or in
-    `dtype` where adapters were made beside frozen weights.
+    """Master weights and compute copies of the parameters of `network`.
 
-    What goes in and out has canonical names (`weft.models.network.parameters`); the optimizer sees
-    parameters as they are stored. With a `home` every trained parameter has a master there,
-    whatever the dtype and wherever the network goes (Ren et al. 2021, "ZeRO-Offload",
-    arXiv:2101.06840).
+    Parameters that require gradients are trained. They arrive in float32, or in `dtype` if adapters
+    were added to frozen weights. The public methods use canonical names
+    (`weft.models.network.parameters`); the optimizer uses parameters as they are stored. With a
+    `home`, every trained parameter has a master on that device, whatever its dtype and even while
+    the network is offloaded (Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840).
 
-    `places` say what part of each whole parameter lies here; without them all of it does. Of a
-    sharded network (`shards`) the parameters are this rank's rows, float32 where they are trained;
-    FSDP2 casts what it gathers.
+    `places` is the slice of each whole parameter on this rank (default: all of it). If the network
+    is sharded (`shards`), parameters are this rank's rows, in float32 if trained; FSDP2 casts them
+    when it gathers.
 
-    What moves between device and host goes by `lane`. `blocks` are the modules that a pass goes
-    through one after the other; of parameters that came back the others are there before it begins,
-    and each block's before it is called.
+    Copies between device and host go through `lane`. `blocks` are the modules of the forward pass
+    in order: when parameters are fetched back, each block's arrive before that block is called, all
+    others before the pass starts.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class MasterWeights:
         self._shards = shards
         self._lane = lane
         self._blocks = blocks
-        self._masters: dict[str, nn.Parameter] = {}  # by the stored name
+        self._masters: dict[str, nn.Parameter] = {}  # by stored name
         for name, parameter in network.named_parameters():
             if parameter.requires_grad and (dtype in HALF or home is not None):
                 own = self._here(parameter)
@@ -83,12 +82,12 @@ class MasterWeights:
             name: whole(tuple(part.data.shape)) for name, part in self._canonical.items()
         }
         self._written: set[str] = set()
-        self._sums: dict[str, Tensor] = {}  # of gradients, where masters have a home
+        self._sums: dict[str, Tensor] = {}  # gradient sums in host memory, if masters have a `home`
         self._gradients = GradientsToHost(lane)
         self._values = MastersToDevice(lane)
-        # masters whose new values are on their way to the device already
+        # masters whose new values are already being copied to the device
         self._sent: set[str] = set()
-        self._mover: BlockByBlock | None = None  # since the first time that something left
+        self._mover: BlockByBlock | None = None  # set by the first `leave`
         for name, parameter in network.named_parameters():
             if name in self._masters:
                 if home is None:
@@ -98,7 +97,7 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(moves)
 
     def _here(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What this rank has of a parameter of the network."""
+        """Return this rank's rows of a parameter of the network."""
         if self._shards is None:
             return parameter
         return self._shards.rows_of(parameter)
@@ -106,7 +105,7 @@ class MasterWeights:
     def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
-            if copy.grad is None:  # a product has added it to the master's
+            if copy.grad is None:  # a fused matmul already added it to the master's
                 return
             gradient = copy.grad.to(master)
             if master.grad is None:
@@ -118,7 +117,10 @@ class MasterWeights:
         return move
 
     def _brings_gradient_to(self, name: str) -> Callable[[Tensor], None]:
-        """Of a sharded parameter FSDP2 calls it when this rank has its rows' sum."""
+        """Return a hook that adds the gradient of a compute copy to the master's in host memory.
+
+        For a sharded parameter FSDP2 calls the hook after the reduction of this rank's rows.
+        """
 
         def bring(copy: Tensor) -> None:
             master = self._masters[name]
@@ -138,24 +140,24 @@ class MasterWeights:
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:
-        """Those apart from the network's parameters, by the names of these."""
+        """Masters that are separate from the network's parameters, by the parameters' names."""
         return self._masters
 
     @property
     def trained(self) -> dict[str, StoredParameter]:
-        """Canonical name -> where the parameter that the optimizer updates lies, and its gradient."""
+        """Trained parameters as the optimizer updates them, with gradients, by canonical name."""
         return {name: part for name, part in self._most_exact() if self._trains(part)}
 
     @property
     def changeable(self) -> dict[str, Tensor]:
-        """What need not be as it was read: trained or written to since."""
+        """Tensors that may differ from the model directory: trained, or written to since loading."""
         parts = self._most_exact()
         written = self._written
         return {name: p.data for name, p in parts if name in written or self._trains(p)}
 
     @property
     def all(self) -> dict[str, Tensor]:
-        """Every parameter in its most exact form: views without a gradient."""
+        """All parameters in their most exact form, as views without gradients."""
         return {name: part.data for name, part in self._most_exact()}
 
     def _trains(self, part: StoredParameter) -> bool:
@@ -163,18 +165,18 @@ class MasterWeights:
 
     @property
     def stored(self) -> Mapping[str, StoredParameter]:
-        """Canonical name -> where this rank's part lies, in its most exact form."""
+        """This rank's stored parameters in their most exact form, by canonical name."""
         return dict(self._most_exact())
 
     def _most_exact(self) -> Iterator[tuple[str, StoredParameter]]:
-        """As they lie: in host memory what is away."""
+        """Iterate over (name, parameter); offloaded parameters are those in host memory."""
         self.ready()
         for name, part in self._canonical.items():
             parameter = self._masters.get(part.name, part.parameter)
             yield name, StoredParameter(part.name, self._now(parameter), part.rows)
 
     def _now(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter, or while it is away one of the same values in host memory."""
+        """Return the parameter, or its copy in host memory while it is offloaded."""
         if self._mover is None:
             values = None
         else:
@@ -188,7 +190,7 @@ class MasterWeights:
         return self._mover is not None and self._mover.memory.away
 
     def refresh(self) -> None:
-        """Cast the masters into the compute copy; called after every change of the masters."""
+        """Cast the masters into the compute copies; called after every change of the masters."""
         self.ready()
         if self._shards is not None:
             self._shards.reshard()
@@ -203,8 +205,10 @@ class MasterWeights:
         self._values.hold()
 
     def updated(self, masters: Iterable[nn.Parameter]) -> None:
-        """Send on what an optimizer has changed, of masters with a home, while it changes others;
-        `refresh` follows.
+        """Start copying masters that the optimizer just updated to the device.
+
+        For masters with a `home` only. The copies overlap with the update of other masters;
+        `refresh` must be called after the last.
         """
         names = {id(master): name for name, master in self._masters.items()}
         for name in (names[id(master)] for master in masters):
@@ -214,8 +218,9 @@ class MasterWeights:
     # -- device and host
 
     def leave(self) -> None:
-        """Free the device of every parameter but masters with a home, which are not there; their
-        values are in host memory.
+        """Move all parameters from the device to host memory and free the device memory.
+
+        Masters with a `home` are on the host already and not affected.
         """
         if not self._lane.apart:
             return
@@ -233,22 +238,21 @@ class MasterWeights:
         self._mover.memory.leave()
 
     def come(self) -> None:
-        """Begin to bring all of it back; passes wait for what they need of it, other uses for all
-        (`ready`).
+        """Start fetching all parameters back to the device.
+
+        Forward passes wait for the blocks they need; other uses call `ready`, which waits for all.
         """
         if self._mover is not None:
             self._mover.come()
 
     def ready(self) -> None:
-        """What passes left on its way is there: parameters that came back, and gradients."""
+        """Wait for all pending copies: parameters to the device and gradients to the host."""
         self._gradients.finish()
         if self._mover is not None:
             self._mover.ready()
 
     def _groups(self) -> list[list[Tensor]]:
-        """What is needed before the first block, then each block's, then masters, which an
-        optimizer needs.
-        """
+        """Return groups of tensors: before the first block, of each block, masters."""
         groups = [
             [*map(self._here, block.parameters()), *block.buffers()] for block in self._blocks
         ]
@@ -265,7 +269,7 @@ class MasterWeights:
         return {name: self._places[name] for name in self._canonical}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Slice, Tensor]]:
-        """(name, where in the whole tensor, the values): views that the next step changes."""
+        """Iterate over (name, slice of the whole tensor, values); the next step changes the values."""
         held = self.all
         for name in names:
             _check_known(name, self._canonical)
@@ -273,11 +277,11 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self, parts: Iterable[tuple[str, Slice, Tensor]], eta: float) -> None:
-        """target <- eta * source + (1 - eta) * target, in float32.
+        """Set each target to eta * source + (1 - eta) * target, in float32.
 
-        A tensor of half precision that gets a share gets a float32 master too: a moving average in
-        bfloat16 would stand still, because a small share is less than half its last digit. Raises
-        `ConfigError` for unknown names and shapes.
+        If eta is not 1, a half-precision target gets a float32 master first: in bfloat16 a moving
+        average would never change, because a small update is less than half of the last bit. Raises
+        `ConfigError` for unknown names and wrong shapes.
         """
         stored = self.stored
         for name, where, values in parts:
@@ -306,10 +310,11 @@ class MasterWeights:
         self.refresh()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what was `changeable`, bit for bit, this rank's part of each; half-precision
-        parameters that come as float32 get a master.
+        """Load this rank's part of the tensors that `changeable` returned, bit for bit.
 
-        Raises `CheckpointError` where others were written to since, whose values are then gone.
+        Half-precision parameters whose saved values are float32 get a master. Raises
+        `CheckpointError` if parameters absent from `tensors` were changed, because their original
+        values are lost.
         """
         gone = sorted(set(self.changeable) - set(tensors))
         if gone:
@@ -323,7 +328,7 @@ class MasterWeights:
         self.write(((name, self._places[name], v) for name, v in tensors.items()), eta=1.0)
 
     def _have_master(self, name: str) -> bool:
-        """Give a parameter of half precision a float32 master; whether it had none."""
+        """Give a half-precision parameter a float32 master; return True if it had none."""
         part = self._canonical[name]
         if part.parameter.dtype not in HALF or part.name in self._masters:
             return False
@@ -333,7 +338,7 @@ class MasterWeights:
         self._masters[part.name] = nn.Parameter(
             part.parameter.detach().float(), requires_grad=False
         )
-        self._mover = None  # another tensor is to leave from now on
+        self._mover = None  # the set of tensors to offload has changed
         if away:
             self.leave()
         return True
@@ -355,7 +360,7 @@ def _check_wide(name: str, part: StoredParameter) -> None:
 
 
 def _cast(network: nn.Module, dtype: torch.dtype, names: Iterable[str]) -> None:
-    """Replace these parameters by ones of `dtype`; a tensor that is tied stays tied."""
+    """Replace these parameters by ones of `dtype`; tied parameters stay tied."""
     chosen = set(names)
     made = dict[nn.Parameter, nn.Parameter]()
     for name, parameter in network.named_parameters():

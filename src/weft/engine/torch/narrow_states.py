@@ -1,8 +1,7 @@
-"""AdamW whose moments take less memory than float32: in bfloat16, rounded at random, or in 8 bits
-by `bitsandbytes`.
+"""AdamW with moments narrower than float32.
 
-Weight decay and clipping are the caller's. The arithmetic is float32; only what is kept from one
-step to the next is narrow.
+Moments are kept in bfloat16 with stochastic rounding, or in 8 bits by `bitsandbytes`. Weight decay
+and clipping are left to the caller. The arithmetic is float32; only the stored moments are narrow.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ from weft.engine.torch.update_rules import Eager
 from weft.randomness import key
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BLOCK = 256  # elements that have one scale
-# elements of a parameter whose moments are coded; norms and biases stay in float32
+BLOCK = 256  # elements that share one scale
+# minimum size of a parameter with 8-bit moments; norms and biases stay in float32
 LEAST_CODED = 4096
-# elements updated at once, which bounds what they take in float32 meanwhile; a multiple of BLOCK
+# elements updated at once, which bounds the temporary float32 memory; a multiple of BLOCK
 PIECE = 2**24
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One step of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1), the `number`-th of a
-    parameter, from 1.
-    """
+    """Step `number`, counted from 1, of Adam (Kingma & Ba 2015, arXiv:1412.6980, algorithm 1)."""
 
     number: int
     lr: float
@@ -43,7 +40,7 @@ class Rule:
     eps: float
 
     def update(self, values: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
-        """All of one dtype, in place: moments first, then values."""
+        """Update moments, then values, in place; all tensors have one dtype."""
         mean.lerp_(gradient, 1.0 - self.beta1)
         square.mul_(self.beta2).addcmul_(gradient, gradient, value=1.0 - self.beta2)
         divisor = square.sqrt().div_(math.sqrt(1.0 - self.beta2**self.number)).add_(self.eps)
@@ -51,27 +48,27 @@ class Rule:
 
 
 class Moments(Protocol):
-    """How the moments of a parameter are kept, and updated so."""
+    """Storage format of the two moments of a parameter, with the update in that format."""
 
     def new(self, parameter: nn.Parameter) -> State:
-        """Zeros."""
+        """Return moments of zeros."""
         ...
 
     def update(self, parameter: nn.Parameter, state: State, rule: Rule) -> None: ...
 
     def saved(self, state: State) -> State:
-        """Values of the parameter's shape, and what makes them exactly what they were when they
-        come back.
+        """Return values of the parameter's shape, and all that is needed to restore the state
+        exactly.
         """
         ...
 
     def taken(self, parameter: nn.Parameter, saved: State) -> State:
-        """A state of these values, in whatever form they were saved."""
+        """Return a state in this format from values saved in any format."""
         ...
 
 
 class PlainMoments:
-    """As they are, in the parameter's own dtype."""
+    """Moments in the parameter's dtype."""
 
     def new(self, parameter: nn.Parameter) -> State:
         return {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
@@ -88,18 +85,18 @@ class PlainMoments:
 
 
 class BFloat16Moments:
-    """In bfloat16, rounded up or down at random so that the expected value is the exact one (Gupta
-    et al. 2015, arXiv:1502.02551).
+    """Moments in bfloat16 with stochastic rounding, whose expected value is exact.
 
-    A moving average with beta2 = 0.999 moves by a thousandth of the difference, less than half of
-    bfloat16's last bit: rounded to the nearest it would stand still. A compensated sum would not,
-    but what it keeps besides takes the memory that is to be saved. Numbers are drawn from the
-    parameter's name and the step, so that copies of a parameter on several ranks stay equal, and a
-    run that goes on draws what it would have drawn.
+    Source: Gupta et al. 2015, arXiv:1502.02551. With beta2 = 0.999 a moving average moves by a
+    thousandth of the difference, which is less than half of bfloat16's last bit: with rounding to
+    nearest it would never change. A compensated sum would avoid that, but its second tensor needs
+    the memory that bfloat16 saves. Random numbers are seeded by the parameter's name and the step,
+    so that copies of a parameter on several ranks stay equal and a resumed run draws the same
+    numbers.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names  # by the parameter's identity
+        self._names = names  # by id(parameter)
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def new(self, parameter: nn.Parameter) -> State:
@@ -127,15 +124,15 @@ class BFloat16Moments:
 
 
 class CodedMoments:
-    """In 8 bits: a code an element and a float32 scale a block (Dettmers et al. 2022,
-    arXiv:2110.02861), as `bitsandbytes` keeps and updates them.
+    """Moments in 8 bits, as stored and updated by `bitsandbytes`.
 
-    What is saved are their values in float32, which fit any layout. The scales go with them: where
-    blocks begin at the same places, codes come out as they were.
+    Each element has a code, each block of elements a float32 scale (Dettmers et al. 2022,
+    arXiv:2110.02861). Saved states contain float32 values, which can be loaded in any layout, and
+    the scales: if blocks start at the same elements, the loaded codes are identical.
     """
 
     def __init__(self) -> None:
-        # it warns of kernels that nobody asked for
+        # hide its warnings about kernels that are not used here
         logging.getLogger(STATE_LIBRARY).setLevel(logging.ERROR)
         self._library: Any = importlib.import_module(f"{STATE_LIBRARY}.functional")
         self._levels: dict[tuple[str, torch.device], Tensor] = {}
@@ -179,7 +176,7 @@ class CodedMoments:
             )
 
     def levels(self, name: str, device: torch.device) -> Tensor:
-        """[256], rising: the values of the codes of blocks whose scale is 1."""
+        """Return the values of the 256 codes for a scale of 1, `[256]`, in ascending order."""
         if (name, device) not in self._levels:
             made = self._library.create_dynamic_map(signed=name == MOMENTS[0])
             self._levels[name, device] = made.to(device=device, dtype=torch.float32)
@@ -205,7 +202,7 @@ class CodedMoments:
 
 
 class NarrowAdamW(Eager):
-    """AdamW without weight decay; `moments_of` says how those of each parameter are kept."""
+    """AdamW without weight decay; `moments_of` returns the storage format for a parameter."""
 
     def __init__(
         self,
@@ -226,7 +223,7 @@ class NarrowAdamW(Eager):
                 state = self.state[parameter]
                 moments = self._moments[id(parameter)]
                 if not state:
-                    # on the host: read without waiting
+                    # the step is kept on the host, so that reading it doesn't synchronise
                     state.update(moments.new(parameter), step=torch.zeros(()))
                 state["step"] += 1
                 beta1, beta2 = group["betas"]
@@ -238,10 +235,11 @@ class NarrowAdamW(Eager):
         return loss
 
     def saved(self, parameter: nn.Parameter, state: State) -> State:
-        """What is written of a parameter's state, which may lie elsewhere than the parameter."""
+        """Return the state as it is written; `state` may be on another device than the parameter."""
         return {**self._moments[id(parameter)].saved(state), "step": state["step"]}
 
     def taken(self, parameter: nn.Parameter, saved: State) -> State:
+        """Return the state of a parameter from its saved form."""
         return {
             **self._moments[id(parameter)].taken(parameter, saved),
             "step": saved["step"].cpu().clone(),
@@ -256,10 +254,10 @@ def make(
     betas: tuple[float, float],
     eps: float,
 ) -> NarrowAdamW:
-    """With states in `state_dtype` (`bfloat16`, `8bit`) of parameters that have these names.
+    """Return an AdamW optimizer with moments in `state_dtype` (`bfloat16` or `8bit`).
 
-    In 8 bits embeddings keep float32: rows of rare tokens have gradients much unlike their
-    neighbours'.
+    `parameters` maps each parameter to its name. With `8bit`, moments of embeddings stay in
+    float32: gradients of rows of rare tokens differ much from those of neighbouring rows.
     """
     if state_dtype == "bfloat16":
         narrow: Moments = BFloat16Moments(
@@ -281,9 +279,10 @@ def make(
 
 
 def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16, up with the probability of what is cut off as a share of the last bit.
+    """Round to bfloat16 stochastically.
 
-    Others are float32 first.
+    A value is rounded up with a probability equal to the discarded fraction of the last bit. Other
+    dtypes than float32 are cast to float32 first.
     """
     bits = values.float().view(torch.int32)
     noise = torch.empty_like(bits).random_(0, 2**16, generator=generator)
@@ -291,7 +290,7 @@ def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def decoded(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """float32, of the shape of `codes`: level times scale."""
+    """Return level times scale of each code, in float32 and in the shape of `codes`."""
     made = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     per_piece = zip(
         made.split(PIECE), codes.view(-1).split(PIECE), scales.split(PIECE // BLOCK), strict=True
@@ -302,10 +301,10 @@ def decoded(codes: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
 
 
 def coded(values: Tensor, scales: Tensor | None, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) nearest to the values.
+    """Return the codes nearest to the values, and the scales of the blocks.
 
-    A block keeps its given scale where the values come of it exactly, and has otherwise its largest
-    magnitude.
+    A block keeps its given scale if that reproduces its values exactly; otherwise its scale is its
+    largest magnitude.
     """
     flat = values.reshape(-1)
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=values.device)
@@ -335,12 +334,12 @@ def _nearest(rows: Tensor, scales: Tensor, between: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, count: int) -> Tensor:
-    """A scale for each of `count` elements."""
+    """Return the scale of each of `count` elements."""
     return scales[:, None].expand(-1, BLOCK).reshape(-1)[:count]
 
 
 def _pieces(parameter: nn.Parameter, *kept: Tensor) -> Iterator[list[Tensor]]:
-    """(values, gradient, what is kept), flat, a bounded number of elements at once."""
+    """Iterate over flat pieces of (values, gradient, *kept), each of at most `PIECE` elements."""
     assert parameter.grad is not None
     whole = [parameter.view(-1), parameter.grad.reshape(-1), *(each.view(-1) for each in kept)]
     for piece in zip(*(each.split(PIECE) for each in whole), strict=True):

@@ -1,9 +1,9 @@
-"""The optimizer of one trained role: update rules, weight decay, learning-rate schedule, clipping,
-and their state.
+"""The optimizer of one trained role.
 
-Masters are float32 and so is everything here, but for states that the user wants narrower. AdamW
-and SGD are torch's own (fused where the device has it); Lion is ours, and so is AdamW with narrow
-states.
+It applies the update rule, weight decay, learning-rate schedule and clipping, and saves its state.
+Masters and states are float32, unless the user chooses a narrower dtype for states. AdamW and SGD
+are torch's (fused if the device supports it); Lion and AdamW with narrow states are implemented
+here.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from weft.models.network.parameters import StoredParameter, canonical
 from weft.models.network.transformer import Embedding
 
 FUSED = ("cuda", "cpu")
-# elements that are updated at once where their state or their new values are moved meanwhile
+# elements updated at once if states or new values are copied while others are updated
 BUCKET = 2**24
 Updated = Callable[[Sequence[nn.Parameter]], None]
 FIRST_SCALE = 2.0**16
-GROWTH_INTERVAL = (
-    2000  # of float16 losses: the first scale, and steps without overflow until it doubles
-)
+GROWTH_INTERVAL = 2000  # steps without overflow until the loss scale of float16 doubles
 
-CLIP_EPS = 1e-6  # as `torch.nn.utils.clip_grads_with_norm_` adds to the norm
+CLIP_EPS = 1e-6  # added to the norm, as in `torch.nn.utils.clip_grads_with_norm_`
 
 
 def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0.
+    """Return the learning rate of optimizer step `step`, counted from 0.
 
-    Warm-up rises linearly and reaches `lr` on its last step, so that no step has rate 0
-    (`transformers` starts at 0). What follows goes from `lr` towards `last_lr`, which it would
-    reach one step after the last, as `transformers`' does.
+    The warm-up is linear and reaches `lr` on its last step, so that no step has rate 0
+    (`transformers` starts at 0). After it the rate falls from `lr` towards `last_lr`, which it
+    would reach one step after the last, as in `transformers`.
     """
     if step < schedule.warmup_steps:
         return spec.peak_lr * (step + 1) / schedule.warmup_steps
@@ -58,11 +56,10 @@ def learning_rate(spec: OptimizerSpec, schedule: Schedule, step: int) -> float:
 
 
 def decayed(network: nn.Module) -> frozenset[str]:
-    """Canonical names of parameters that weight decay applies to: tensors of two or more dims that
-    are no embeddings.
+    """Return the canonical names of the parameters with weight decay.
 
-    Norms and biases have one dim. A head tied to the embedding is the embedding's parameter, so it
-    is not decayed either.
+    They are the tensors with two or more dims, except embeddings; norms and biases have one dim. A
+    head tied to the embedding is the same parameter, so it isn't decayed either.
     """
     apart = embeddings(network)
     return frozenset(
@@ -71,7 +68,7 @@ def decayed(network: nn.Module) -> frozenset[str]:
 
 
 def embeddings(network: nn.Module) -> frozenset[str]:
-    """Canonical names of the embeddings, and of heads that are tied to one."""
+    """Return the canonical names of embeddings and of heads tied to one."""
     found = {
         id(parameter)
         for m in network.modules()
@@ -84,9 +81,9 @@ def embeddings(network: nn.Module) -> frozenset[str]:
 def make(
     spec: OptimizerSpec, names: Mapping[nn.Parameter, str], embeddings: Collection[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """An optimizer in torch's form for `spec` and the parameters that have these names.
+    """Return the torch optimizer for `spec`; `names` maps each parameter to its name.
 
-    `sgd` has momentum `beta1` (0 is plain SGD); `lion` takes both betas.
+    `sgd` uses `beta1` as its momentum (0 is plain SGD); `lion` uses both betas.
     """
     parameters = list(names)
     fused = parameters[0].device.type in FUSED
@@ -106,17 +103,19 @@ def make(
 
 
 class Optimizer:
-    """`trained` says where the trained parameters lie, by canonical name; `decay` names those that
-    shrink, `embeddings` those whose states are never of 8 bits. `steps` counts the steps taken.
-    State goes in and out by canonical name, however parameters are stored.
+    """Optimizer of one role's trained parameters.
 
-    `scaled`: the network computes in float16, whose gradients vanish below 6e-8. The loss is
-    multiplied by `loss_scale` before the backward pass and the gradients divided by it; it halves
-    when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+    `trained` are the stored parameters by canonical name, `decay` the names of those with weight
+    decay, `embeddings` the names of those whose states are never in 8 bits. `steps` counts the
+    steps taken. State is saved and loaded by canonical name, however parameters are stored.
 
-    State can go to host memory by `lane`. It comes back in buckets at the next step: one is on its
-    way while the one before is updated. `updated` is told of each bucket then, where masters' new
-    values are to be sent on meanwhile.
+    `scaled` is for networks that compute in float16, whose gradients underflow below 6e-8. The loss
+    is multiplied by `loss_scale` before the backward pass and the gradients divided by it; the
+    scale halves when they overflow (Micikevicius et al. 2017, arXiv:1710.03740).
+
+    State can be offloaded to host memory through `lane`. The next step fetches it in buckets: one
+    is copied while the previous one is updated. `updated` is called with the masters of each
+    updated bucket, to copy their new values while the next one is updated.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Optimizer:
         self.spec = spec
         self.schedule = schedule
         self.steps = 0
-        self.attempts = 0  # minibatches seen, also those that were skipped; numbers dropout masks
+        self.attempts = 0  # number of minibatches, skipped ones included; seeds the dropout masks
         self.loss_scale = FIRST_SCALE if scaled else 1.0
         self._calm_steps = 0
         self._scaled = scaled
@@ -155,23 +154,23 @@ class Optimizer:
         self._lane = lane
         self._updated = updated
         self._buckets = _buckets(self._parameters)
-        self._memory: HostMemory | None = None  # of the state, since it left first
-        self._held: list[list[Tensor]] = []  # what that is of
+        self._memory: HostMemory | None = None  # host copies of the state; set by the first `leave`
+        self._held: list[list[Tensor]] = []  # tensors in `_memory`, by bucket
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the step that comes next."""
+        """Learning rate of the next step."""
         return learning_rate(self.spec, self.schedule, self.steps)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is updated, as it is stored."""
+        """Stored parameters that the optimizer updates."""
         return self._parameters
 
     def gradients(self) -> dict[str, Tensor]:
-        """Those of all masters that have one, by canonical name.
+        """Return the gradients of all masters that have one, by canonical name.
 
-        Takes the loss scale out of them first; ask once a step.
+        Divides the gradients by the loss scale first, so it must be called only once a step.
         """
         if self._scaled:
             torch._foreach_div_(
@@ -180,11 +179,10 @@ class Optimizer:
         return {name: part.grad for name, part in self._trained.items() if part.grad is not None}
 
     def step(self, norm: Tensor) -> None:
-        """Clip to `max_grad_norm` given the gradient's `norm`, decay the matrices, and update the
-        masters.
+        """Clip the gradients, apply weight decay and update the masters.
 
-        Weight decay is decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <-
-        p (1 - lr wd).
+        `norm` is the norm of the gradient, which is clipped to `max_grad_norm`. Weight decay is
+        decoupled for every rule (Loshchilov & Hutter 2017, arXiv:1711.05101): p <- p (1 - lr wd).
         """
         if self.spec.max_grad_norm > 0.0:
             self._clip(norm)
@@ -226,9 +224,9 @@ class Optimizer:
             group["params"] = self._parameters
 
     def _clip(self, norm: Tensor) -> None:
-        """To `max_grad_norm`.
+        """Clip the gradients to `max_grad_norm`.
 
-        A GPU's fused AdamW divides by a number as it reads the gradients, which saves a pass.
+        On a GPU the fused AdamW divides gradients as it reads them, which saves a pass over them.
         """
         if isinstance(self._optimizer, AdamW) and self._parameters[0].device.type == "cuda":
             self._optimizer.grad_scale = clip_divisor(norm, self.spec.max_grad_norm)  # type: ignore[attr-defined]
@@ -236,8 +234,9 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self.spec.max_grad_norm, norm)
 
     def overflowed(self) -> bool:
-        """Told of a gradient that is not finite: whether a smaller loss scale may mend it, which is
-        then in force.
+        """Halve the loss scale after a gradient that is not finite.
+
+        Returns False if the loss isn't scaled or the scale can't get smaller.
         """
         if not self._scaled or self.loss_scale <= 1.0:
             return False
@@ -251,11 +250,11 @@ class Optimizer:
     # -- state
 
     def tensors(self) -> dict[str, Tensor]:
-        """`{parameter}/{slot}` -> tensor; empty before the first step."""
+        """Return the state tensors by `{parameter}/{slot}`; empty before the first step."""
         return states.named(self._trained, {p: self._saved(p) for p in self._parameters}, BLOCK)
 
     def _saved(self, parameter: nn.Parameter) -> State:
-        """What is written of a parameter's state."""
+        """Return a parameter's state as it is written."""
         state: Mapping[str, object] = self._optimizer.state.get(parameter, {})
         here = {
             slot: self._now(value) for slot, value in state.items() if isinstance(value, Tensor)
@@ -266,7 +265,7 @@ class Optimizer:
         return here
 
     def values(self) -> dict[str, float]:
-        """The rest of the state: plain numbers."""
+        """Return the state that isn't tensors, as plain numbers."""
         return {
             "steps": self.steps,
             "attempts": self.attempts,
@@ -275,7 +274,7 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, float]) -> None:
-        """Take over what `tensors` and `values` returned, bit for bit.
+        """Load what `tensors` and `values` returned, bit for bit.
 
         Raises `CheckpointError` for an unknown parameter.
         """
@@ -285,7 +284,7 @@ class Optimizer:
             raise CheckpointError(
                 f"the optimizer state holds {unknown[0]!r}, which this role does not train"
             )
-        self._memory = None  # what is away is not taken back
+        self._memory = None  # offloaded state is replaced, not fetched
         self._optimizer.state.clear()
         for parameter, saved in states.stored(self._trained, tensors, BLOCK).items():
             self._optimizer.state[parameter] = self._taken(parameter, saved)
@@ -295,7 +294,7 @@ class Optimizer:
         self.loss_scale = float(values["loss_scale"])
 
     def _taken(self, parameter: nn.Parameter, saved: State) -> State:
-        """The state of a parameter, from what was written of it, in other dtypes too."""
+        """Return a parameter's state from its saved form, which may have other dtypes."""
         if isinstance(self._optimizer, NarrowAdamW):
             return self._optimizer.taken(parameter, saved)
         made = {slot: value for slot, value in saved.items() if not states.is_scales(slot)}
@@ -308,12 +307,12 @@ class Optimizer:
         }
 
     def _now(self, value: Tensor) -> Tensor:
-        """As it lies: in host memory what is away."""
+        """Return the tensor, or its copy in host memory while it is offloaded."""
         away = None if self._memory is None else self._memory.on_host(value)
         return value if away is None else away
 
     def leave(self) -> None:
-        """Free the device of the state, but for step counters; its values are in host memory."""
+        """Offload the state to host memory, except the step counters."""
         if self._lane is None or not self._lane.apart:
             return
         slots = [
@@ -333,19 +332,19 @@ class Optimizer:
         self._memory.leave()
 
     def come(self) -> None:
-        """Bring the state back at once, without waiting for the next step."""
+        """Fetch the state back to the device now instead of during the next step."""
         if self._memory is not None:
             self._memory.fetch()
             self._memory.hold()
 
 
 def clip_divisor(norm: Tensor, most: float) -> Tensor:
-    """What gradients of this norm are divided by so that it is `most` at most; 1 where it is."""
+    """Return the divisor that clips a gradient of this norm to `most`; 1 if it isn't larger."""
     return ((norm.float() + CLIP_EPS) / most).clamp(min=1.0)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """In order, each of up to `BUCKET` elements or one parameter."""
+    """Split parameters, in order, into buckets of up to `BUCKET` elements or one parameter."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:

@@ -1,6 +1,4 @@
-"""One rank's part of a network: its parameters sharded and filled, and the other ranks within
-reach.
-"""
+"""One rank's part of a distributed network: sharding, filling with values, and communication."""
 
 from __future__ import annotations
 
@@ -44,15 +42,15 @@ from weft.topology import holdings, whole
 def spread(
     source: Source, network: Transformer, every: Transformer, mesh: RankMesh, device: torch.device
 ) -> Part:
-    """Give `network`, this rank's part of `every`, its memory and its values.
+    """Allocate and fill `network`, this rank's part of the whole network `every`.
 
-    Every rank of the mesh calls it.
+    All ranks of the mesh must call it.
     """
     shards = None
     stages = _stages(source, network, mesh)
     if mesh.layout.fsdp > 1:
         dtype = DTYPES[dtype_of(source.spec)]
-        if dtype in HALF and source.spec.trained:  # what is frozen stays in it
+        if dtype in HALF and source.spec.trained:  # frozen parameters stay in `dtype`
             for adapter in (*lora.adapters(network).values(), *prefixes(network)):
                 adapter.float()
             if source.spec.trains_embeddings:
@@ -123,8 +121,9 @@ def spread(
 
 
 def _stages(source: Source, network: Transformer, mesh: RankMesh) -> dict[int, Transformer]:
-    """The stages of a pipeline that a rank holds, by number; of `network`, which is one of them or
-    has all of them.
+    """Return the pipeline stages on this rank, by number.
+
+    `network` is either the only stage of this rank or is split into all of its stages.
     """
     runs = source.stages(mesh)
     if len(runs) == 1:
@@ -137,7 +136,10 @@ def _stages(source: Source, network: Transformer, mesh: RankMesh) -> dict[int, T
 
 
 def copy(network: nn.Module, mesh: RankMesh, device: torch.device) -> Part:
-    """A whole network on each of several data-parallel ranks, of any kind of modules."""
+    """Return the part of a rank that has a copy of the whole network, for data parallelism.
+
+    The network may consist of modules of any kind.
+    """
     stored = canonical(network)
     shapes = {name: tuple(part.data.shape) for name, part in stored.items()}
     places = {name: whole(shape) for name, shape in shapes.items()}
@@ -166,9 +168,11 @@ def _generating(
     version: int,
     kept: KeptPages,
 ) -> Iterator[Generator]:
-    """Ranks of one data-parallel part generate in step, those of different parts each for
-    themselves. `held` are the stages of `network`. What is gathered for one call leaves nothing to
-    the next, whose weights lie elsewhere.
+    """Open a generator on this rank's part of the network.
+
+    Ranks of one data-parallel part generate in lockstep; different parts generate independently.
+    `held` are the stages of `network`. If parameters are gathered for generation, no KV pages are
+    kept for the next call, because it gathers the weights into other memory.
     """
     apart = mesh.layout.fsdp > 1 or mesh.layout.expert > 1
     whole = _gathered(source, network, mesh, device) if apart else network
@@ -220,14 +224,16 @@ def _generating(
 def _settled(
     decoder: StagedDecoder, alike: Settle | None, draw: Callable[[], Drawn], rows: int
 ) -> Callable[[], Drawn]:
-    """As the decoder settles a step's tokens; of several pipelines that generate the same, by
-    `alike` with the first one's.
+    """Make all ranks of a pipeline agree on the tokens of a step, as `decoder.settle` does.
+
+    If several pipelines generate the same sequences, all of them use the first one's tokens
+    (`alike`).
     """
     return decoder.settle(draw if alike is None else lambda: alike(draw, rows)(), rows)
 
 
 def _agreed(own: Budget, mesh: RankMesh) -> Budget:
-    """The least that a rank of those that generate together has."""
+    """Return the smallest budget of the ranks that generate together."""
     axes = ("tensor", "context", "pipeline")
     if mesh.size(*axes) == 1:
         return own
@@ -240,8 +246,9 @@ def _agreed(own: Budget, mesh: RankMesh) -> Budget:
 def _gathered(
     source: Source, network: Transformer, mesh: RankMesh, device: torch.device
 ) -> Transformer:
-    """The network with whole parameters and all experts, in the dtype it computes in: where it
-    generates no rank then waits for another at every layer of every token.
+    """Return the network with whole parameters and all experts, in the compute dtype.
+
+    With it no rank waits for others at every layer of every token that it generates.
     """
     whole = source.network(mesh, experts_apart=False)
     if (dtype := DTYPES[dtype_of(source.spec)]) in HALF:

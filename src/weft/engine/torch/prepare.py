@@ -1,6 +1,4 @@
-"""From a part of a batch to what the network is called with, and from its outputs back to the
-part's rows.
-"""
+"""Prepare micro-batches as input of the network, and map outputs back to rows of the micro-batch."""
 
 from __future__ import annotations
 
@@ -35,35 +33,35 @@ DEFAULT_LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Pass:
-    """How one micro-batch goes through a network.
+    """Settings of a micro-batch's pass through the network.
 
-    `extra` rows follow each completion's last token; without `dropout` keys (of a sequence's seed
-    and step) nothing is dropped; `trained_only` leaves out rows that the loss mask leaves out.
+    `extra` rows follow each completion's last token. `dropout` is None for a pass without dropout.
+    `trained_only` skips rows whose loss mask is 0.
     """
 
     want: Want
     temperature: float = 1.0
     extra: int = 0
     dropout: tuple[int, int] | None = None  # (seed, step)
-    aux_loss: MoEAuxLoss | None = None  # filled on the way
+    aux_loss: MoEAuxLoss | None = None  # filled during the pass
     trained_only: bool = False
-    gradient: RowGradient | None = None  # of the outputs, where each row's depends on its own alone
-    top: TopIds | None = None  # which ids the outputs `top_ids` and `top_logprobs` are of
+    gradient: RowGradient | None = None  # gradient by the outputs, for losses with `by_row`
+    top: TopIds | None = None  # ids of the outputs `top_ids` and `top_logprobs`
 
 
 class Shares(Protocol):
-    """What a network says of prefixes that several sequences go on from."""
+    """Network that can compute a prefix shared by several sequences once."""
 
     def shares_prefixes(self, longest: int) -> bool:
-        """Whether it computes them once, where no sequence has more than `longest` tokens."""
+        """Return True if prefixes are computed once for sequences of at most `longest` tokens."""
         ...
 
 
 def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
-    """The same sequences, with prompts shared that are worth it, of a batch with these keys.
+    """Return the layout with shared prompts, for a batch with these keys.
 
-    What was sampled is joined where the generator joined it: its log-probs then come out with the
-    same rounding.
+    Sampled completions share prompts exactly where the generator did, so that their log-probs are
+    rounded in the same way.
     """
     if "logprobs" in keys:
         return layout.by_id(least=STRIDE + 1, spared=LEAST_SPARED_KEYS)
@@ -73,11 +71,10 @@ def sharing(layout: PackLayout, keys: Container[str]) -> PackLayout:
 def sharing_in_training(
     layout: PackLayout, keys: Container[str], sample: SequenceSample, device: torch.device
 ) -> PackLayout:
-    """As `sharing`, of a `sample` that is trained: ids may share a prefix too (of one template or
-    system prompt, say).
+    """Return the layout with shared prefixes for a `sample` that is trained.
 
-    Not where another pass has scored the same tokens: it shares by id, and rounding is then the
-    same.
+    Different ids may share a prefix too, such as a template or system prompt. If another pass
+    scored the same tokens, prompts are shared by id only, as in that pass, for the same rounding.
     """
     if not any(key in keys for key in SCORED):
         across = layout.by_prefix(sample)
@@ -90,8 +87,9 @@ def sharing_in_training(
 
 
 def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.NDArray[np.bool_]:
-    """[N]: rows whose output is read: those that exist, and of a trained pass those that the loss
-    mask has.
+    """Mask `[N]` of the rows whose output is read.
+
+    They exist and, with `trained_only`, have a nonzero loss mask.
     """
     counts = layout.rows(how.extra)[1]
     if how.trained_only and "loss_mask" in part.data:
@@ -100,11 +98,11 @@ def counting_rows(part: SequenceSample, layout: PackLayout, how: Pass) -> npt.ND
 
 
 def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.device) -> Prepared:
-    """A micro-batch, ready for the network.
+    """Return a micro-batch prepared for the network.
 
-    Rows that do not exist will give 0, and so will those with loss mask 0 where `how.trained_only`.
-
-    Dropout differs between the completions of a prompt, so a pass with dropout shares none.
+    Outputs are 0 for rows that don't exist and, with `how.trained_only`, for rows with loss mask 0.
+    A pass with dropout shares no prompts, because dropout differs between the completions of a
+    prompt.
     """
     layout = PackLayout.of(part)
     if (
@@ -149,7 +147,7 @@ def prepare(network: nn.Module, part: SequenceSample, how: Pass, device: torch.d
 
 
 def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
-    """A pass of one token."""
+    """Return a pass of one token, for ranks without a micro-batch."""
     outputs: Want = next(
         (frozenset[Output]({each}) for each in ("values", "scores") if each in want),
         frozenset({"logprobs"}),
@@ -163,7 +161,7 @@ def filler(network: nn.Module, want: Want, device: torch.device) -> Prepared:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Implements `Work`: the outputs of every micro-batch as keys of its ids."""
+    """Implement `Work` for scoring: return the outputs of every micro-batch by id."""
 
     network: nn.Module
     how: Pass

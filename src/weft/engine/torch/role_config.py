@@ -1,4 +1,4 @@
-"""A role's configuration: that of its config.json, changed as the role's options say."""
+"""Network configuration of a role: its config.json, changed by the role's options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.engine.spec import ModelSpec
 from weft.errors import ConfigError
 from weft.models.network.config import TransformerConfig
 
-NO_PREFIX = ("gpt_bigcode",)  # families whose cache PEFT lays out in a way of its own
-MULTIPLE = 16  # of rows that a grown vocabulary has
+NO_PREFIX = ("gpt_bigcode",)  # families whose KV cache has a special layout in PEFT
+MULTIPLE = 16  # an extended vocabulary is padded to a multiple of this
 
 
 def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) -> TransformerConfig:
-    """The configuration with room for the tokens that `tokenizer.add_tokens` made, and with
-    `rope_scaling`.
+    """Return the configuration with the vocabulary, prefix and `rope_scaling` of the role.
 
-    Raises `CheckpointError` where the tokenizer had ids without an embedding before, `ConfigError`
-    where nothing is rotated.
+    The vocabulary is extended for the tokens that `tokenizer.add_tokens` created. Raises
+    `CheckpointError` if the tokenizer already had ids without an embedding, `ConfigError` if the
+    prefix doesn't fit or `rope_scaling` can't be applied.
     """
     if tokenizer.added_from is None:
         before = tokenizer.vocab_size
@@ -34,9 +34,9 @@ def changed(spec: ModelSpec, config: TransformerConfig, tokenizer: Tokenizer) ->
 
 
 def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """With the prefix that is trained, or with the directory's own.
+    """Return the configuration with the prefix to train, or else with the directory's prefix.
 
-    Raises `ConfigError` where the two do not go together.
+    Raises `ConfigError` if the two conflict.
     """
     there = config.prefix_tokens
     asked = spec.prefix.num_tokens
@@ -63,9 +63,11 @@ def _with_prefix(spec: ModelSpec, config: TransformerConfig) -> TransformerConfi
 
 
 def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
-    """With the positions of `rope_scaling`: `linear` divides them by the factor (Chen et al. 2023,
-    "Position interpolation"), `ntk` raises the base to base * alpha^(d / (d - 2)), `dynamic` does
-    so as a sequence outgrows the trained length (bloc97 2023).
+    """Return the configuration with `rope_scaling` applied.
+
+    `linear` divides positions by the factor (Chen et al. 2023, "Position interpolation"), `ntk`
+    raises the base to base * alpha^(d / (d - 2)), `dynamic` does so as a sequence outgrows the
+    trained length (bloc97 2023).
     """
     rope = config.rope
     value = spec.rope_scaling
@@ -80,7 +82,7 @@ def _scaled(spec: ModelSpec, config: TransformerConfig) -> TransformerConfig:
     match value["type"]:
         case "linear":
             rope = replace(rope, scaling="linear", values={"factor": number})
-        # the length it was trained on is what config.json calls its positions, so these stay
+        # max_positions of config.json is the trained length, so it doesn't change
         case "dynamic":
             return replace(
                 config,

@@ -1,6 +1,4 @@
-"""Where a role's parameters come from: a model directory, read slice by slice, or draws of which a
-rank takes its part.
-"""
+"""Sources of a role's parameters: slices of a model directory, or slices of random values."""
 
 from __future__ import annotations
 
@@ -33,33 +31,36 @@ from weft.topology import Coordinates, Layout, Slice, whole
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank's place in a layout where nobody is there to talk to: its part of a network has the
-    sizes, joined to none.
+    """A rank's coordinates in a layout, without communication with other ranks.
+
+    A network built for it has the sizes of the rank's part, but isn't connected to the other parts.
     """
 
     layout: Layout
     at: Coordinates
 
 
-GROWN = ("embed.weight", "head.weight", "head.bias")  # what has a row for each token
+GROWN = (
+    "embed.weight",
+    "head.weight",
+    "head.bias",
+)  # parameters with a row for each token of the vocabulary
 
 
 class Source:
-    """One role's network, built of its configuration without memory, and the values of its
-    parameters.
-    """
+    """Builder of one role's network without memory, and source of its parameters' values."""
 
     def __init__(
         self, spec: ModelSpec, path: str, config: TransformerConfig, added_from: int | None = None
     ) -> None:
         self.spec, self.config, self.head = spec, config, cast(Head, spec.head)
-        # the first token that was added: its row, and those after it, are new
+        # first added token; rows from here on are new
         self._added_from = added_from
         if spec.init_from_scratch or spec.planned:
             self._reader = None
         else:
             self._reader = hf_io.Reader(path, self.head, spec.type)
-        # a directory's own word counts
+        # default: the pooling named by the model directory
         unasked: Pooling = "last" if self._reader is None else self._reader.pooling
         self.pooling: Pooling = "mean" if spec.pooling == "mean" else unasked
         self.shapes = {
@@ -68,13 +69,14 @@ class Source:
 
     @property
     def tied(self) -> bool:
-        """Whether the embedding is the output matrix too."""
+        """True if the embedding is also the output matrix."""
         return self.config.tied and self.head == "lm"
 
     def network(self, mesh: RankMesh | Seat | None, *, experts_apart: bool = True) -> Transformer:
-        """The whole network, or one rank's part of it joined to the others', on the meta device;
-        its adapters are there. Without `experts_apart` every rank has all experts, whatever the
-        layout.
+        """Return the whole network or, with a `mesh`, one rank's part of it, on the meta device.
+
+        Adapters are included. For a `RankMesh` the part is connected to those of other ranks.
+        Without `experts_apart`, every rank has all experts, whatever the layout.
         """
         config = self.config
         layers = cast("list[int] | None", None)
@@ -129,7 +131,7 @@ class Source:
         return network.eval()
 
     def stages(self, mesh: RankMesh | Seat) -> dict[int, range]:
-        """The blocks of every stage that a rank holds, by the stage's number."""
+        """Return the range of blocks of every pipeline stage on a rank, by the stage's number."""
         placement = mesh.layout.placement
         config = self.config
         return {
@@ -140,9 +142,7 @@ class Source:
         }
 
     def fill(self, stored: Mapping[str, StoredParameter], places: Mapping[str, Slice]) -> None:
-        """Give parameters their values: of each the part that `places` names, all of it where it
-        names none.
-        """
+        """Fill parameters with their values, of which `places` gives the slice (default: all)."""
         with torch.no_grad():
             for name, part in stored.items():
                 part.data.copy_(self._values(name, places.get(name)))
@@ -166,9 +166,11 @@ class Source:
     def _with_new_rows(
         self, reader: hf_io.Reader, name: str, where: Slice, added_from: int
     ) -> Tensor:
-        """Rows of the vocabulary: those that were there, and of tokens that were added the mean
-        over all that were (Hewitt 2021, "Initializing new word embeddings for pretrained language
-        models"), which leaves the others' probabilities nearly as they were.
+        """Return vocabulary rows: existing ones from the directory, new ones as the mean of all old
+        rows.
+
+        The mean leaves the probabilities of the other tokens nearly unchanged (Hewitt 2021,
+        "Initializing new word embeddings for pretrained language models").
         """
         rows, *rest = where
         kept = slice(rows.start, min(max(added_from, rows.start), rows.stop))
@@ -181,7 +183,7 @@ class Source:
 
 
 def check_layout(spec: ModelSpec, layout: Layout, config: TransformerConfig) -> None:
-    """Raises `ConfigError` for a layout that this network, or this version, cannot have."""
+    """Raise `ConfigError` for a layout that this network or this version doesn't support."""
     try:
         _check_layout(spec, layout, config)
     except ConfigError as error:
@@ -231,7 +233,7 @@ def _check_experts(layout: Layout, config: TransformerConfig) -> None:
 
 
 def _set_dropout(network: Transformer, rate: float) -> None:
-    """One rate in place of the configuration's own."""
+    """Replace the dropout rates of the configuration by one rate."""
     network.config = network.config.with_dropout(rate)
     for block in network.blocks:
         assert isinstance(block, Block)

@@ -1,8 +1,8 @@
-"""Gradients that go to host memory while the backward pass goes on, and masters that go back while
-the next are updated.
+"""Copies of gradients to host memory and of masters to the device, overlapped with computation.
 
-Both go through a few pinned buffers of one size, used in turn, so that neither masters nor
-gradients need be pinned: pinned memory is bounded, and a copy that is on its way keeps its buffer.
+Gradients are copied during the backward pass, masters while others are updated. Both use a few
+pinned buffers of one size in turn, so that masters and gradients themselves needn't be pinned: this
+bounds pinned memory. A buffer isn't reused before its copy is done.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SLOT_BYTES = 2**25  # of pinned memory: 128 MiB in each direction
 
 @dataclass(frozen=True)
 class _Sum:
-    """A piece of a gradient on its way.
+    """A piece of a gradient that is being copied to the host.
 
-    `kept` is what it is copied from, which stays in the device's memory so long.
+    `kept` is the source of the copy, referenced so that its device memory isn't freed meanwhile.
     """
 
     mark: Mark
@@ -35,24 +35,24 @@ class _Sum:
 
 
 class GradientsToHost:
-    """`add` begins to bring a gradient; after `finish` all are there.
+    """Accumulate gradients in host memory: `add` starts a copy, `finish` waits for all of them.
 
-    Sums are made in the dtype of what they go into.
+    Sums are computed in the dtype of the target.
     """
 
     def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._lane = lane
         self._slots = slots
         self._slot_bytes = slot_bytes
-        self._free: list[Tensor] = []  # buffers, taken when first needed
+        self._free: list[Tensor] = []  # buffers, allocated on first use
         self._taken = 0
-        self._coming: deque[tuple[_Sum, Tensor]] = deque()  # with the buffer
+        self._coming: deque[tuple[_Sum, Tensor]] = deque()  # (piece, its buffer)
 
     @torch.no_grad()
     def add(self, gradient: Tensor, into: Tensor, *, fresh: bool) -> None:
-        """into <- gradient where it is `fresh`, else into <- into + gradient; both have one shape.
+        """Set into <- gradient if `fresh`, else into <- into + gradient; both have the same shape.
 
-        The gradient must not be written to any more.
+        The gradient must not be written to afterwards.
         """
         flat = gradient.reshape(-1)
         sums = into.view(-1)
@@ -79,7 +79,7 @@ class GradientsToHost:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Add what has been on its way longest."""
+        """Add the piece that was sent first to its sum."""
         piece, buffer = self._coming.popleft()
         piece.mark.wait()
         if piece.fresh:
@@ -90,20 +90,22 @@ class GradientsToHost:
 
 
 class MastersToDevice:
-    """`put` begins to bring values, rounded on the host to the dtype they get, and returns when a
-    buffer holds the last of them; `hold` has the device's next work find them.
+    """Copy masters to the device, rounded on the host to the target's dtype.
+
+    `put` starts a copy and returns when a buffer contains its last values; `hold` makes later work
+    of the device wait for the copies.
     """
 
     def __init__(self, lane: Lane, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._lane = lane
         self._slots = slots
         self._slot_bytes = slot_bytes
-        self._going: deque[tuple[Mark, Tensor]] = deque()  # with the buffer
+        self._going: deque[tuple[Mark, Tensor]] = deque()  # (end of the copy, its buffer)
         self._begun = False
 
     @torch.no_grad()
     def put(self, target: Tensor, source: Tensor) -> None:
-        """The device's memory <- the host's, where the device's work so far is done with it."""
+        """Start copying `source` to `target`, after the work that the device was given so far."""
         if not self._begun:
             self._lane.follow()
             self._begun = True
@@ -130,7 +132,7 @@ class MastersToDevice:
 
 
 def _pieces(flat: Tensor, most: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of elements, `most` bytes at once."""
+    """Iterate over (first, end) of pieces of at most `most` bytes."""
     step = most // flat.itemsize
     for low in range(0, flat.numel(), step):
         yield low, min(low + step, flat.numel())

@@ -1,6 +1,4 @@
-"""The state that an optimizer keeps of its parameters, as it is written and taken over: by
-canonical name, in any layout.
-"""
+"""Saved form of optimizer states: by canonical name, for any layout."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from weft.engine.checkpoint import Saved
 from weft.models.network.parameters import StoredParameter
 from weft.topology import Slice
 
-State = dict[str, Tensor]  # of one parameter, by slot
-# ends the slot of scales of blocks, a slot of the parameter's shape goes before it
+State = dict[str, Tensor]  # state of one parameter, by slot
+# suffix of the slot with the block scales of another slot, such as "exp_avg:scales"
 SCALES = ":scales"
 
 
@@ -24,17 +22,17 @@ def is_scales(key: str) -> bool:
 
 
 def blocks(count: int, size: int) -> int:
-    """How many blocks of `size` elements hold `count`; the last may hold less."""
+    """Return the number of blocks of `size` elements needed for `count`; the last may be shorter."""
     return -(-count // size)
 
 
 def named(
     trained: Mapping[str, StoredParameter], states: Mapping[nn.Parameter, State], block: int
 ) -> dict[str, Tensor]:
-    """`{parameter}/{slot}` -> tensor, from the state of each stored parameter.
+    """Return the state tensors of canonical parameters by `{parameter}/{slot}`.
 
-    Scales are those of the blocks, of `block` elements of the stored parameter, that a canonical
-    one has a part in.
+    A stored parameter may contain several canonical ones. Each gets the scales of all blocks of
+    `block` elements of the stored parameter that it has elements in.
     """
     return {
         f"{name}/{slot}": _part_of(part, slot, value, block)
@@ -46,9 +44,9 @@ def named(
 def stored(
     trained: Mapping[str, StoredParameter], tensors: Mapping[str, Tensor], block: int
 ) -> dict[nn.Parameter, State]:
-    """The way back.
+    """Return the states of stored parameters from the tensors that `named` returned.
 
-    A stored parameter of which some parts have scales and others none has zeros in their place.
+    If only some parts of a stored parameter have scales, those of the others are 0.
     """
     states: dict[nn.Parameter, State] = {}
     for key, value in tensors.items():
@@ -77,7 +75,7 @@ def _part_of(part: StoredParameter, slot: str, value: Tensor, block: int) -> Ten
 
 
 def _blocks_of(part: StoredParameter, block: int) -> slice:
-    """Those of the stored parameter's blocks that hold an element of the part."""
+    """Return the range of the stored parameter's blocks with at least one element of the part."""
     if part.rows is None:
         return slice(0, blocks(part.parameter.numel(), block))
     row = math.prod(part.parameter.shape[1:])
@@ -85,8 +83,9 @@ def _blocks_of(part: StoredParameter, block: int) -> slice:
 
 
 def written(tensors: Mapping[str, Tensor], places: Mapping[str, Slice]) -> dict[str, Tensor]:
-    """As a rank writes them: scales, which fit the part here alone, under names that say which part
-    that is.
+    """Rename tensors for writing: names of scales get the slice they belong to, others stay.
+
+    Scales can only be loaded for that same slice.
     """
     return {
         _placed(key, places) if is_scales(key) else key: value for key, value in tensors.items()
@@ -94,15 +93,16 @@ def written(tensors: Mapping[str, Tensor], places: Mapping[str, Slice]) -> dict[
 
 
 def fits_layouts(written_as: str, value: Tensor) -> bool:
-    """Whether a tensor has the shape of the parameter that it is of, and can be cut as that is."""
+    """Return True if a tensor has its parameter's shape, so that it can be sliced like it."""
     return value.dim() > 0 and not is_scales(written_as.partition("@")[0])
 
 
 def read(
     saved: Saved, places: Mapping[str, Slice], elsewhere: Collection[str]
 ) -> dict[str, Tensor]:
-    """This rank's part of every tensor that was saved, but of parameters that other ranks have
-    (`elsewhere`) and of scales that are of other parts than lie here.
+    """Return this rank's slice of every saved tensor.
+
+    Parameters that only other ranks have (`elsewhere`) and scales of other slices are left out.
     """
     names = _readable(saved.names, places)
     of = owners(names, places)
@@ -114,14 +114,12 @@ def read(
 
 
 def owners(names: Iterable[str], slices: Mapping[str, Slice]) -> dict[str, str]:
-    """The parameter of each tensor, which is named by it, or by it and what an optimizer keeps of
-    it.
-    """
+    """Return the parameter of each tensor, whose name is `{parameter}` or `{parameter}/{slot}`."""
     return {name: name if name in slices else name.rsplit("/", 1)[0] for name in names}
 
 
 def _readable(keys: Iterable[str], places: Mapping[str, Slice]) -> dict[str, str]:
-    """What is written -> what this rank calls it; scales of other parts than lie here are left out."""
+    """Map saved names to this rank's names; scales of other slices are left out."""
     found = {}
     for written_as in keys:
         own = written_as.partition("@")[0]

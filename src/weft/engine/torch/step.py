@@ -1,6 +1,4 @@
-"""One optimizer step: forward and backward over the micro-batches of a minibatch, the checks before
-the step, the step.
-"""
+"""One optimizer step: passes over the micro-batches of a minibatch, checks, and the update."""
 
 from __future__ import annotations
 
@@ -31,9 +29,9 @@ from weft.kernels import put
 from weft.models.network.aux_loss import MoEAuxLoss
 
 Veto = Callable[[Mapping[str, float]], str | None]
-SHOWN = 8  # sample ids that an error names
-# Beside the loss's own denominators: what the experts' auxiliary loss is divided by, and whether
-# there is anything to train.
+SHOWN = 8  # maximum number of sample ids in an error message
+# Denominators added to the loss's: the divisor of the experts' auxiliary loss, and the number of
+# trained rows, to find out whether there is anything to train.
 SEQUENCES = "sequences of the minibatch"
 TRAINED = "trained rows of the minibatch"
 NOTHING = "no trained token: every loss mask of the minibatch is 0"
@@ -41,20 +39,18 @@ NOTHING = "no trained token: every loss mask of the minibatch is 0"
 
 @dataclass
 class PassResults:
-    """What the micro-batches of one minibatch leave behind; tensors stay on the device until all
-    are through.
-    """
+    """Results of the micro-batches of one minibatch; tensors stay on the device until all are done."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Mapping[str, Stat]] = field(default_factory=list)
     ids: list[list[str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     operations: list[float] = field(default_factory=list)
-    chosen: Sequence[str] = ()  # ids of which outputs are kept
-    seen: list[SequenceSample] = field(default_factory=list)  # these outputs, by micro-batch
+    chosen: Sequence[str] = ()  # ids whose outputs are kept
+    seen: list[SequenceSample] = field(default_factory=list)  # outputs of `chosen`, by micro-batch
 
     def result(self, norm: Tensor | None = None) -> tuple[Accumulated, float]:
-        """(the same in plain values, the gradient's norm), for which the host waits once."""
+        """Return the results as plain values, and the gradient's norm; the host waits only once."""
         operations = sum(self.operations)
         read = Reading()
         losses = [read.later(loss) for loss in self.losses]
@@ -76,8 +72,9 @@ class PassResults:
 
 @dataclass(frozen=True)
 class Accumulated:
-    """What one rank's micro-batches of a minibatch amount to; `not_finite` are the ids whose loss
-    is NaN or infinite.
+    """Sums of one rank over the micro-batches of a minibatch.
+
+    `not_finite` are the ids of micro-batches whose loss is NaN or infinite.
     """
 
     loss: float
@@ -99,7 +96,7 @@ class Accumulated:
 
 @dataclass
 class _Later:
-    """A number that stands on a device until it is read."""
+    """A number that stays on a device until `Reading.now` reads it."""
 
     value: float = 0.0
 
@@ -108,13 +105,13 @@ class _Later:
 
 
 class Reading:
-    """Numbers of a device that come to the host together, by one copy."""
+    """Numbers on devices that are copied to the host together, in one copy for each device."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, _Later]] = []
 
     def later(self, value: Any) -> _Later:
-        """The number, once `now` has been called."""
+        """Return a placeholder that has the number's value after `now` was called."""
         made = _Later()
         if isinstance(value, Tensor):
             self._waiting.append((value.detach(), made))
@@ -133,7 +130,7 @@ class Reading:
 
 
 def plain(parts: Iterable[Mapping[str, Stat]]) -> list[Mapping[str, Stat]]:
-    """Statistics with numbers in place of tensors."""
+    """Return the statistics with numbers instead of tensors."""
     read = Reading()
     waiting = _later(parts, read)
     read.now()
@@ -156,16 +153,19 @@ def _of_fields(stat: Stat, make: Callable[[Any], Any]) -> Stat:
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """The experts' balance: its weight, a mean over sequences, and how many ranks compute it and
-    sum its gradient.
+    """Weight of the experts' load-balancing loss, and number of ranks that compute it.
+
+    The loss is a mean over sequences; the gradients of the `ranks` are summed.
     """
 
     weight: float = 0.0
     ranks: int = 1
-    num_layers: int | None = None  # that have experts, where this rank has a part of them
+    num_layers: int | None = (
+        None  # layers with experts in the whole network, if this rank has only some
+    )
 
     def of(self, uneven: Tensor) -> Tensor:
-        """Its part of the loss."""
+        """Return the weighted loss, with its gradient divided by the number of ranks."""
         value = self.weight * uneven
         if self.ranks == 1:
             return value
@@ -177,9 +177,9 @@ NO_AUX_LOSS = AuxLoss()
 
 @dataclass(frozen=True)
 class Step:
-    """What a minibatch needs besides its samples.
+    """Settings and objects shared by the optimizer steps of one role.
 
-    `on_nonfinite` is "stop" (`NotFinite`) or "skip" (no step, counted).
+    `on_nonfinite` is "stop" (raise `NotFinite`) or "skip" (no update; counted in the metrics).
     """
 
     network: nn.Module
@@ -190,15 +190,15 @@ class Step:
     max_tokens: int
     on_nonfinite: str
     temperature: float
-    dropout_seed: int | None  # None where the network drops nothing
+    dropout_seed: int | None  # None without dropout
     aux_loss: AuxLoss
     rate: ProductRate
-    checked: list[Loss]  # whose `by_row` has been found to be true; the engine keeps them
-    ready: Callable[[], None]  # what passes left on its way is there then: gradients, masters
+    checked: list[Loss]  # losses whose `by_row` declaration was verified; shared with the engine
+    ready: Callable[[], None]  # waits for pending copies of gradients and masters
 
     def __call__(self, minibatch: SequenceSample, loss: Loss, veto: Veto | None) -> StepStats:
-        """Accumulate the gradient of the minibatch, look at its statistics, and step unless
-        something speaks against it.
+        """Accumulate the gradient of the minibatch, check its statistics, and update unless a check
+        fails.
         """
         started = time.perf_counter()
         total = self._denominators(minibatch, loss)
@@ -238,7 +238,7 @@ class Step:
         return StepStats({**metrics, **speed}, skipped=skipped, seen=seen)
 
     def _denominators(self, minibatch: SequenceSample, loss: Loss) -> dict[str, float] | None:
-        """What the loss divides by, over all ranks; None where there is nothing to train."""
+        """Return the loss's denominators summed over all ranks, or None if nothing is trained."""
         own = loss.denominators(minibatch)
         reads_tokens = "scores" not in loss.outputs
         trained = np.count_nonzero(trained_rows(minibatch)) if reads_tokens else 0
@@ -256,9 +256,9 @@ class Step:
         minibatch: SequenceSample,
         veto: Veto | None,
     ) -> str | None:
-        """Why the optimizer must not step, or None.
+        """Return the reason to skip the update, or None.
 
-        Takes what is not finite out of the metrics. Raises `NotFinite`.
+        Removes values that are not finite from `metrics`. Raises `NotFinite`.
         """
         ids = list(not_finite)
         what = "loss"
@@ -287,7 +287,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Training:
-    """Implements `Work`: a micro-batch's share of the loss, and what it leaves behind."""
+    """Implement `Work` for a micro-batch: compute its share of the loss and collect its results."""
 
     step: Step
     loss: Loss
@@ -371,9 +371,10 @@ class _Training:
 
 
 def _uneven(prepared: Prepared) -> Tensor | None:
-    """How unevenly the layers that the pack went through use their experts, over its sequences;
-    None where nobody asks. What a recomputed layer adds later is of the same pass and not counted
-    again.
+    """Return the imbalance of expert use, summed over the micro-batch's sequences and layers.
+
+    Returns None without an auxiliary loss. The list of layers is cleared: layers recomputed in the
+    backward pass add to it again and must not be counted twice.
     """
     aux_loss = prepared.given.x.aux_loss
     if aux_loss is None or not aux_loss.layers:

@@ -1,8 +1,8 @@
-"""Update rules in torch's form: its own AdamW and SGD, and Lion.
+"""Update rules as torch optimizers: torch's AdamW and SGD, and Lion.
 
 torch decorates optimizers for `torch.compile`, and the decorators load the compiler at the first
-call, which takes a second. Blocks may be compiled, optimizers never are, so the classes here call
-what is beneath the decorators.
+call, which takes a second. Optimizers are never compiled here, so the classes call the undecorated
+functions.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from torch import nn
 
 
 class Eager(torch.optim.Optimizer):
-    """torch's base class of optimizers, which never loads the compiler."""
+    """Base class of optimizers that never loads the compiler."""
 
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
 
 
 class AdamW(Eager, torch.optim.AdamW):
-    """torch's AdamW."""
+    """torch's AdamW, undecorated."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 class SGD(Eager, torch.optim.SGD):
-    """torch's SGD."""
+    """torch's SGD, undecorated."""
 
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
 class Lion(Eager):
-    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2)."""
+    """Optimizer with the sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675).
+
+    Implements algorithm 2 of the paper.
+    """
 
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, betas: tuple[float, float]
@@ -43,7 +46,7 @@ class Lion(Eager):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """p <- p - lr sign(b1 m + (1 - b1) g); m <- b2 m + (1 - b2) g."""
+        """Update p <- p - lr sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g."""
         loss = closure() if closure else None
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
