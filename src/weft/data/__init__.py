@@ -1,1 +1,1 @@
-"""data"""
+"""Reading, tokenizing, mixing and batching of datasets."""

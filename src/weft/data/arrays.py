@@ -1,5 +1,6 @@
-"""Arrays of any kind (numpy, torch, later jax) joined, picked and cut along their first dimension;
-the kind stays.
+"""Join, select and split numpy and torch arrays along their first dimension.
+
+Results have the array library of the input.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ Array = Any  # numpy or torch; anything that the array API standard describes
 
 
 def concat(arrays: Sequence[Array]) -> Array:
-    """One after another, in the kind of the first."""
+    """Concatenate arrays, converted to the library of the first one."""
     first = arrays[0]
     return array_api_compat.array_namespace(first).concat([as_kind(first, each) for each in arrays])
 
 
 def take(array: Array, rows: npt.NDArray[np.int64]) -> Array:
-    """The rows with these numbers, on the same device."""
+    """Return the given rows, on the device of `array`."""
     xp = array_api_compat.array_namespace(array)
     return xp.take(array, xp.asarray(rows, device=array_api_compat.device(array)), axis=0)
 
 
 def ranges(starts: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """All of start, start + 1, ... (count of them), one range after another."""
+    """Concatenate the ranges start, start + 1, ..., start + count - 1."""
     ends = np.cumsum(counts)
     shift = np.repeat(starts.astype(np.int64) - (ends - counts), counts)
     return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + shift
 
 
 def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int64]) -> Array:
-    """The runs `index` of rows, run i from `starts[i]` to `starts[i + 1]`, one after another: a
-    view where that can be.
+    """Concatenate segments of `array`; segment i is rows `starts[i]` to `starts[i + 1]`.
+
+    `index` lists the segments. Consecutive segments are returned as a view.
     """
     if len(index) == 0:
         return array[:0]
@@ -46,7 +48,7 @@ def pick(array: Array, starts: npt.NDArray[np.int64], index: npt.NDArray[np.int6
 
 
 def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
-    """Views of consecutive runs of rows of these lengths."""
+    """Split an array into views of consecutive rows; `lengths` are their row counts."""
     if array_api_compat.is_torch_array(array):
         return list(torch.split(array, lengths.tolist()))  # one call makes all views
     ends = np.cumsum(lengths)
@@ -57,7 +59,7 @@ def cut(array: Array, lengths: npt.NDArray[np.int32]) -> list[Array]:
 
 
 def as_kind(like: Array, values: Any) -> Array:
-    """`values` (an array of any kind, or numbers) in the kind of `like`, on its device."""
+    """Convert `values` (an array or numbers) to the library and device of `like`."""
     xp = array_api_compat.array_namespace(like)
     if array_api_compat.is_array_api_obj(values) and array_api_compat.array_namespace(values) is xp:
         return values

@@ -1,10 +1,9 @@
-"""Rows of Parquet and Arrow files without the keys that these formats fill structs up with.
+"""Read rows of Parquet and Arrow files, without the null keys that these formats add to structs.
 
-Arrow gives every struct the keys of all rows: `{"city": "Paris"}` beside `{"zone": "CET"}` is
-stored as `{"city": "Paris", "zone": null}`. Such a null cannot be told from one that was there
-before: both make the same file, and a null is no evidence either where all other rows hold a value,
-or none does. So every key of a struct that holds null is left out. Columns of a row, entries of
-lists and values of maps keep their nulls: nothing fills those up.
+Arrow gives every struct the union of the keys of all rows: if another row has `{"zone": "CET"}`,
+`{"city": "Paris"}` is stored as `{"city": "Paris", "zone": null}`. An added null cannot be
+distinguished from one in the original data, so every struct key whose value is null is removed.
+Nulls in top-level columns, list entries and map values are kept, since Arrow never adds those.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Restore = Callable[[Any], Any]
 
 
 def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows of a file with their numbers, from 1. Raises `DataError` for other bytes."""
+    """Yield (row number from 1, row) of a file. Raises `DataError` if it cannot be parsed."""
     batches, form = (_parquet, "Parquet") if file.name.endswith(PARQUET) else (_arrow, "Arrow")
     number = 0
     with reading(f"{file}: not {form}, or damaged", DataError):
@@ -65,8 +64,9 @@ def _arrow(file: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _restorer(kind: pyarrow.DataType) -> Restore | None:
-    """Make the function that restores values of an Arrow type; None where they hold neither structs
-    nor maps.
+    """Return the function that removes null struct keys from values of an Arrow type.
+
+    Returns None if the type contains neither structs nor maps.
     """
     import pyarrow
     from pyarrow import types

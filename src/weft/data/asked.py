@@ -1,6 +1,4 @@
-"""What a row asks: its prompt as text or as a conversation to go on with, read alike for every form
-of rows.
-"""
+"""Read the prompt of a row, as text or as messages, in the same way for every dataset type."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ HISTORY = "history"
 
 
 def prompt_keys(key: str | None) -> tuple[str, ...]:
-    """Columns a prompt may stand in: the one that was named, or the usual ones."""
+    """Return the columns that can contain the prompt: `key` if set, else the default ones."""
     return (key,) if key else PROMPT_KEYS
 
 
 def need_prompt(row: Row, key: str | None, form: str) -> str:
-    """The column that holds the prompt, as text or as messages.
+    """Return the name of the column that contains the prompt, as text or as messages.
 
-    Raises `BadRow` where the row has none.
+    Raises `BadRow` if the row has none.
     """
     return (
         first_of(row, prompt_keys(key))
@@ -35,10 +33,10 @@ def need_prompt(row: Row, key: str | None, form: str) -> str:
 
 
 def prompt_text(row: Row, key: str) -> str:
-    """The prompt of a row as plain text.
+    """Return the prompt of a row as plain text.
 
-    An `instruction` (with its `input` below it) or a `question` gets a line end of its own; a
-    `system` column stands above.
+    An `instruction` (followed by its `input` on the next line) or a `question` ends with a newline;
+    a `system` column comes first, on its own line.
     """
     prompt = _question(row, key)
     system = _system(row)
@@ -49,12 +47,12 @@ def prompt_text(row: Row, key: str) -> str:
 
 
 def conversation(row: Row, key: str) -> list[Message]:
-    """The prompt of a row as messages, without replies that it may end with.
+    """Return the prompt of a row as messages, without trailing assistant messages.
 
-    Text is the user's message, after the turns of a `history` column (pairs of a message and its
-    reply); a text in the `\\n\\nHuman:` form is taken apart into its turns. A `system` column
-    begins the conversation where no system message does. Raises `BadRow` where nobody is left to
-    reply to.
+    A text becomes a user message, preceded by the turns of a `history` column (pairs of a message
+    and its reply); a text in the `\\n\\nHuman:` format is split into its turns. A `system` column
+    becomes the first message unless there is a system message already. Raises `BadRow` if no
+    message is left to reply to.
     """
     value = row[key]
     if isinstance(value, str):
@@ -75,7 +73,7 @@ def conversation(row: Row, key: str) -> list[Message]:
 
 
 def as_messages(row: Row, key: str, role: str) -> list[Message]:
-    """The messages in a column: a text (said by `role`), one message, or a list of them.
+    """Return the messages in a column: a text (sent by `role`), one message, or a list.
 
     Raises `BadRow` naming the column.
     """
@@ -90,7 +88,7 @@ def as_messages(row: Row, key: str, role: str) -> list[Message]:
 
 
 def listed_messages(row: Row, key: str) -> list[Message]:
-    """The list of messages in a column. Raises `BadRow` naming the column."""
+    """Return the list of messages in a column. Raises `BadRow` naming the column."""
     if not isinstance(row[key], list | tuple):
         raise BadRow(
             f"{key!r} must be a list of messages {{role, content}}, not {kind_of(row[key])}"
@@ -99,9 +97,7 @@ def listed_messages(row: Row, key: str) -> list[Message]:
 
 
 def _normalised(messages: Sequence[Any], key: str) -> list[Message]:
-    """The messages of a column, which is named in errors that would not tell where the message
-    stands.
-    """
+    """Normalise messages; errors name the column unless it is `messages`."""
     try:
         return normalise(messages)
     except DataError as error:
@@ -109,9 +105,7 @@ def _normalised(messages: Sequence[Any], key: str) -> list[Message]:
 
 
 def with_system(row: Row, messages: Sequence[Message]) -> list[Message]:
-    """The messages, begun by the row's `system` column where they have no system message of their
-    own.
-    """
+    """Prepend the row's `system` column unless the messages begin with a system message."""
     if messages and messages[0]["role"] in ("system", "developer"):
         return list(messages)
     system = _system(row)
@@ -121,7 +115,7 @@ def with_system(row: Row, messages: Sequence[Message]) -> list[Message]:
 
 
 def _question(row: Row, key: str) -> str:
-    """The prompt's own text; an instruction's `input` stands on the next line."""
+    """Return the prompt column; an instruction's `input` is appended on the next line."""
     prompt = text(row, key, may_be_empty=True)
     if key == "instruction" and row.get(INPUT) is not None:
         more = text(row, INPUT, may_be_empty=True)
@@ -136,7 +130,7 @@ def _system(row: Row) -> str:
 
 
 def _history(row: Row) -> list[Message]:
-    """Turns before the prompt, from pairs of a message and its reply."""
+    """Return the messages of the `history` column: pairs of a user message and its reply."""
     pairs = row.get(HISTORY) or []
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         raise BadRow(f"{HISTORY!r} must be a list of [message, reply] pairs, not {kind_of(pairs)}")

@@ -1,7 +1,7 @@
-"""Rows with replies, read from every form that has some, and cheap ways to make a reply worse.
+"""Extract prompts with replies from rows of any dataset type, and make worse replies.
 
-A reward model that has seen nothing but people's replies can be fooled by text that no person would
-write; bad replies that rank last teach it better (Open-Assistant's augmented rankings).
+A reward model trained only on human replies can be fooled by text that no person would write;
+ranking artificial bad replies last makes it more robust (Open-Assistant's augmented rankings).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ REJECTED = ("rejected", "rejected_messages")
 
 @dataclass(frozen=True)
 class Replied:
-    """One prompt, as `text` or else as messages, with its replies, best first.
+    """One prompt, as `text` or as `messages`, and its replies, best first.
 
-    Without either the replies are whole texts.
+    If both `text` and `messages` are empty, the replies are complete texts.
     """
 
     id: str
@@ -58,24 +58,29 @@ class Replied:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The prompt as columns of a row."""
+        """Return the prompt as columns of a row."""
         if self.text is None and self.messages:
             return {"messages": list(self.messages)}
         return {"prompt": self.text}
 
     def alike(self, reply: str) -> str:
-        """A reply with the blanks in front that the row's own have, so that they do not tell it."""
+        """Return `reply` with the leading whitespace of the row's best reply.
+
+        Otherwise the whitespace would reveal that the reply is artificial.
+        """
         best = self.replies[0]
         return best[: len(best) - len(best.lstrip())] + reply.strip()
 
     def has(self, reply: str) -> bool:
-        """Whether it is one of the row's own replies, blanks aside."""
+        """Return whether `reply` equals one of the row's replies, ignoring whitespace."""
         return " ".join(reply.split()) in {" ".join(own.split()) for own in self.replies}
 
 
 def replied_rows(row: Row, number: int) -> Iterator[Replied]:
-    """What a row of any form with replies holds: rankings, pairs, answers, conversations;
-    Open-Assistant's trees hold several. Raises `BadRow` for a row without a reply.
+    """Yield the prompts of a row with their replies.
+
+    The row is a ranking, a pair, an answer, a conversation or an Open-Assistant tree; a tree yields
+    several. Raises `BadRow` if the row has no reply.
     """
     if is_tree(row):
         yield from _of_tree(row)
@@ -152,7 +157,7 @@ def _talk(name: str, messages: Sequence[Message]) -> Replied:
 
 
 def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
-    """The one reply that a conversation adds to what is before it."""
+    """Return the content of the single reply by which `talk` extends `before`."""
     added = talk[len(before) :]
     if list(talk[: len(before)]) != list(before) or len(added) != 1:
         raise BadRow("its two conversations differ in more than their last reply")
@@ -178,7 +183,7 @@ def _of_tree(row: Row) -> Iterator[Replied]:
             yield Replied(path[-2]["message_id"], None, asked, (path[-1]["text"],))
 
 
-# -- worse replies: each returns None where the reply is too short for it
+# -- Functions that make a reply worse
 
 
 def _shuffled(reply: str, random: Random) -> str:
@@ -187,13 +192,13 @@ def _shuffled(reply: str, random: Random) -> str:
 
 
 def _cut(reply: str, random: Random) -> str:
-    """The first fifth to three fifths of the words, with no full stop at the end."""
+    """Return the first 20 to 60 % of the words, without final punctuation."""
     words = reply.split()
     return " ".join(words[: max(1, int(len(words) * random.uniform(0.2, 0.6)))]).rstrip(".!?")
 
 
 def _repeated(reply: str, random: Random) -> str:
-    """Its first sentence, or its first words, again and again."""
+    """Repeat the first sentence (at most 12 words) 3 to 6 times."""
     first = " ".join(re.split(r"(?<=[.!?])\s", reply.strip(), maxsplit=1)[0].split()[:12])
     return " ".join([first] * int(random.integers(3, 7)))
 
@@ -209,9 +214,9 @@ LEAST_WORDS = 4
 
 
 def worse(kind: str, row: Replied, others: Sequence[Replied], seed: int) -> str | None:
-    """A worse reply than all of the row's, of one of `KINDS`; None where it cannot be made.
+    """Return a reply worse than all of the row's, or None if none can be made.
 
-    Seed, kind and row decide it.
+    `kind` is one of `KINDS`. The result depends only on seed, kind, row and `others`.
     """
     low, high = randomness.key(seed, f"worse/{kind}", id=row.id)
     random = np.random.default_rng([int(low), int(high)])

@@ -1,5 +1,6 @@
-"""Batches for the graph: which ids come when is a function of seed and epoch, and the position is
-two numbers.
+"""Batches of samples; their order is a function of seed and epoch.
+
+The position of a loader is (epoch, batch index).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from weft.data.tokenized_ahead import TableAhead
 from weft.errors import DataError, UserError
 
 SIZES = ("num_ids", "num_tokens", "option")
-# samples in the batches that the forecast of memory looks at while rows are not tokenized yet
+# Samples used for the memory forecast while some rows are not tokenized yet.
 FEW_SAMPLES = 512
-LARGE = 8  # batches of the most tokens, and as many others, that the forecast of memory looks at
+LARGE = 8  # the memory forecast uses this many of the largest batches, and as many others
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How large a batch is: a number of ids, or tokens it holds at most.
+    """Batch size: exactly one of a number of ids and a maximum number of tokens.
 
-    Exactly one is set. `by_length`: the shortest samples come first. Of samples shorter than
-    `mixing_below` pairs are made with probability `mixing`, each counted as one id.
+    `by_length`: sort samples by length, shortest first. Samples shorter than `mixing_below` tokens
+    are paired with probability `mixing`; a pair counts as one id.
     """
 
     num_ids: int | None = None
@@ -44,13 +45,13 @@ class Batching:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether the samples' lengths say which batch they are in."""
+        """Return whether batch boundaries depend on the lengths of the samples."""
         return self.num_tokens is not None or self.by_length or self.mixing > 0
 
     def bounds(self, costs: npt.NDArray[np.int64]) -> list[int]:
-        """Where to cut a list of ids with these token costs.
+        """Return the boundaries of the batches of samples with these token counts.
 
-        Raises `ConfigError` where a batch cannot hold the longest.
+        Raises `ConfigError` if the longest sample exceeds the token limit of a batch.
         """
         if self.num_tokens is not None:
             return packing.cut_by_budget(costs, self.num_tokens, self.option)
@@ -60,9 +61,9 @@ class Batching:
 
 @dataclass(frozen=True)
 class Part:
-    """Samples `indices` of a dataset under one name.
+    """The samples `indices` of a dataset under one source name.
 
-    `prefix` puts the name before ids, so that sources do not collide.
+    `prefix`: prepend the name to ids, so that ids of different sources do not collide.
     """
 
     name: str
@@ -74,9 +75,10 @@ class Part:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """One sample, its id prefixed where asked, `source` among its metadata.
+        """Return one sample; its metadata include `source`, and its id is prefixed if `prefix` is
+        set.
 
-        Raises `DataError` for other values.
+        Raises `DataError` if the dataset returns anything but a `SequenceSample` of one id.
         """
         if not 0 <= index < len(self.indices):
             raise IndexError(index)
@@ -94,7 +96,9 @@ class Part:
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
     def at(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
-        """These samples as one, as `[index]` gives them, or as an epoch draws them."""
+        """Return several samples as one `SequenceSample`, redrawn for `epoch` if the dataset does
+        so.
+        """
         if not reads_table(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
         rows = self.indices[np.asarray(indices, dtype=np.int64)].tolist()
@@ -112,20 +116,18 @@ class Part:
 
     @property
     def ahead(self) -> TableAhead | None:
-        """Return the table of the dataset if its rows are tokenized while training goes on, else
-        None.
-        """
+        """Return the dataset's table if its rows are tokenized during training, else None."""
         table = self.dataset.table if isinstance(self.dataset, Tokenized) else None
         return table if isinstance(table, TableAhead) else None
 
     def expected_costs(self) -> npt.NDArray[Any]:
-        """Return the tokens of each sample, estimated where its row is not tokenized yet."""
+        """Return the token count of each sample, estimated if its row is not tokenized yet."""
         if self.ahead is None:
             return self.costs()
         return self.ahead.expected_costs()[self.indices]
 
     def costs(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample."""
+        """Return the token count of each sample."""
         if isinstance(self.dataset, Tokenized):
             return self.dataset.table.costs()[self.indices]
         return np.asarray(
@@ -134,45 +136,46 @@ class Part:
 
 
 class Loader(Protocol):
-    """Endless batches, epoch after epoch; a batch never spans two.
+    """Endless iterator over batches; a batch never spans two epochs.
 
     `state_dict` is the exact position, as JSON values.
     """
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0."""
+        """Epoch of the next batch, from 0."""
         ...
 
     @property
     def epoch_done(self) -> bool:
-        """Whether the batch given out last was the last of its epoch."""
+        """Return whether the last batch returned was the last one of its epoch."""
         ...
 
     @property
     def num_ids(self) -> int:
-        """Ids of one epoch (of the current one, where epochs differ)."""
+        """Number of ids per epoch (of the current epoch, if epochs differ)."""
         ...
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of one epoch (of the current one, where epochs differ)."""
+        """Number of batches per epoch (of the current epoch, if epochs differ)."""
         ...
 
     @property
     def epoch_fraction(self) -> float:
-        """Epochs gone by: 1.25 is a quarter into the second."""
+        """Number of epochs completed, with fraction: 1.25 is a quarter into the second."""
         ...
 
     def next_batch(self) -> SequenceSample: ...
     def num_batches(self, epochs: int) -> int:
-        """Batches of the first `epochs` epochs together."""
+        """Return the total number of batches of the first `epochs` epochs."""
         ...
 
     def large_batches(self) -> list[SequenceSample]:
-        """Batches of the first epoch, the one with the most tokens first, as far as that is known,
-        and others that may need as much memory though they have fewer. Asked before the first
-        batch; the position stays.
+        """Return batches of the first epoch for the memory forecast, the largest known one first.
+
+        Includes batches with fewer tokens which can need as much memory. Called before the first
+        batch; does not change the position.
         """
         ...
 
@@ -181,9 +184,9 @@ class Loader(Protocol):
 
 
 class MapLoader:
-    """Batches of samples that can be had by index.
+    """Loader over datasets with random access by index.
 
-    Every epoch draws its part of each source and shuffles anew.
+    Each epoch redraws its part of each source and reshuffles.
     """
 
     def __init__(
@@ -231,9 +234,11 @@ class MapLoader:
         return sum(len(self._plan(epoch)[1]) - 1 for epoch in range(epochs))
 
     def large_batches(self) -> list[SequenceSample]:
-        """Those with the most tokens, and as many from all over the epoch, where rows may begin
-        less alike. The first one alone where the lengths of some source are not known without
-        reading it. Fewer, and by their bytes, while rows are yet to be tokenized.
+        """Return the batches with the most tokens, and as many spread evenly over the epoch.
+
+        The latter differ more in their first tokens. Returns only the first batch if the lengths of
+        some source are unknown without reading it. While rows are not tokenized yet, returns fewer
+        batches and estimates their tokens from bytes.
         """
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
@@ -275,7 +280,7 @@ class MapLoader:
         return sample
 
     def _announce_order(self) -> None:
-        """Tell the sources whose rows are yet to be tokenized which of them come next."""
+        """Tell tables that are tokenized during training which rows are needed next."""
         unfinished = [
             (number, part) for number, part in enumerate(self._parts) if part.ahead is not None
         ]
@@ -299,9 +304,9 @@ class MapLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position.
+        """Restore a saved position.
 
-        Raises `UserError` where the data or the batch size are not those of the saved run.
+        Raises `UserError` if the data, batch size or seed differ from those of the saved run.
         """
         if state["data"] != self._fingerprint():
             raise UserError(
@@ -314,8 +319,8 @@ class MapLoader:
         self._announce_order()
 
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
-        """((source, sample) in order, bounds of the batches) of an epoch; the last one asked for is
-        kept.
+        """Return ((source, sample) in order, batch boundaries) of an epoch; the last result is
+        cached.
         """
         if self._planned is None or self._planned[0] != epoch:
             source, sample = epoch_order(self._shares, self._seed, epoch, self._shuffle)
@@ -329,10 +334,10 @@ class MapLoader:
         return self._planned[1], self._planned[2]
 
     def _laid_out(self, costs: Index, epoch: int) -> tuple[Index, list[int]]:
-        """(the samples' new order, bounds of the batches) of samples with these token costs."""
+        """Return (order of the samples, batch boundaries) for samples with these token counts."""
         how = self._batching
         order = np.arange(len(costs), dtype=np.int64)
-        if how.by_length:  # of one length they stay in the order that was drawn
+        if how.by_length:  # stable: samples of equal length keep their drawn order
             order = np.argsort(costs, kind="stable")
         if not how.mixing:
             return order, how.bounds(costs[order])
@@ -343,7 +348,7 @@ class MapLoader:
         return order[mixed], [int(starts[at]) for at in how.bounds(units)]
 
     def _fingerprint(self) -> str:
-        """What the order of ids depends on."""
+        """Return a hash of everything that the order of ids depends on."""
         shares = [asdict(share) for share in self._shares]
         usual = asdict(Batching())
         sizes = {k: v for k, v in asdict(self._batching).items() if k in SIZES or v != usual[k]}
@@ -353,18 +358,16 @@ class MapLoader:
 
 @runtime_checkable
 class Epochs(Protocol):
-    """An iterable dataset whose epochs differ: told which one begins before `iter()`."""
+    """An iterable dataset whose epochs differ; `set_epoch` is called before `iter()`."""
 
     def set_epoch(self, epoch: int) -> None: ...
 
 
 class StreamLoader:
-    """Batches that a dataset lays out itself.
+    """Loader over an iterable dataset that yields whole batches.
 
-    Its position is found again by going through the epoch's earlier batches.
-
-    An epoch ends with the iterator, or after `len(dataset)` batches where the dataset states a
-    length (endless ones must).
+    A position is restored by skipping the epoch's earlier batches. An epoch ends when the iterator
+    does, or after `len(dataset)` batches if the dataset has a length (required if endless).
     """
 
     def __init__(self, dataset: StreamDataset, name: str) -> None:
@@ -398,7 +401,7 @@ class StreamLoader:
         return epochs * self.batches_per_epoch
 
     def large_batches(self) -> list[SequenceSample]:
-        """The largest. Raises `DataError` where the first epoch has no batch."""
+        """Return the largest batch. Raises `DataError` if the first epoch has no batch."""
         self._count()
         if self._largest is None:
             raise DataError(
@@ -439,7 +442,7 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position."""
+        """Restore a saved position."""
         self._position = (int(state["epoch"]), int(state["batch"]))
         self.epoch_done = bool(state["epoch_done"])
         self._iterator = self._ahead = None
@@ -450,7 +453,7 @@ class StreamLoader:
         return iter(self._dataset)
 
     def _count(self) -> tuple[int, int]:
-        """(ids, batches) of the first epoch, found by going through it once."""
+        """Return (ids, batches) of the first epoch, counted by iterating over it once."""
         if self._counted is None:
             ids = batches = most = 0
             for batch in self._open(0):
@@ -462,6 +465,6 @@ class StreamLoader:
                 if batches == self._limit:
                     break
             self._counted = (ids, batches)
-            # the pass may have moved a dataset that is its own iterator
+            # Restart: counting has advanced a dataset that is its own iterator.
             self._iterator = self._ahead = None
         return self._counted

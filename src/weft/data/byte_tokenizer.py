@@ -1,7 +1,4 @@
-"""A tokenizer of single bytes, for looking at rows where there is no model yet.
-
-It reads no file.
-"""
+"""A byte-level tokenizer for inspecting rows without a model. It reads no file."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from weft.data.tokenizer import Tokenizer
 
 NAME = "the byte tokenizer"
 FORM = "chatml"
-WITH_ITS_TOKENS = "template"  # how it writes messages where no form is asked for
+WITH_ITS_TOKENS = "template"
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """One token a byte, `<s>`, `</s>` and `<pad>`, without a chat template."""
+    """Return a tokenizer with one token per byte, `<s>`, `</s>`, `<pad>` and no chat template."""
     alphabet = {
         token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
     }
@@ -35,7 +32,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer with the options of `spec`, and the chat form `FORM` where they name none.
+    """Return the byte tokenizer with the options of `spec`; the default chat template is `FORM`.
 
     Raises `UserError`.
     """

@@ -1,7 +1,7 @@
-"""Conversations as tokens: which of them the assistant wrote, and what of the messages is in none.
+"""Tokenize conversations with a mask of the assistant's tokens, and report parts left out.
 
-Masks come from spans of the rendered text, never from token ids. A template with `{% generation %}`
-markers says itself what the assistant writes; for others see `turns.py`.
+Masks are computed from spans of the rendered text, never from token ids. A template with `{%
+generation %}` markers marks the assistant's text itself; for other templates see `turns.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def generation_spans(
     template: str, messages: Sequence[Message], tools: Any, tokens: Mapping[str, Any]
 ) -> list[Span] | None:
-    """Character spans of the `{% generation %}` blocks of a rendered conversation; None for a
-    template without them.
+    """Return the character spans of the `{% generation %}` blocks in the rendered conversation.
+
+    Returns None if the template has no such markers.
     """
     if not MARKER.search(template):
         return None
@@ -48,8 +49,10 @@ def generation_spans(
 
 @dataclass(frozen=True)
 class Masked:
-    """The token ids of a conversation; `mask` is True on what is trained; `unused` names what of
-    the row is in no token, `cut` the parts of trained turns that are in none.
+    """Token ids of a conversation; `mask` is True on trained tokens.
+
+    `unused` names parts of the row that appear in no token, `cut` the parts of trained turns that
+    appear in none.
     """
 
     ids: list[int]
@@ -59,11 +62,11 @@ class Masked:
 
 
 def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
-    """A conversation's tokens, marked on the assistant's trained turns and their end tokens.
+    """Tokenize a conversation and mark the assistant's trained turns with their end tokens.
 
-    A token that holds characters of both the template and the assistant is the assistant's: the
-    generation prompt alone does not contain it. Raises `DataError` where a turn cannot be found,
-    and where the template leaves out what was said.
+    A token that contains characters of both the template and the assistant belongs to the
+    assistant: the generation prompt alone does not contain it. Raises `DataError` if a turn cannot
+    be located, or if the template omits parts of the conversation.
     """
     text = template.render(messages, tools, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -104,10 +107,10 @@ def mask_spans(
     text: str,
     spans: Sequence[Span],
 ) -> tuple[list[int], list[bool]]:
-    """(ids, mask) of a text: True on tokens that hold any character of a span.
+    """Return (ids, mask) of a text; the mask is True on tokens with a character in a span.
 
-    `offsets` gives None where it cannot tell; then the boundary is the longest common token prefix
-    with the text before the span.
+    If `offsets` returns None, a boundary is the longest common token prefix of the text and the
+    text before the boundary.
     """
     found = offsets(text)
     if found is None:
@@ -125,7 +128,7 @@ def mask_spans(
 def ended(
     ids: list[int], mask: list[bool], eos: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[list[int], list[bool]]:
-    """The conversation with EOS after its last reply, where nothing but blanks follows."""
+    """Insert EOS after the last reply if only whitespace follows it."""
     last = len(mask) - mask[::-1].index(True) if any(mask) else 0
     if not last or ids[last - 1] == eos or decode(ids[last:]).strip():
         return ids, mask
@@ -133,7 +136,7 @@ def ended(
 
 
 def _with_end(text: str, stop: int, end: str | None) -> int:
-    """`stop`, moved past the end token where that comes next."""
+    """Return `stop`, moved past the end token if that comes next."""
     rest = text[stop:].lstrip()
     if end and rest.startswith(end):
         return len(text) - len(rest) + len(end)

@@ -1,5 +1,6 @@
-"""Chat templates by name (`tokenizer.chat_template=oasst`): the files beside this one, and the
-special tokens they write.
+"""Chat templates by name (`tokenizer.chat_template=oasst`), with the special tokens they use.
+
+The templates are in the folder `templates`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ OPEN_ASSISTANT = (
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`tokens` are special tokens without which the form means nothing; a template in words has
-    none. `needs` are the special tokens of the tokenizer that it writes.
+    """`tokens` are special tokens the template requires, none if its markers are plain text.
+
+    `needs` are the attributes of the tokenizer's special tokens that the template uses.
     """
 
     tokens: tuple[str, ...] = ()
@@ -43,5 +45,5 @@ TEMPLATES: Mapping[str, ChatTemplate] = {
 
 
 def text_of(name: str) -> str:
-    """The jinja text of a template of the table."""
+    """Return the Jinja text of the template with this name."""
     return (FOLDER / f"{name}.jinja").read_text().removesuffix("\n")

@@ -1,5 +1,6 @@
-"""Tensors, arrays and plain values as bytes, without pickle: an 8-byte length, a JSON header, then
-the raw buffers.
+"""Serialize tensors and plain values without pickle.
+
+Format: `MAGIC`, 8 bytes with the length of the header, a JSON header, the raw buffers.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ DTYPES = {
 
 
 def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None = None) -> bytes:
-    """Pack named tensors and JSON-able `values`.
+    """Serialize named tensors and JSON values.
 
-    Raises `DataError` for values JSON cannot hold or another compression.
+    Raises `DataError` for values that JSON cannot represent, or an unknown dtype or compression.
     """
     if compression not in COMPRESSIONS:
         raise DataError(
@@ -69,9 +70,9 @@ def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None =
 
 
 def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
-    """(tensors, values) of `encode`.
+    """Return (tensors, values) from the bytes that `encode` made.
 
-    Raises `DataError` where the bytes are not its output or are cut short.
+    Raises `DataError` if the bytes are in another format or are truncated.
     """
     if not raw.startswith(MAGIC):
         raise DataError("these bytes are no SequenceSample: they do not begin with weft's mark")

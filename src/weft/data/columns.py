@@ -1,6 +1,4 @@
-"""`dataset.columns={prompt: question, answer: solution}`: columns of the user's rows under the
-names that a form needs.
-"""
+"""Rename columns of the user's rows: `dataset.columns={prompt: question, answer: solution}`."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from weft.errors import ConfigError, nearest
 
 ANYWHERE = ("id", SYSTEM, INPUT, HISTORY, "tools", *FACTS, CONTEXT)
 ASKED = (*PROMPT_KEYS, *MESSAGE_KEYS)
-# What each form reads. Rows of `prompt` may have any column, for a verifier; those of the user's
-# own datasets, too.
+# Columns that each dataset type reads. Type `prompt` (whose columns are passed to verifiers) and
+# the user's dataset classes accept any column.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_answer": (*ASKED, *ANSWER_KEYS),
     "chat": (*ASKED, *ANSWER_KEYS),
@@ -37,13 +35,13 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 SHOWN = 20  # columns that a message lists
 
-# name that the form reads -> column of the file, or a.b for b of the mapping in column a
+# column name of the dataset type -> column of the file, or a.b for key b of the mapping in column a
 Columns = Mapping[str, str]
 Read = tuple[Place, Row | Unreadable]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` for a name that rows of this type do not have, with the nearest ones."""
+    """Raise `ConfigError`, with similar names, for a name that rows of this type do not have."""
     for name, value in args.items():
         if name.endswith("_key") and value == "":
             raise ConfigError(f"dataset.args.{name}='': is empty; name a column, or leave it out")
@@ -68,9 +66,9 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
 
 
 def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
-    """The rows of a source with its columns renamed.
+    """Yield the rows of a source with its columns renamed.
 
-    Raises `ConfigError` for a column that no row has, once all are read.
+    Raises `ConfigError` after the last row for a column that no row has.
     """
     return renamed(
         (row for file in find_files(path, split) for row in read_rows(file)), columns, path
@@ -78,7 +76,7 @@ def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
 
 
 def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """See `rows_of`."""
+    """Yield rows with their columns renamed; see `rows_of`."""
     missing = dict(columns)
     there = dict[str, None]()
     for place, row in rows:
@@ -100,7 +98,7 @@ def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterato
 
 
 def _missing(missing: Mapping[str, str], there: list[str], path: str | Path) -> str:
-    """The message for columns that are nowhere."""
+    """Return the error message for columns that no row has."""
     name, column = next(iter(missing.items()))
     close = nearest(column, there)
     hint = f"did you mean {' or '.join(close)}? The" if close else "the"
@@ -115,7 +113,10 @@ ABSENT = object()
 
 
 def _value(row: Row, column: str) -> Any:
-    """What stands in a column; a.b is b of the mapping in a, a.0 the first of the list in a."""
+    """Return the value of a column, or `ABSENT`.
+
+    `a.b` is key b of the mapping in column a, `a.0` the first entry of the list in column a.
+    """
     if column in row:
         return row[column]
     value: Any = row
@@ -130,7 +131,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _paths(row: Row, prefix: str = "") -> Iterator[str]:
-    """The columns of a row, those inside mappings by their dotted names."""
+    """Yield the column names of a row; keys of nested mappings as dotted names."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from _paths(value, f"{prefix}{key}.")

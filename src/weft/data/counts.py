@@ -1,6 +1,4 @@
-"""The table of what a source gave: rows, samples to train and evaluate on, what was cut or left
-out.
-"""
+"""Table of the rows read from each source: training, evaluation, truncated and dropped."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ COLUMNS = ("source", "type", "train", "eval", "epoch", "prompts cut", "answers c
 
 @dataclass(frozen=True)
 class SourceCount:
-    """Samples of one source: to train on, of these in an epoch, to evaluate on.
+    """Sample counts of one source: for training, per epoch, and for evaluation.
 
-    `report` is None for datasets not weft's, and where rows are tokenized while training goes on,
-    to the table `ahead`.
+    `report` is None for the user's dataset classes, and for rows that are tokenized during training
+    into the table `ahead`.
     """
 
     name: str
@@ -32,7 +30,7 @@ class SourceCount:
 
     @property
     def label(self) -> str:
-        """The name, and whether its rows are there for evaluation alone."""
+        """Return the name, marked if the source has only evaluation rows."""
         if self.train or not self.evaluation:
             return self.name
         return f"{self.name} (valid)"
@@ -54,9 +52,7 @@ class SourceCount:
         )
 
     def notes(self, limits: str) -> list[str]:
-        """Return lines on rows that were cut or left out, on parts that the template cuts, and on
-        unused columns.
-        """
+        """Return lines on dropped and truncated rows, parts the template omits, and unused columns."""
         if self.ahead is not None:
             return [
                 f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"
@@ -68,7 +64,7 @@ class SourceCount:
         return [*self._left_out(limits), *by_template, *self.unused_notes()]
 
     def unused_notes(self) -> list[str]:
-        """The columns of its rows that are not used."""
+        """Return lines on the columns that are not used."""
         if self.report is None:
             return []
         columns = [name for name in self.report.unused if name != UNTRAINED]
@@ -102,7 +98,7 @@ class SourceCount:
 
 
 def render(counts: Sequence[SourceCount]) -> str:
-    """A plain-text table, a line a source, with a line of totals where there are several."""
+    """Return a plain-text table with a line per source, and a total if there are several."""
     counts = _by_source(counts)
     rows = [COLUMNS, *(count.cells() for count in counts)]
     if len(counts) > 1:
@@ -125,7 +121,7 @@ def render(counts: Sequence[SourceCount]) -> str:
 
 
 def _by_source(counts: Sequence[SourceCount]) -> list[SourceCount]:
-    """A source's rows to train on and those it is evaluated on as one."""
+    """Merge the training and evaluation counts of each source."""
     found: dict[str, SourceCount] = {}
     for count in counts:
         before = found.get(count.name)

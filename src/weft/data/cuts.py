@@ -1,6 +1,4 @@
-"""Parts of the assistant's trained turns that a chat template cuts: what is missing, and what would
-keep it.
-"""
+"""Parts of the assistant's trained turns that a chat template omits, and how to keep them."""
 
 from __future__ import annotations
 
@@ -18,16 +16,16 @@ from weft.reading import shortened
 
 TAGS = re.compile(r"</?think>")
 MARK = "weft-looks-for-this-part"
-KEPT_WHOLE = "chatml"  # a form of weft's own that writes a content as it is
+KEPT_WHOLE = "chatml"  # weft's template that writes content unchanged
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A part that a chat template leaves out of trained turns.
+    """A part that a chat template omits from trained turns.
 
-    `turns` counts these turns. The first one is message `message` (counted from 1) of row `row`
-    (from 0), which stands at `place` in its file; there the part is `example`. `template` is the
-    name of the tokenizer, `keep` what a user can do.
+    `turns` counts these turns. The first one is message `message` (from 1) of row `row` (from 0),
+    located at `place` in its file, where the omitted text is `example`. `template` is the name of
+    the tokenizer, `keep` tells the user how to keep the part.
     """
 
     part: str
@@ -49,9 +47,7 @@ class Cut:
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """Merge cuts of one kind: one cut for each part, remedy and template, with the place of the
-    first turn.
-    """
+    """Merge cuts with the same part, remedy and template; keep the place of the first turn."""
     found: dict[tuple[str, str, str], Cut] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
@@ -62,9 +58,7 @@ def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A trained turn: message `index` of a conversation, and the text `written` that it is trained
-    as.
-    """
+    """A trained turn: message `index` of a conversation, rendered as the text `written`."""
 
     template: Template
     messages: Sequence[Message]
@@ -77,7 +71,7 @@ class Turn:
         return self.messages[self.index]
 
     def cuts(self, lost: Set[str]) -> Iterator[Cut]:
-        """Yield each part of the turn that is not in `written`.
+        """Yield each part of the turn that is missing from `written`.
 
         `lost` are fields that the template never writes.
         """
@@ -111,9 +105,7 @@ class Turn:
         return Cut(part, keep, self.template.name, self.index + 1, example)
 
     def _thoughts_stay(self) -> str:
-        """Return what a user can do to keep the thoughts of the turn, which stand in a field of
-        their own.
-        """
+        """Return advice on keeping reasoning that is given in a separate field."""
         own = {key: value for key, value in self.message.items() if key != REASONING}
         inside = {**own, "content": f"<think>\n{MARK}\n</think>\n\n{own['content']}"}
         if self._alone_writes({**self.message, REASONING: MARK}):
@@ -123,7 +115,7 @@ class Turn:
         return f"{self._another_template()} (such as {KEPT_WHOLE}, with <think>...{END_OF_THOUGHT} in content)"
 
     def _content_stays(self) -> str:
-        """Return what a user can do to keep the thoughts at the beginning of the turn's content."""
+        """Return advice on keeping reasoning at the beginning of the content."""
         _, _, said = self.message["content"].rpartition(END_OF_THOUGHT)
         apart = {**self.message, "content": said.strip(), REASONING: MARK}
         inside = {**self.message, "content": f"<think>\n{MARK}\n</think>\n\n{said.strip()}"}
@@ -137,8 +129,9 @@ class Turn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _alone_writes(self, message: Message) -> bool:
-        """Return whether the template writes the mark in a message if no others follow, where some
-        do.
+        """Return whether the template writes the mark only once the following messages are removed.
+
+        False if no messages follow.
         """
         return self.index < len(self.messages) - 1 and self._shows_mark(
             [*self.messages[: self.index], message]
@@ -157,8 +150,9 @@ class Turn:
 
 
 def missing(text: str, content: str) -> str:
-    """The words of a content between the longest beginning and the longest end of it that a text
-    holds, shortened.
+    """Return the words of `content` missing from `text`, shortened.
+
+    The longest beginning and the longest end of the content found in the text are removed.
     """
     words = content.split()
     packed = bare(text)
@@ -168,7 +162,7 @@ def missing(text: str, content: str) -> str:
 
 
 def _most(count: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to `count` that holds, where all smaller ones do too."""
+    """Return the largest number up to `count` for which a monotone predicate is true."""
     low = 0
     high = count
     while low < high:
@@ -178,7 +172,7 @@ def _most(count: int, holds: Callable[[int], bool]) -> int:
 
 
 def _shows(text: str, value: Any) -> bool:
-    """Return whether a text holds an argument of a call, as JSON or as Python writes it."""
+    """Return whether a text contains an argument of a call, in JSON or Python notation."""
     if isinstance(value, str):
         return holds(text, value)
     return any(form in text for form in (json.dumps(value), str(value)))

@@ -1,6 +1,4 @@
-"""Dialogues as one text, `\\n\\nHuman: ...\\n\\nAssistant: ...` (the form of Anthropic's hh-rlhf):
-where the turns are.
-"""
+"""Dialogues as one text, `\\n\\nHuman: ...\\n\\nAssistant: ...` (Anthropic's hh-rlhf format)."""
 
 from __future__ import annotations
 
@@ -11,15 +9,19 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def shared_prompt(one: str, other: str) -> str:
-    """The beginning that two dialogues share, up to and with the last `\\n\\nAssistant:` in it; ""
-    where there is none.
+    """Return the common beginning of two dialogues, up to the last `\\n\\nAssistant:` in it.
+
+    Returns "" if there is none.
     """
     at = one.rfind(ASSISTANT, 0, common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
 
 
 def assistant_spans(text: str) -> list[tuple[int, int]]:
-    """Characters [start, stop) of what the assistant says; the whole text where it has no turns."""
+    """Return the character spans [start, stop) of the assistant's turns.
+
+    A text without any turns is one span.
+    """
     spans = []
     at = text.find(ASSISTANT)
     if at < 0:
@@ -37,10 +39,10 @@ def assistant_spans(text: str) -> list[tuple[int, int]]:
 
 
 def messages(text: str) -> list[dict[str, str]]:
-    """The turns of a dialogue as chat messages, what stands before the first one as the system's.
+    """Split a dialogue into chat messages; text before the first turn is the system message.
 
-    A turn without words is left out, unless it is the last and the assistant's: that one is about
-    to begin, or a reply of none.
+    Empty turns are dropped, except an assistant's turn at the end: it is a turn to be generated, or
+    an empty reply.
     """
     marks = [
         (at, role, mark)
@@ -61,7 +63,7 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 def _places(text: str, mark: str) -> list[int]:
-    """Where `mark` stands in the text."""
+    """Return the position of every occurrence of `mark`."""
     found = []
     at = text.find(mark)
     while at >= 0:
@@ -71,7 +73,7 @@ def _places(text: str, mark: str) -> list[int]:
 
 
 def shared_words(one: str, other: str) -> int:
-    """Characters of the beginning that two texts share, whole words only."""
+    """Return the length in characters of the common beginning of two texts, in whole words."""
     length = min(common_start(one, other), len(one.rstrip()) - 1, len(other.rstrip()) - 1)
     while length > 0 and not one[length - 1].isspace():
         length -= 1

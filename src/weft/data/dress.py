@@ -1,5 +1,6 @@
-"""What weft puts around every conversation before it is rendered: a constant system text, and
-before each reply what is known of it (Open-Assistant's system tags).
+"""Additions to a conversation before rendering: a fixed system text, and tags before replies.
+
+A tag is a system message with the known facts about a reply (Open-Assistant's system tags).
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from weft.errors import DataError
 
 SHARES = ("quality", "humor", "creativity")  # facts that are numbers from 0 to 1
 WORD = re.compile(r"\w+")
-WORDS_A_STEP = 5  # of the tag `length`
+WORDS_A_STEP = 5  # words per unit of the tag `length`
 
 
 @dataclass(frozen=True)
 class Dress:
-    """`prefix` is the system text of every conversation, before its own one.
+    """Options for the additions to a conversation.
 
-    `tags`: a system message before each reply that says its language, labels and context, with
-    `length` also how long it is. Each of these is left out with probability `dropout`, where
-    something is drawn. Without `label_masking` every token is trained.
+    `prefix` is a system text put before the conversation's own. `tags`: insert a system message
+    before each reply with its language, labels and context, and its length if `length` is set. Each
+    line is dropped with probability `dropout` if a random generator is given. Without
+    `label_masking` every token is trained.
     """
 
     prefix: str | None = None
@@ -35,7 +37,7 @@ class Dress:
     label_masking: bool = True
 
     def of(self, messages: Sequence[Message], draw: np.random.Generator | None) -> list[Message]:
-        """The messages with all that. Without a `draw` every tag is there, in a fixed order."""
+        """Return the messages with the additions; without `draw` all tags, in a fixed order."""
         made = list(messages)
         if self.tags:
             made = [each for message in made for each in (*self._tag(message, draw), message)]
@@ -49,9 +51,7 @@ class Dress:
 
 
 def with_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
-    """The messages after the system text `prefix`; a system message of their own follows it, a
-    blank line below.
-    """
+    """Prepend the system text `prefix`, joined to an existing system message by a blank line."""
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{prefix}\n\n{messages[0]['content']}"}
         return [first, *messages[1:]]
@@ -61,9 +61,10 @@ def with_prefix(messages: Sequence[Message], prefix: str) -> list[Message]:
 def tag_text(
     message: Mapping[str, Any], draw: np.random.Generator | None, dropout: float, *, length: bool
 ) -> str:
-    """Lines `name: value` on a reply: its language and labels in random order, then its context,
-    which may have lines of its own; "" where none is left. Raises `DataError` for a label that is
-    no number from 0 to 1.
+    """Return the lines `name: value` about a reply; "" if none is left.
+
+    Language and labels are in random order, followed by the context, which can have several lines.
+    Raises `DataError` for a label that is not a number from 0 to 1.
     """
     lines = [
         f"{name}: {_value(name, message[name])}" for name in FACTS if message.get(name) is not None

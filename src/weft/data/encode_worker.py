@@ -1,9 +1,8 @@
-"""A process that encodes rows: `python -m weft.data.encode_worker`, started by
-`weft.data.tokenizing`.
+"""Worker process that encodes rows: `python -m weft.data.encode_worker`.
 
-Messages are an 8-byte length and a pickle, first the job, then chunks of rows; each chunk is
-answered with its outcome (packed where the job says so), or with the error that no row is to blame
-for. Both ends are weft's own processes on one machine.
+Started by `weft.data.tokenizing`. A message is an 8-byte length and a pickle: first the job, then
+chunks of rows. The answer to a chunk is its outcome (packed if the job says so), or an error that
+no row caused. Both ends are weft processes on one machine.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _message(stream: BinaryIO) -> bytes:
-    """The next message; nothing where the other end has closed, even in the middle of one."""
+    """Return the next message, or b"" if the other end has closed, even within a message."""
     size = int.from_bytes(stream.read(8), "little")
     raw = stream.read(size)
     return raw if len(raw) == size else b""
 
 
 if __name__ == "__main__":
-    # Anything printed while rows are encoded must not get between the answers.
+    # Redirect stdout to stderr: printed text must not mix with the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
         serve(sys.stdin.buffer, answers)
-    except BrokenPipeError:  # nobody is there any more who would read the answer
+    except BrokenPipeError:  # the parent has ended
         os._exit(0)

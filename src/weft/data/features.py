@@ -1,6 +1,4 @@
-"""Options of `dataset.*` that change how rows are trained on: which of them go together, and with
-which rows.
-"""
+"""Check options of `dataset.*` against each other and against the dataset type."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ MARK = "weft-looks-for-this-system-text"
 
 
 def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer as rows are read with it.
+    """Return the tokenizer with the additions of `spec` to conversations (`Dress`).
 
-    Raises `ConfigError` where the chat template does not write what is asked for.
+    Raises `ConfigError` if options conflict or the chat template does not write these additions.
     """
     if spec.sample_mixing and spec.train_tokens_per_batch is not None:
         raise ConfigError(
@@ -59,7 +57,7 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def check(spec: DatasetSpec, type: str) -> None:
-    """Raises `ConfigError` for an option that rows of this type do not have."""
+    """Raise `ConfigError` for an option that rows of this type do not support."""
     usual = DatasetSpec()
     for name in ("label_masking", "random_window", "sample_mixing"):
         if getattr(spec, name) != getattr(usual, name) and type not in ONE_ANSWER:
@@ -85,8 +83,9 @@ def check(spec: DatasetSpec, type: str) -> None:
 
 
 def check_own(spec: DatasetSpec, type: str, *, by_index: bool) -> None:
-    """Raises `ConfigError` for an option that a user's dataset class has to follow itself; one
-    whose samples are had `by_index` can be sorted.
+    """Raise `ConfigError` for an option that a user's dataset class would have to implement.
+
+    Datasets with random access (`by_index`) can be sorted.
     """
     for name in ("system_prefix", "system_tags", *(() if by_index else ("sort_by_length",))):
         if getattr(spec, name) != getattr(DatasetSpec(), name):

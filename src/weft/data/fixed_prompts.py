@@ -1,6 +1,4 @@
-"""A file of a few prompts that a model is asked again and again: its rows, and their tokens in the
-form of a run's own rows.
-"""
+"""Read a file of fixed prompts, used at every evaluation, and tokenize them like a run's rows."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ TEXT = (".txt", ".text")
 
 
 def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """(place, row) of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt
-    file with a prompt a line.
+    """Yield (place, row) of a file of prompts.
+
+    Formats: JSON, JSONL(.gz), Parquet, JSON strings one per line, or .txt with a prompt per line.
     """
     if path.endswith(TEXT):
         yield from _texts(path)
@@ -54,10 +53,10 @@ def read_fixed_prompts(
     most: int | None,
     option: str = "eval_prompts",
 ) -> SequenceSample:
-    """The prompts as the key `prompt`, with the ids 0, 1, ...
+    """Return the prompts as the key `prompt`, with the ids 0, 1, ...
 
-    `as_chat`: a text is the user's message; rows with messages are rendered anyway. `most` tokens
-    of one. Raises `DataError` naming each row that is no prompt or too long.
+    `as_chat`: a text is a user message; rows with messages are always rendered. `most`: maximum
+    number of tokens of a prompt. Raises `DataError` naming each row that is invalid or too long.
     """
     tokens: list[list[int]] = []
     wrong: list[str] = []

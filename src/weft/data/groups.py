@@ -1,7 +1,4 @@
-"""Cutting a group into parts and joining them again: which sequences go where.
-
-Pure index arithmetic, no tensors.
-"""
+"""Split groups of sequences into parts and join them again. Pure index arithmetic, no tensors."""
 
 from __future__ import annotations
 
@@ -18,25 +15,27 @@ from weft.errors import DataError
 
 Index = npt.NDArray[np.int64]
 Ints = npt.NDArray[np.int32]
-PART = "part"  # metadata of a part: what it was cut from, {id, first, stop, count, shared}
+PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared}
 
 
 @dataclass(frozen=True)
 class Rearranged:
-    """New ids made of old sequences: `index[key]` lists old sequences in their new order,
-    `counts[key]` how many an id gets, and `rows` the old id whose metadata each new id takes.
+    """New ids made of existing sequences.
+
+    `index[key]` lists the old sequences in their new order, `counts[key]` the number of sequences
+    of each new id, and `rows` the old id from which each new id takes its metadata.
     """
 
     ids: tuple[str, ...]
     rows: list[int]
     index: Mapping[str, Index]
     counts: Mapping[str, Index]
-    # what the new ids have besides
+    # additional metadata of the new ids
     metadata: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 def part_name(part: Mapping[str, Any]) -> str:
-    """`id[first:stop]`; the ending can be read back, so different parts never share a name."""
+    """Return `id[first:stop]`; it is unambiguous, so different parts never share a name."""
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
@@ -47,11 +46,11 @@ def cut_groups(
     max_tokens: int,
     option: str,
 ) -> Rearranged:
-    """Runs of completions that cost at most `max_tokens` with the prompt before each; metadata say
-    what each was cut from.
+    """Split groups into runs of completions of at most `max_tokens`, counting the prompt for each.
 
-    Raises `DataError` for a key that has neither one sequence an id nor one a completion;
-    `ConfigError` naming `option` where one completion with its prompt costs more than `max_tokens`.
+    The metadata record the origin of each part. Raises `DataError` for a key that has neither one
+    sequence per id nor one per completion; `ConfigError` naming `option` if one completion with its
+    prompt exceeds `max_tokens`.
     """
     if "completion" in lengths:
         main = "completion"
@@ -89,10 +88,10 @@ def cut_groups(
 
 
 def join_groups(parts: Sequence[Mapping[str, Any]], offsets: Mapping[str, Ints]) -> Rearranged:
-    """The groups that `parts` were cut from, ids in the order of their first part.
+    """Join parts into their groups; ids are in the order of their first part.
 
-    A key that was shared is taken from the first part; keys made since have one sequence a
-    completion. Raises `DataError` where a part is missing or there twice.
+    A shared key is taken from the first part; keys added since the split have one sequence per
+    completion. Raises `DataError` if a part is missing or duplicated.
     """
     found: dict[str, list[int]] = {}
     for row, part in enumerate(parts):

@@ -1,6 +1,4 @@
-"""Models and datasets of the Hugging Face hub: whether it has what a name stands for, asked once;
-its small files.
-"""
+"""Check that the Hugging Face hub has a model or dataset, and download a model's small files."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from huggingface_hub.errors import (
 
 from weft.errors import CheckpointError, DataError
 
-SECONDS = 4.0  # for the hub to say whether it has something
+SECONDS = 4.0  # timeout of a query to the hub
 MODEL_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a model that are no weights
+SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]  # files of a model without weights
 FAILURES = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 
 Kind = Literal["model", "dataset"]
@@ -33,7 +31,7 @@ Found = TypeVar("Found")
 
 
 def cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
-    """Whether one of the files of a hub model is in the cache of this machine."""
+    """Return whether one of these files of a hub model is in the local cache."""
     try:
         return any(
             isinstance(huggingface_hub.try_to_load_from_cache(name, file), str) for file in files
@@ -43,16 +41,19 @@ def cached(name: str, files: Iterable[str] = MODEL_FILES) -> bool:
 
 
 def check_model(option: str, name: str, hint: str = "") -> None:
-    """That a model's name is in the cache, or that the hub has it. `option` is what the user set.
+    """Check that a model is in the local cache or on the hub.
 
-    Raises `CheckpointError` with `hint`, what the user may have meant.
+    `option` is the option the user set. Raises `CheckpointError`, which ends with `hint`.
     """
     if not cached(name):
         _ask(option, name, name, "model", hint)
 
 
 def check_dataset(option: str, path: str, hint: str = "") -> None:
-    """The same for a dataset, OWNER/NAME or OWNER/NAME:FOLDER. Raises `DataError`."""
+    """Check that a dataset, OWNER/NAME or OWNER/NAME:FOLDER, is cached or on the hub.
+
+    Raises `DataError`, which ends with `hint`.
+    """
     name = path.partition(":")[0]
     if not _dataset_folder(name):
         _ask(option, path, name, "dataset", hint)
@@ -60,8 +61,9 @@ def check_dataset(option: str, path: str, hint: str = "") -> None:
 
 @functools.cache
 def folder(name: str) -> Path:
-    """The directory that holds a hub model's configuration and tokenizer: one look at the hub, and
-    the cache where that does not answer. Raises what `huggingface_hub` raises (`FAILURES`).
+    """Return the local directory with a hub model's configuration and tokenizer.
+
+    Queries the hub once and falls back to the cache. Raises the errors in `FAILURES`.
     """
     return Path(
         huggingface_hub.snapshot_download(name, allow_patterns=SMALL, ignore_patterns=["*/*"])
@@ -77,10 +79,10 @@ def _dataset_folder(name: str) -> bool:
 
 
 def within(seconds: float, ask: Callable[[], Found]) -> Found:
-    """What `ask` returns.
+    """Call `ask` with a timeout and return its result.
 
-    Raises what it raises, and `TimeoutError` where it has not answered in time: a name that cannot
-    be looked up would hold a program for minutes.
+    Raises the errors of `ask`, and `TimeoutError` after `seconds`: without it a failing name lookup
+    would block for minutes.
     """
     answers = list[Found]()
     errors = list[Exception]()
@@ -102,8 +104,9 @@ def within(seconds: float, ask: Callable[[], Found]) -> Found:
 
 
 def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
-    """One question about `name`, with one deadline over all of it: name service, connection,
-    answer. The user wrote `typed`.
+    """Query the hub for `name`; the timeout covers DNS, connection and answer.
+
+    `typed` is the name as the user wrote it.
     """
     api = huggingface_hub.HfApi()
     if kind == "model":
@@ -124,7 +127,7 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
 
 
 def _reason(failed: Exception, kind: Kind) -> str:
-    """Why the hub gave nothing, in words."""
+    """Return an explanation of a failed query."""
     if isinstance(failed, OfflineModeIsEnabled):
         return (
             f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} keeps weft from asking the hub"

@@ -1,6 +1,4 @@
-"""What happens to rows that are too long, and the token ids of one row between encoding and the
-table.
-"""
+"""Token ids of an encoded row, and the limits on its length."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of one id: a prompt, K completions with their masks, values of each completion,
-    metadata.
+    """Token ids of one sample: a prompt, K completions with masks, values per completion, metadata.
 
-    `part` tells the samples of one row apart where it makes several. A prompt alone has no
-    completions. `unused` names what of the row's messages is in no token, `cut` the parts of
-    trained turns that are in none.
+    `part` distinguishes the samples made from one row. A prompt-only sample has no completions.
+    `unused` names parts of the row's messages that appear in no token, `cut` the parts of trained
+    turns that appear in none.
     """
 
     prompt: list[int]
@@ -36,7 +33,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The limits on a row; None is no limit. `truncate_side`: which end of a prompt is cut."""
+    """Limits on the length of a row; None means no limit.
+
+    `truncate_side` is the end of a prompt that is removed.
+    """
 
     max_seqlen: int | None = None
     max_prompt_len: int | None = None
@@ -62,13 +62,14 @@ class Lengths:
 def fit(
     encoded: Encoded, lengths: Lengths, bos_id: int | None
 ) -> tuple[Encoded | None, frozenset[str]]:
-    """(the row within its limits or None where it is dropped, what was done: some of "prompt" and
-    "answer", or "dropped").
+    """Truncate or drop a row to meet its limits.
 
-    A prompt is cut to `max_prompt_len`. Where prompt and longest completion exceed `max_seqlen`,
-    completions lose their ends; a prompt that leaves no room for any is cut too, to at least half
-    of `max_seqlen`. A prompt cut from the left keeps its BOS. A row without a trained token left in
-    each completion is dropped. Raises `TooLong` where `overlong` is error.
+    Returns (the row, or None if dropped; the actions taken: a subset of "prompt" and "answer", or
+    "dropped"). A prompt is truncated to `max_prompt_len`. If prompt and longest completion exceed
+    `max_seqlen`, completions lose their ends; a prompt that leaves no room for them is truncated
+    too, to at least half of `max_seqlen`. A prompt truncated from the left keeps its BOS. A row
+    with a completion without any trained token left is dropped. Raises `TooLong` if `overlong` is
+    error.
     """
     num_prompt = len(encoded.prompt)
     longest = max(map(len, encoded.completions), default=0)
