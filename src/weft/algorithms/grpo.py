@@ -189,9 +189,7 @@ class GRPOLoss(Loss):
         return self.importance_level == "token"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return the numbers of trained `tokens`, of `sequences` with any, and of all
-        `completions`.
-        """
+        """Return the counts of trained `tokens`, `sequences` with any, and all `completions`."""
         rows = trained_rows(minibatch)
         counts = {
             "tokens": rows.sum(),

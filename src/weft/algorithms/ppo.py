@@ -1,5 +1,6 @@
-"""PPO: the clipped policy loss, shared with GRPO, and the clipped value loss (Schulman et al.
-2017).
+"""PPO: the clipped policy loss, shared with GRPO, and the clipped value loss.
+
+Schulman et al. 2017.
 """
 
 from __future__ import annotations

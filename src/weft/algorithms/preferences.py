@@ -202,11 +202,10 @@ def apo_down_loss(
 
 
 def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
-    """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta), m = sigmoid(beta delta /
-    tau).
+    """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta).
 
-    Lu et al. 2024, "Discovering Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The
-    exponent is clipped to `EXPONENT_BOUND`, where m is close to 0.
+    m = sigmoid(beta delta / tau); Lu et al. 2024, "Discovering Preference Optimization Algorithms",
+    arXiv 2406.08414, eq. 5. The exponent is clipped to `EXPONENT_BOUND`, where m is close to 0.
     """
     xp = array_api_compat.array_namespace(delta)
     mixed = xp.exp(log_sigmoid(beta * delta / tau))

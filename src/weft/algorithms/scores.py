@@ -1,6 +1,4 @@
-"""Scores of completions, computed from the log-probs of their trained tokens, for preference
-losses.
-"""
+"""Scores of completions for preference losses, from the log-probs of trained tokens."""
 
 from __future__ import annotations
 
