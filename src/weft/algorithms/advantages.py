@@ -137,15 +137,15 @@ def baselined(
 ) -> Float[Vector, "S"]:
     """Return the reward minus its baseline for each completion, [S].
 
-    group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
-    leave_one_out  mean of the other completions of the group (RLOO, Ahmadian et al. 2024, eq. 4),
-    which gives K / (K - 1) times the advantage of `group`
-    opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
-    arXiv:2505.23585): the baseline of least variance if the gradients of tokens are independent;
-    `lengths` are trained tokens
-    given          an external value: the reward of the greedy completion (ReMax, Li et al. 2023,
-    eq. 5)
-    none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
+        group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
+        leave_one_out  mean of the other completions of the group (RLOO, Ahmadian et al. 2024, eq. 4);
+                       gives K / (K - 1) times the advantage of `group`
+        opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
+                       arXiv:2505.23585): the baseline of least variance if the gradients of tokens
+                       are independent; `lengths` are trained tokens
+        given          an external value: the reward of the greedy completion (ReMax, Li et al.
+                       2023, eq. 5)
+        none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
 
     Raises `ConfigError` for a group baseline with a group of 1, whose advantage would be 0, and for
     `given` without values.

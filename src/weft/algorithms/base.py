@@ -100,10 +100,7 @@ class RowBatch(Protocol):
 
 @runtime_checkable
 class Sample(Protocol):
-    """The part of `SequenceSample` that `denominators` reads.
-
-    `SequenceSample` itself is defined in a higher layer, which this package cannot import.
-    """
+    """The part of `SequenceSample`, defined in a higher layer, that `denominators` reads."""
 
     @property
     def num_ids(self) -> int: ...

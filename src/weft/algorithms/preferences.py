@@ -63,7 +63,7 @@ def sigmoid_loss(
     """Return -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta), e = `smoothing`.
 
     DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) for labels that are wrong with
-    probability e < 1/2. TRL 1.16 dropped label smoothing from its `sigmoid`; its CPO trainer still
+    probability e < 1/2. TRL 1.16 has no label smoothing in its `sigmoid`; its CPO trainer still
     has this form. With scores of kind `mean` this is TRL's `sigmoid_norm`.
     """
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)

@@ -107,9 +107,7 @@ class RewardLoss(Loss):
             raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Return `groups`, the number of ids with at least one pair, and `pairs`, that of all
-        pairs.
-        """
+        """Return `groups`, the number of ids with any pair, and `pairs`, the number of pairs."""
         pairs = num_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 
