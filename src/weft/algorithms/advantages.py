@@ -138,7 +138,7 @@ def baselined(
     """Return the reward minus its baseline for each completion, [S].
 
         group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
-        leave_one_out  mean of the other completions of the group (RLOO, Ahmadian et al. 2024, eq. 4);
+        leave_one_out  mean of the other completions (RLOO, Ahmadian et al. 2024, eq. 4);
                        gives K / (K - 1) times the advantage of `group`
         opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
                        arXiv:2505.23585): the baseline of least variance if the gradients of tokens
