@@ -1,1 +1,1 @@
-"""algorithms"""
+"""Losses and advantage estimators, written as framework-independent array code."""

@@ -1,6 +1,4 @@
-"""A loss written as one function: `register_loss(name, per="token")` above it makes this the `Loss`
-that it stands for.
-"""
+"""Losses written as a single function, as registered by `register_loss(name, per="token")`."""
 
 from __future__ import annotations
 
@@ -32,14 +30,19 @@ PER = ("token", "completion")
 def loss(
     function: Callable[..., Any], name: str, *, per: str, by_row: bool = False
 ) -> Callable[..., FunctionLoss]:
-    """What builds the loss of `function` from its options.
+    """Return a constructor that takes the options of `function` and builds its `Loss`.
 
     A parameter without a default is an output of the network (`logprobs` [N], `entropy` [N],
-    `values` [N], `scores` [S], ..), `batch` (the `RowBatch`), or a key of it (`advantages` [N],
-    ..); one with a default is an option. The function returns the loss of every token [N], or with
-    `per="completion"` of every completion [S]; or `(losses, statistics)`, these by name and of the
-    same shape. The loss of a minibatch is the mean over its trained tokens (or over its
-    completions), and so are the statistics. `by_row` as in `Loss`.
+    `values` [N], `scores` [S], ...), `batch` (the `RowBatch`), or a key of the batch (`advantages`
+    [N], ...). A parameter with a default is an option.
+
+    The function returns the loss of every token [N], or with `per="completion"` of every completion
+    [S]; or `(losses, statistics)`, where `statistics` maps names to arrays of the same shape. The
+    loss of a minibatch is the mean over its trained tokens (or over its completions), and so are
+    the statistics. `by_row` as in `Loss`.
+
+    Raises `ConfigError` for a function that reads no output of the network, and for `*`, `**` or
+    positional-only parameters.
     """
     if per not in PER:
         raise unknown_name(f"per of loss {name!r}", per, PER)
@@ -71,7 +74,7 @@ def loss(
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """The mean of what a function says of every trained token, or of every completion."""
+    """Mean of a function's values over all trained tokens, or over all completions."""
 
     function: Callable[..., Any]
     name: str
@@ -84,8 +87,9 @@ class FunctionLoss(Loss):
     unit: Literal["sequence", "group"] = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens; or `completions`: those with any, and all where the network
-        scores whole ones.
+        """Return `tokens`, the number of trained tokens, or `completions`.
+
+        Completions without trained tokens are counted only if the loss reads `scores`.
         """
         rows = trained_rows(minibatch)
         if self.per == "token":

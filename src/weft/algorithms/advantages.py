@@ -1,8 +1,7 @@
-"""Advantages: how much better a token, or a whole completion, was than expected.
+"""Advantages: how much better a token or a completion was than expected.
 
-Host-side, numpy, float64.
-
-Ragged rows: T values of S completions one after another, `lengths` [S] of them each.
+Computed on the host with numpy in float64. Ragged rows are stored as T values of S completions one
+after another, with `lengths` [S].
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ SCALES = ("group", "batch", "none")
 
 
 def starts_of(lengths: Int[Index, "S"]) -> Int[Index, "S"]:
-    """Where each completion begins among the rows."""
+    """Return the index of the first row of each completion, [S]."""
     return np.cumsum(lengths) - lengths
 
 
 def segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Vector, "S"]:
-    """The sum of each completion's rows; 0 for an empty one."""
+    """Return the sum of each completion's rows, [S]; 0 for an empty completion."""
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return np.bincount(owner, weights=rows, minlength=len(lengths)).astype(np.float64)
 
@@ -34,10 +33,10 @@ def segment_sums(rows: Float[Vector, "T"], lengths: Int[Index, "S"]) -> Float[Ve
 def reversed_discounted_sums(
     rows: Float[Vector, "T"], lengths: Int[Index, "S"], factor: float
 ) -> Float[Vector, "T"]:
-    """y_t = x_t + factor * y_{t+1} within each completion, y after its last row = 0.
+    """Return y_t = x_t + factor * y_{t+1} within each completion, with y = 0 after its last row.
 
-    One vector operation a time step over the completions that are long enough: longest first, these
-    are a prefix.
+    One vector operation per time step over the completions that are long enough: sorted by
+    decreasing length, these are a prefix.
     """
     sums = np.array(rows, dtype=np.float64)
     order = np.argsort(-lengths, kind="stable")
@@ -60,15 +59,15 @@ def gae(
     discount: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """(advantages, returns): generalised advantage estimation (Schulman et al. 2015, eq. 16) over
-    ragged completions.
+    """Return (advantages, returns) of ragged completions by generalised advantage estimation.
 
-        delta_t = r_t + discount V_{t+1} - V_t,    A_t = sum_l (discount lam)^l delta_{t+l},    R_t = A_t + V_t
+        delta_t = r_t + discount V_{t+1} - V_t
+        A_t = sum_l (discount lam)^l delta_{t+l}         Schulman et al. 2015, eq. 16
+        R_t = A_t + V_t
 
-    `values` are V of the state before each token; `last_values` V after the last one: 0 where the
-    completion has ended, the critic's value where it was cut off (it would have gone on). Trained
-    tokens only: drop the others first (`weft.host.advantages` does), so that what a tool wrote is
-    passed over and not discounted.
+    `values` are V of the state before each token. `last_values` are V after the last token: 0 if
+    the completion ended, the critic's value if it was truncated. Pass trained tokens only (as
+    `weft.host.advantages` does), so that tokens written by tools are skipped and not discounted.
     """
     following = np.empty_like(values)
     following[:-1] = values[1:]
@@ -87,12 +86,11 @@ def whiten(
     shift_mean: bool = True,
     eps: float = 1e-8,
 ) -> Float[Vector, "T"]:
-    """(x - mean) / sqrt(variance + eps) over the entries with mask 1; 0 elsewhere.
+    """Return (x - mean) / sqrt(variance + eps) over the entries with mask 1, 0 elsewhere.
 
-    `shift_mean` False puts the mean back.
-
-    Over the whole batch; the squares are divided by n - 1. So do verl (`masked_whiten`) and TRL,
-    eps included; ReaLHF divides by n. A single entry becomes 0 (its variance is taken to be 0).
+    With `shift_mean=False` the mean is added back. Statistics are over the whole batch; the
+    variance divides by n - 1, as in verl (`masked_whiten`) and TRL, eps included; ReaLHF divides by
+    n. A single entry becomes 0 (its variance is taken to be 0).
     """
     count = mask.sum()
     if count == 0:
@@ -105,9 +103,7 @@ def whiten(
 def group_means(
     rewards: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> tuple[Float[Vector, "S"], Int[Index, "S"]]:
-    """(mean reward of the completion's group, size of its group); `group` holds indices counted
-    from 0.
-    """
+    """Return (mean reward, size) of each completion's group; `group` indices start at 0."""
     size = np.bincount(group)
     sums = np.bincount(group, weights=rewards)
     return (sums / np.maximum(size, 1))[group], size[group].astype(np.int64)
@@ -116,17 +112,16 @@ def group_means(
 def weighted_means(
     values: Float[Vector, "S"], weights: Float[Vector, "S"], group: Int[Index, "S"]
 ) -> Float[Vector, "S"]:
-    """sum of weight * value / sum of weights over the completion's group, at each completion; 0 in
-    a group without weight.
-    """
+    """Return the weighted mean of each completion's group, [S]; 0 if its weights sum to 0."""
     sums = np.bincount(group, weights=values * weights)
     total = np.bincount(group, weights=weights)
     return np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)[group]
 
 
 def group_stds(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> Float[Vector, "S"]:
-    """The sample standard deviation (divided by K - 1, as torch's, so TRL's and verl's) of the
-    completion's group.
+    """Return the standard deviation of rewards in each completion's group, [S].
+
+    The variance divides by K - 1, as in torch, TRL and verl.
     """
     mean, size = group_means(rewards, group)
     squares = np.bincount(group, weights=np.square(rewards - mean))
@@ -140,15 +135,20 @@ def baselined(
     given: Float[Vector, "S"] | None = None,
     lengths: Float[Vector, "S"] | None = None,
 ) -> Float[Vector, "S"]:
-    """Reward less its baseline, one a completion.
+    """Return the reward minus its baseline for each completion, [S].
 
-    group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
-    leave_one_out  mean of the others of the group (RLOO, Ahmadian et al. 2024, eq. 4) = K / (K - 1) times the above
-    opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025, arXiv:2505.23585): the
-                   baseline of least variance where gradients of tokens are independent; `lengths` are trained tokens
-    given          a value from elsewhere: the reward of the greedy completion (ReMax, Li et al. 2023, eq. 5)
-    none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
-    Raises `ConfigError` where a group baseline meets a group of 1: its advantages would all be 0.
+        group          mean of the group (GRPO, DeepSeekMath 2024, section 4.1.2)
+        leave_one_out  mean of the other completions (RLOO, Ahmadian et al. 2024, eq. 4);
+                       gives K / (K - 1) times the advantage of `group`
+        opo            sum of length * reward / sum of lengths over the group (OPO, Hao et al. 2025,
+                       arXiv:2505.23585): the baseline of least variance if the gradients of tokens
+                       are independent; `lengths` are trained tokens
+        given          an external value: the reward of the greedy completion (ReMax, Li et al.
+                       2023, eq. 5)
+        none           0 (REINFORCE; REINFORCE++ of Hu 2025, which whitens over the batch instead)
+
+    Raises `ConfigError` for a group baseline with a group of 1, whose advantage would be 0, and for
+    `given` without values.
     """
     if baseline in ("group", "leave_one_out", "opo"):
         mean, size = group_means(rewards, group)
@@ -185,12 +185,14 @@ def scaled(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Advantages divided by a standard deviation of rewards + eps.
+    """Return the advantages divided by a standard deviation of rewards + eps, [S].
 
-    group  of the completion's group (GRPO); a group whose rewards are all alike gives 0
-    batch  of all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
-    none   1 (Dr. GRPO, Liu et al. 2025: the division weighs easy and hard prompts up)
-    `eps` is TRL's; verl has 1e-6.
+    group  deviation within the completion's group (GRPO); 0 if all rewards of the group are equal
+    batch  deviation over all completions (TRL's scale_rewards=batch; Lite PPO, Liu et al. 2025)
+    none   no division (Dr. GRPO, Liu et al. 2025: dividing gives more weight to easy and hard
+    prompts)
+
+    The default `eps` is TRL's; verl has 1e-6. Raises `ConfigError` for `group` with a group of 1.
     """
     if scale == "none":
         return advantages
@@ -208,7 +210,10 @@ def scaled(
 
 
 def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.NDArray[np.bool_]:
-    """bool [G]: groups whose rewards are all alike, which teach nothing under a group baseline."""
+    """Return the groups whose rewards are all equal, bool [G].
+
+    Their advantages under a group baseline are 0.
+    """
     groups = int(group.max(initial=-1)) + 1
     low = np.full(groups, np.inf)
     high = np.full(groups, -np.inf)
@@ -218,21 +223,21 @@ def zero_variance(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> npt.ND
 
 
 def soft_overlong(lengths: Int[Index, "S"], max_length: int, buffer: int) -> Float[Vector, "S"]:
-    """What a completion's length takes off its reward, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
+    """Return the length penalty added to each reward, in [-1, 0] (DAPO, Yu et al. 2025, eq. 13).
 
-    0 up to max_length - buffer tokens, then falling in a line to -1 at max_length and beyond.
+    0 up to max_length - buffer tokens, then decreasing linearly to -1 at max_length and beyond.
     """
     over = (lengths - (max_length - buffer)) / buffer
     return -np.clip(over, 0.0, 1.0)
 
 
 def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Float[Vector, "S"]:
-    """The chance that k completions of the completion's group, drawn without putting back, hold one
-    that passed.
+    """Return the probability that k completions drawn from the group include one that passed, [S].
 
-        1 - C(N - c, k) / C(N, k) of N completions, c of which passed             Chen et al. 2021 (Codex), eq. 1
+        1 - C(N - c, k) / C(N, k)         Chen et al. 2021 (Codex), eq. 1
 
-    `passed` is 1 or 0. Raises `ConfigError` for groups of fewer than k.
+    for N completions, c of which passed, drawn without replacement. `passed` is 1 or 0. Raises
+    `ConfigError` for groups of fewer than k.
     """
     size = np.bincount(group).astype(np.float64)
     if (size[size > 0] < k).any():
@@ -247,14 +252,14 @@ def pass_at_k(passed: Float[Vector, "S"], group: Int[Index, "S"], k: int) -> Flo
 def pass_at_k_advantages(
     passed: Float[Vector, "S"], group: Int[Index, "S"], k: int
 ) -> Float[Vector, "S"]:
-    """Advantages for the reward "one of k completions passes" (Chen et al. 2025, "Pass@k Training",
-    arXiv:2508.10751, analytical derivation).
+    """Return advantages for the reward "one of k completions passes", [S].
 
-    With N completions of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and
-    standard deviation of the reward over all subsets of k): (1 - R) / s for a completion that
-    passed, since every subset with it does, and (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s
-    for one that failed. A group that always passes, or never, gives 0. k = 1 is GRPO's advantage of
-    rewards 0 and 1 (with the population's deviation).
+    Chen et al. 2025, "Pass@k Training", arXiv:2508.10751, analytical derivation. With N completions
+    of a prompt, c of which passed, R = pass@k and s = sqrt(R (1 - R)) (mean and standard deviation
+    of the reward over all subsets of k): (1 - R) / s for a completion that passed, since every
+    subset that contains it passes, and (1 - R - C(N - c - 1, k - 1) / C(N - 1, k - 1)) / s for one
+    that failed. 0 in a group that always or never passes. k = 1 is GRPO's advantage for rewards 0
+    and 1 (with the population's standard deviation).
     """
     rate = pass_at_k(passed, group, k)
     size: Vector = np.bincount(group).astype(np.float64)[group]
@@ -268,7 +273,7 @@ def pass_at_k_advantages(
 
 
 def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
-    """C(part, k) / C(whole, k) as a product of k factors; 0 where `part` is below k."""
+    """Return C(part, k) / C(whole, k) as a product of k factors; 0 if `part` is below k."""
     ratio = np.ones_like(part)
     for taken in range(k):
         ratio = ratio * np.maximum(part - taken, 0.0) / np.maximum(whole - taken, 1.0)
@@ -276,10 +281,10 @@ def _choose_ratio(part: Vector, whole: Vector, k: int) -> Vector:
 
 
 def informative_factor(rewards: Float[Vector, "S"], group: Int[Index, "S"]) -> float:
-    """Groups / groups whose rewards differ: makes up for those that teach nothing (GPG, Chu et al.
-    2025, arXiv:2504.02546); 1 without any.
+    """Return groups / groups with differing rewards; 1 if all groups have equal rewards.
 
-    (verl's `gpg` divides by the number of rewards that are not 0.)
+    Compensates for groups whose advantages are all 0 (GPG, Chu et al. 2025, arXiv:2504.02546).
+    (verl's `gpg` divides by the number of nonzero rewards.)
     """
     same = zero_variance(rewards, group)
     return len(same) / max(int((~same).sum()), 1) if (~same).any() else 1.0
@@ -291,12 +296,12 @@ def decoupled(
     group: Int[Index, "S"],
     eps: float = 1e-4,
 ) -> Float[Vector, "S"]:
-    """Advantages of several rewards that are normalised one by one (GDPO, Liu et al. 2026,
-    arXiv:2601.05242).
+    """Return advantages of several rewards, each normalised separately, [S].
 
-    Each column of `parts` becomes (r - group mean) / (group deviation + eps); their weighted sum is
-    brought to mean 0 and deviation 1 over the batch. A part that does not apply to a completion
-    (NaN) counts as its group's mean. TRL's `normalize_then_sum`.
+    GDPO (Liu et al. 2026, arXiv:2601.05242); TRL's `normalize_then_sum`. Each column of `parts`
+    becomes (r - group mean) / (group deviation + eps); their weighted sum is normalised to mean 0
+    and deviation 1 over the batch. NaN marks a reward that does not apply to a completion and
+    counts as its group's mean.
     """
     total = np.zeros(len(parts))
     for column, weight in zip(parts.T, weights, strict=True):
@@ -318,12 +323,12 @@ def step_advantages(
     scale: str,
     eps: float = 1e-4,
 ) -> Float[Vector, "T"]:
-    """Advantages of each token from rewards of steps (process supervision, DeepSeekMath 2024,
-    section 4.1.3).
+    """Return the advantage of each token from rewards of steps, [T].
 
-    `rewards` is NaN but at tokens that end a step. Step rewards are brought to their group's mean 0
-    and, as `scale` says (`group`, `batch` or `none`), divided by a standard deviation; a token's
-    advantage is the sum over the steps that end with it or later.
+    Process supervision (DeepSeekMath 2024, section 4.1.3). `rewards` is NaN except at tokens that
+    end a step. The group's mean is subtracted from step rewards, which are then divided by a
+    standard deviation chosen by `scale` (`group`, `batch` or `none`). A token's advantage is the
+    sum over the steps that end at it or later.
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     steps = np.flatnonzero(~np.isnan(rewards))

@@ -1,11 +1,11 @@
-"""What a loss sees and returns.
+"""The interface of losses: their inputs, outputs and statistics.
 
-Losses are array maths: numpy, torch and, later, jax run the same function.
+Losses are array code: the same function runs on numpy, torch and, later, jax arrays.
 
-A loss reads one micro-batch laid out by rows. A row is one trained position (`[N]` rows); rows
-belong to sequences (`[S]`, one completion each), sequences to groups (`[G]`, one id each). It
+A loss reads one micro-batch laid out in rows. A row is one trained position (`[N]` rows); rows
+belong to sequences (`[S]`, one completion each), sequences to groups (`[G]`, one id each). A loss
 returns a plain sum over samples divided by `total`, the denominators of the whole minibatch over
-all ranks, so gradients do not depend on how the minibatch was cut.
+all ranks, so gradients do not depend on how the minibatch was split into micro-batches.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import numpy as np
 import numpy.typing as npt
 
 Array = Any
-# `top1` [N] is 1 where the label is the likeliest token, else 0; no gradient (token accuracy needs
-# it). `top_ids` [N, K] are the likeliest ids and `top_logprobs` [N, K + 1] their log-probs and the
-# log of what all other ids have together, without a gradient; `given_logprobs` [N, K + 1] are the
-# same of the ids that the batch holds as `given_ids`, with one.
+# Outputs of the network that a loss can read. Less obvious ones:
+# - `top1` [N]: 1 where the label is the most likely token, else 0; no gradient. For token accuracy.
+# - `top_ids` [N, K]: the K most likely ids.
+# - `top_logprobs` [N, K + 1]: the log-probs of `top_ids`, then the log of the total probability of
+#   all other ids; no gradient.
+# - `given_logprobs` [N, K + 1]: the same for the batch's `given_ids`, with a gradient.
 Output = Literal[
     "logprobs", "entropy", "values", "scores", "top1", "top_ids", "top_logprobs", "given_logprobs"
 ]
 
-# a log-ratio is cut to +-20 before `exp`: e^20 = 5e8 still squares within float32
+# Log-ratios are clipped to +-20 before `exp`: the square of e^20 = 5e8 still fits into float32.
 LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted mean: parts add up as sum of values over sum of weights.
+    """A weighted mean: the sum of all parts' values over the sum of their weights.
 
-    Without any weight it is left out.
+    Omitted from the reduced statistics if the total weight is 0.
     """
 
     value: Any
@@ -44,14 +46,14 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest of the parts."""
+    """The maximum over all parts."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest of the parts."""
+    """The minimum over all parts."""
 
     value: Any
 
@@ -61,42 +63,44 @@ Stat = Sum | Max | Min
 
 @runtime_checkable
 class RowBatch(Protocol):
-    """One micro-batch as a loss sees it.
+    """One micro-batch as seen by a loss.
 
-    `batch[key]` is `[N]` for a key with one value a completion token (`loss_mask`, `advantages`,
-    `logprobs`, ...), `[N, K]` for one with K a token, and `[S]` for a key with one value a sequence
-    (`rank`, `rewards`, ...); all are arrays of the network's framework on its device.
+    `batch[key]` is `[N]` for a key with one value per completion token (`loss_mask`, `advantages`,
+    `logprobs`, ...), `[N, K]` for a key with K values per token, and `[S]` for a key with one value
+    per sequence (`rank`, `rewards`, ...). All are arrays of the network's framework on its device.
     """
 
     num_rows: int
     num_sequences: int
-    sequence: Array  # [N] int64, the sequence a row belongs to
-    # [S] int64, the group a sequence belongs to, counted from 0 within the micro-batch
+    sequence: Array  # [N] int64, the sequence of each row
+    # [S] int64, the group of each sequence, counted from 0 within the micro-batch
     group: Array
-    lengths: Array  # [S] float, trained rows of a sequence (the sum of its mask)
-    # [N] float, 1 where a row is trained; `loss_mask` where the sample holds one, else ones
+    lengths: Array  # [S] float, number of trained rows per sequence (sum of its mask)
+    # [N] float, 1 for trained rows: the sample's `loss_mask` if it has one, else all ones
     mask: Array
 
     def __getitem__(self, key: str) -> Array: ...
     def __contains__(self, key: object) -> bool: ...
     def sum(self, rows: Array) -> Array:
-        """[N] -> [S], the sum of a sequence's rows (segment sum; differentiable)."""
+        """Sum the rows of each sequence, [N] -> [S] (segment sum; differentiable)."""
         ...
 
     def spread(self, sequences: Array) -> Array:
-        """[S] -> [N], a sequence's value at each of its rows."""
+        """Copy each sequence's value to all of its rows, [S] -> [N]."""
         ...
 
     def pairs(self) -> tuple[Array, Array]:
-        """Indices ([P], [P]) of sequences (better, worse): same group, same `comparison`, smaller
-        `rank` is better.
+        """Return the indices ([P], [P]) of the sequences (better, worse) of each pair.
+
+        Both belong to the same group and the same `comparison`; the better one has the smaller
+        `rank`.
         """
         ...
 
 
 @runtime_checkable
 class Sample(Protocol):
-    """What `denominators` reads of a `SequenceSample` (which lives a floor higher)."""
+    """The part of `SequenceSample`, defined in a higher layer, that `denominators` reads."""
 
     @property
     def num_ids(self) -> int: ...
@@ -108,10 +112,10 @@ class Sample(Protocol):
 
 
 class Loss(Protocol):
-    """A trainable objective.
+    """A training objective.
 
-    Shipped losses are frozen dataclasses whose fields are their options; they inherit `veto` and
-    `summary`.
+    The built-in losses are frozen dataclasses whose fields are their options; they inherit `veto`
+    and `summary`.
     """
 
     outputs: frozenset[Output]
@@ -119,40 +123,50 @@ class Loss(Protocol):
 
     @property
     def by_row(self) -> bool:
-        """Whether the gradient by a row's log-prob and entropy depends on no other row's outputs:
-        it can then be made as soon as they are known.
+        """True if the gradient of a row depends on no other row's outputs.
+
+        The gradient with respect to a row's log-prob and entropy can then be computed as soon as
+        these are known.
         """
         return False
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """Sums over the ids of a `SequenceSample` that `__call__` divides by; additive over ids,
-        from data alone.
+        """Return the totals by which `__call__` divides, by name.
+
+        They are computed from the data of a `SequenceSample` alone and are additive over ids.
         """
         ...
 
     def __call__(
         self, out: Mapping[str, Array], batch: RowBatch, total: Mapping[str, float]
     ) -> tuple[Array, Mapping[str, Stat]]:
-        """(loss, statistics) of one micro-batch; `out` holds `[N]` logprobs, entropy, values, `[N,
-        K + 1]` given_logprobs and `[S]` scores.
+        """Return (loss, statistics) of one micro-batch.
+
+        `out` contains `[N]` logprobs, entropy and values, `[N, K + 1]` given_logprobs and `[S]`
+        scores.
         """
         ...
 
     def veto(self, stats: Mapping[str, float]) -> str | None:
-        """Why the optimizer must not step on this minibatch, from its reduced statistics, or None."""
+        """Return a reason to skip the optimizer step of this minibatch, or None to take it.
+
+        `stats` are the reduced statistics of the minibatch.
+        """
         return None
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """The metrics to log, from the reduced statistics: what is no sum over samples (a
-        perplexity, an explained variance) is made here, after all parts and ranks have been joined.
+        """Return the metrics to log, computed from the reduced statistics.
+
+        Metrics that are no sum over samples (a perplexity, an explained variance) are computed
+        here, after the statistics of all micro-batches and ranks have been combined.
         """
         return dict(stats)
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Stat]]) -> dict[str, float]:
-    """Join the statistics of micro-batches: sums over sums, largest, smallest.
+    """Combine the statistics of micro-batches: weighted means, maxima and minima.
 
-    A name without weight is left out.
+    Names with a total weight of 0 are omitted.
     """
     values: dict[str, list[Stat]] = {}
     for part in parts:
@@ -174,56 +188,61 @@ def _reduce(stats: list[Stat]) -> float:
 
 
 def fixed(array: Array) -> Array:
-    """The same values as a constant: no gradient flows through.
+    """Return the same values as a constant, through which no gradient flows.
 
-    The array API has no name for this.
+    The array API standard has no function for this.
     """
     if array_api_compat.is_jax_array(array):
-        import jax  # of whoever made the array
+        import jax  # installed, since the array is a jax array
 
         return jax.lax.stop_gradient(array)
     return array.detach() if array_api_compat.is_torch_array(array) else array
 
 
 def exp_ratio(log_ratio: Array) -> Array:
-    """exp of a log-ratio of any shape, which is cut to +-`LOG_RATIO_BOUND` first; beyond it the
-    gradient is 0.
+    """Return exp of a log-ratio of any shape, clipped to +-`LOG_RATIO_BOUND` first.
+
+    The gradient is 0 outside the bound.
     """
     xp = array_api_compat.array_namespace(log_ratio)
     return xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def log_sigmoid(x: Array) -> Array:
-    """log(1 / (1 + exp(-x))) of any shape, stable at both ends; its gradient at 0 is exactly 1/2."""
+    """Return log(1 / (1 + exp(-x))) of any shape, numerically stable for large |x|.
+
+    The gradient at 0 is exactly 1/2.
+    """
     xp = array_api_compat.array_namespace(x)
     return -xp.logaddexp(xp.zeros_like(x), -x)
 
 
 def masked_sum(values: Array, mask: Array) -> Array:
-    """Sum of `values` [N] where `mask` [N] is not 0, weighted by it; what a masked row holds (inf,
-    NaN) does not matter.
+    """Return the sum of `values` [N] * `mask` [N].
+
+    Values at rows with mask 0 are ignored, even if infinite or NaN.
     """
     xp = array_api_compat.array_namespace(values, mask)
     return xp.sum(xp.where(mask != 0, values, xp.zeros_like(values)) * mask)
 
 
 def masked_mean(values: Array, mask: Array) -> Sum:
-    """The statistic "mean of `values` [N] over trained rows"; no gradient."""
+    """Return the mean of `values` [N] over trained rows as a statistic, without a gradient."""
     xp = array_api_compat.array_namespace(values, mask)
     return Sum(masked_sum(fixed(values), mask), xp.sum(mask))
 
 
 def host_array(array: Array) -> npt.NDArray[Any]:
-    """The array in host memory, as numpy."""
+    """Copy an array to host memory as a numpy array, without a gradient."""
     return np.asarray(array_api_compat.to_device(fixed(array), "cpu"))
 
 
 def trained_rows(minibatch: Sample) -> npt.NDArray[np.float64]:
-    """float64 [S]: trained rows of each completion, as `RowBatch.lengths` counts them, from data
-    alone.
+    """Return the number of trained rows of each completion, float64 [S].
 
-    The sum of its `loss_mask` (its length where there is none), without the first token where
-    nothing precedes it.
+    Computes the same counts as `RowBatch.lengths`, from data alone: the sum of the completion's
+    `loss_mask` (its length without a `loss_mask`). The first token is not counted if no prompt
+    precedes it, because nothing predicts it.
     """
     lengths = minibatch.lengths["completion"].astype(np.int64)
     starts = np.cumsum(lengths) - lengths

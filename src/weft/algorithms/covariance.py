@@ -1,12 +1,11 @@
-"""Tokens whose log-prob and advantage vary together most: they drive the collapse of entropy (Cui
-et al. 2025).
+"""Selection of the tokens whose log-prob and advantage covary most (Cui et al. 2025).
 
 The entropy of a softmax policy falls with the covariance of log pi(token) and advantage ("The
-Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and
-few tokens hold most of it. Clip-Cov takes some of them out of the loss, KL-Cov adds a penalty to
-them. Which ones is a statistic of the whole batch, so it is settled before the first update, from
-the log-probs of the policy that sampled (the implementations of the authors and of verl look at
-every micro-batch by itself).
+Entropy Mechanism of Reinforcement Learning for Reasoning Language Models", arXiv:2505.22617), and a
+few tokens account for most of it. Clip-Cov removes some of these tokens from the loss, KL-Cov adds
+a penalty to them. The selection is a statistic of the whole batch, so it is made before the first
+update, from the log-probs of the policy that sampled. (The implementations of the authors and of
+verl select within each micro-batch.)
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ METHODS = ("none", "clip", "kl")
 def covariances(
     logprobs: Float[Vector, "T"], advantages: Float[Vector, "T"], mask: Float[Vector, "T"]
 ) -> Float[Vector, "T"]:
-    """(log pi - mean) * (advantage - mean) of each token with mask 1; -inf elsewhere."""
+    """Return (log pi - mean) * (advantage - mean) of each token with mask 1, -inf elsewhere."""
     count = max(float(mask.sum()), 1.0)
     means = [(values * mask).sum() / count for values in (logprobs, advantages)]
     return np.where(mask != 0, (logprobs - means[0]) * (advantages - means[1]), -np.inf)
@@ -33,10 +32,10 @@ def covariances(
 def clip_cov_rows(
     covariance: Float[Vector, "T"], share: float, low: float, high: float, order: Float[Vector, "T"]
 ) -> Bool[Flags, "T"]:
-    """Clip-Cov: `share` of all trained tokens, at least one, drawn from those with covariance in
-    [low, high].
+    """Return the tokens that Clip-Cov removes from the loss, bool [T].
 
-    `order` is a random number a token; those with the smallest are taken.
+    Selects `share` of all trained tokens, at least one, from those with covariance in [low, high].
+    `order` has one random number per token; candidates with the smallest numbers are selected.
     """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     able = np.flatnonzero((covariance >= low) & (covariance <= high))
@@ -46,7 +45,10 @@ def clip_cov_rows(
 
 
 def kl_cov_rows(covariance: Float[Vector, "T"], share: float) -> Bool[Flags, "T"]:
-    """KL-Cov: the `share` of all trained tokens, at least one, with the largest covariance."""
+    """Return the tokens that KL-Cov penalises, bool [T].
+
+    Selects the `share` of all trained tokens, at least one, with the largest covariance.
+    """
     chosen = np.zeros(len(covariance), dtype=np.bool_)
     trained = int(np.isfinite(covariance).sum())
     if trained:

@@ -1,10 +1,9 @@
-"""Distillation: a student learns a teacher's next-token distributions, on its own completions or on
-given ones.
+"""Distillation: training a student on a teacher's next-token distributions.
 
-Distributions are those of K + 1 events a position: the teacher's K likeliest ids, and any other id.
-To join events never moves two distributions apart (the data-processing inequality), so what is
-measured here is a lower bound of the divergence over the whole vocabulary, and that divergence
-itself where K is the vocabulary's size.
+Completions come from the student or from the data. Each distribution has K + 1 events per position:
+the teacher's K most likely ids, and "any other id". Merging events never increases a divergence
+(the data-processing inequality), so the divergences here are lower bounds of those over the whole
+vocabulary, and equal to them if K is the vocabulary size.
 """
 
 from __future__ import annotations
@@ -31,13 +30,12 @@ from weft.algorithms.base import (
 from weft.errors import ConfigError
 from weft.registry import register_loss
 
-# Nats; what is less, minus infinity too, counts as this: its probability is 0, and it can be
-# subtracted.
+# Lower bound of log-probs, in nats: its exp is 0, and unlike -inf it can be subtracted.
 LEAST_LOGPROB = -1e4
 
 
 def kl_divergence(one: Float[Array, "N E"], other: Float[Array, "N E"]) -> Float[Array, "N"]:
-    """KL(one || other) of each row, nats, from the log-probs of E events."""
+    """Return KL(one || other) of each row in nats, [N], from the log-probs of E events."""
     xp = array_api_compat.array_namespace(one, other)
     return xp.sum(xp.exp(one) * (one - other), axis=-1)
 
@@ -45,16 +43,15 @@ def kl_divergence(one: Float[Array, "N E"], other: Float[Array, "N E"]) -> Float
 def generalised_jsd(
     student: Float[Array, "N E"], teacher: Float[Array, "N E"], beta: float
 ) -> Float[Array, "N"]:
-    """The generalised Jensen-Shannon divergence of each row, nats, from finite log-probs of E
-    events:
+    """Return the generalised Jensen-Shannon divergence of each row in nats, [N].
 
         beta KL(teacher || M) + (1 - beta) KL(student || M),   M = beta teacher + (1 - beta) student
 
-    (GKD, Agarwal et al. 2023, arXiv 2306.13649, eq. 1), at most log 2. At 0 and at 1, where this
-    would be 0, it is what the divergence divided by beta, and by 1 - beta, comes near there:
-    KL(teacher || student) and KL(student || teacher), as in TRL
-    (`GKDTrainer.generalized_jsd_loss`). So a beta near 0 is nearly beta times the forward KL, and
-    not that KL itself.
+    (GKD, Agarwal et al. 2023, arXiv 2306.13649, eq. 1), at most log 2, from finite log-probs of E
+    events. At beta 0 and 1, where this expression is 0, the result is its limit after division by
+    beta or by 1 - beta: KL(teacher || student) and KL(student || teacher), as in TRL
+    (`GKDTrainer.generalized_jsd_loss`). A beta near 0 therefore gives nearly beta times the forward
+    KL, not the forward KL itself.
     """
     xp = array_api_compat.array_namespace(student, teacher)
     if beta == 0.0:
@@ -68,22 +65,23 @@ def generalised_jsd(
 @register_loss("gkd")
 @dataclass(frozen=True)
 class GKDLoss(Loss):
-    """Mean over the minibatch's trained tokens of `generalised_jsd`, plus `sft_coef` times -log
-    p(token) of those tokens that the data wrote.
+    """Mean over trained tokens of `generalised_jsd` + `sft_coef` * -log p(token) of data tokens.
 
-    Keys: `given_ids` [N, K], the teacher's likeliest ids, the first the likeliest;
-    `teacher_logprobs` [N, K + 1], theirs and that of any other id; `sampled` [S], 1 where the
-    student wrote the completion (without the key none is). Where implementations differ: TRL's
-    GKDTrainer compares whole logits, at temperature 1 whatever the sampler's (here both have the
-    sampler's), and its trainer for a teacher on a server has the event "any other id" too. NeMo RL
-    takes the teacher's 64 likeliest ids and normalises both models over these, or calls all others
-    of the teacher e^-100. Token mean, as TRL's; the paper divides by a completion's length first.
+    Keys: `given_ids` [N, K], the teacher's most likely ids, most likely first; `teacher_logprobs`
+    [N, K + 1], their log-probs and that of any other id; `sampled` [S], 1 if the student wrote the
+    completion (all 0 if absent).
 
-    Metrics, means over trained tokens, of the K + 1 events: `kl_exact` KL(student || teacher) and
-    `forward_kl` KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`, which the
-    entropies reach at least; `teacher_mass`, the share of the teacher's probability that its K ids
-    hold; `teacher_agreement`, how often the token is the teacher's likeliest; `nll`, where it
-    counts, of the tokens that the data wrote.
+    Other implementations: TRL's GKDTrainer compares complete logits, at temperature 1 regardless of
+    the sampler's (here both use the sampler's); its trainer for a teacher on a server also has the
+    event "any other id". NeMo RL takes the teacher's 64 most likely ids and either normalises both
+    models over them or gives all other ids of the teacher log-prob -100. The mean is over tokens,
+    as in TRL; the paper divides by a completion's length first.
+
+    Metrics, means over trained tokens, of the K + 1 events: `kl_exact`, KL(student || teacher), and
+    `forward_kl`, KL(teacher || student); `entropy_bound` and `teacher_entropy_bound`, lower bounds
+    of the entropies; `teacher_mass`, the share of the teacher's probability on its K ids;
+    `teacher_agreement`, the share of tokens that are the teacher's most likely one; `nll` of data
+    tokens, if `sft_coef` is not 0.
     """
 
     divergence_beta: float = 0.5
@@ -108,7 +106,7 @@ class GKDLoss(Loss):
         return frozenset({"given_logprobs"})
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens."""
+        """Return `tokens`, the number of trained tokens."""
         return {"tokens": float(trained_rows(minibatch).sum())}
 
     def __call__(

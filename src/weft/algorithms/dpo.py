@@ -1,7 +1,7 @@
-"""Learning from preferences without a reward model: DPO and its kin on pairs, KTO and BCO on single
-labelled completions.
+"""Preference losses without a reward model: DPO variants on pairs, KTO and BCO.
 
-`preferences.py` and `labelled.py` hold the formulas; here they become losses of a minibatch.
+`preferences.py` and `labelled.py` contain the formulas; this module turns them into losses of a
+minibatch. KTO and BCO train on single labelled completions.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ REFERENCE_FREE = tuple(name for name, kind in KINDS.items() if kind.score == "fr
 
 @dataclass(frozen=True)
 class PairwiseLoss(Loss):
-    """Mean over the minibatch's pairs of one of `KINDS`, and `rpo_alpha` times the better
-    completion's cross-entropy; a pair is two completions of one comparison, the better first.
+    """Mean over the minibatch's pairs of a loss of `KINDS` plus `rpo_alpha` * cross-entropy.
 
-    The second term is a mean over the completion's tokens (Pang et al. 2024, "Iterative Reasoning
-    Preference Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` is a mean over all tokens of a
-    micro-batch.
+    A pair is two completions of one comparison, the better first. The cross-entropy is that of the
+    better completion, averaged over its tokens (Pang et al. 2024, "Iterative Reasoning Preference
+    Optimization", arXiv 2404.19733, eq. 1); TRL's `sft` averages over all tokens of a micro-batch.
 
-    Keys: `rank` (and `comparison`), and `ref_logprobs` unless the kind needs no reference. Metrics,
-    over pairs: the implicit rewards `rewards/{chosen,rejected,margins,accuracies}`, which are beta
-    times the sum of log pi - log ref for every kind with a reference and beta times the mean
-    log-prob without one, as TRL logs them; summed log-probs as `logps/{chosen,rejected}`; `nll`,
-    the second term without its weight.
+    Keys: `rank` (and `comparison`), and `ref_logprobs` unless the loss type needs no reference.
+
+    Metrics, over pairs: the implicit rewards `rewards/{chosen,rejected,margins,accuracies}`, equal
+    to beta times the sum of log pi - log ref for every loss type with a reference and to beta times
+    the mean log-prob for those without, as in TRL; `logps/{chosen,rejected}`, the summed log-probs;
+    `nll`, the cross-entropy term without its weight.
     """
 
     loss_type: str = "sigmoid"
@@ -54,7 +54,7 @@ class PairwiseLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`pairs`: pairs of all ids."""
+        """Return `pairs`, the number of pairs of all ids."""
         return {"pairs": float(num_pairs(minibatch).sum())}
 
     def __call__(
@@ -102,14 +102,14 @@ BETA = 0.1
 
 
 def default_beta(loss_type: str) -> float:
-    """The beta that a loss type has where none is given: simpo's is of other units than the rest."""
+    """Return the default beta of a loss type; simpo's is in other units than the rest."""
     if loss_type in KINDS:
         return KINDS[loss_type].defaults.get("beta", BETA)
     return BETA
 
 
 def options_of(loss_type: str) -> set[str]:
-    """Names of the options that a loss type reads beside beta."""
+    """Return the names of the options that a loss type reads in addition to beta."""
     if loss_type in LABELLED:
         return {"desirable_weight", "undesirable_weight"}
     if loss_type in TRANSPORTED:
@@ -122,10 +122,10 @@ def options_of(loss_type: str) -> set[str]:
 def dpo_loss(
     loss_type: str = "sigmoid", beta: float | None = None, **options: Any
 ) -> PairwiseLoss | TransportLoss | LabelledLoss:
-    """The loss `loss_type` (one of `LOSS_TYPES`).
+    """Return the preference loss `loss_type`, one of `LOSS_TYPES`.
 
-    `options` are those of `DEFAULTS`; one that the type does not read may be given at its default
-    only. Raises `ConfigError` otherwise, and for values outside their range.
+    `options` are those of `DEFAULTS`. Raises `ConfigError` if an option that the loss type does not
+    read differs from its default, or if a value is out of range.
     """
     if loss_type not in LOSS_TYPES:
         raise unknown_name("dpo.loss_type", loss_type, LOSS_TYPES)

@@ -1,8 +1,6 @@
-"""GRPO and its kin: a clipped policy loss with another average, another ratio, or the KL in the
-loss.
+"""GRPO and related losses: the clipped policy loss with other averages, ratios and KL terms.
 
-The advantage comes from a group of completions of one prompt (`advantages.py`), so no critic is
-trained.
+The advantages compare the completions of one prompt (`advantages.py`), so no critic is trained.
 """
 
 from __future__ import annotations
@@ -48,9 +46,9 @@ CHOICES = {
     "kl_estimator": ESTIMATORS,
 }
 
-# What eps_clip and eps_clip_high are where they are absent: GSPO's own range for ratios of whole
-# sequences (Zheng et al. 2025, section 5.1), for CISPO a bound of 5 above alone (ScaleRL, Khatri et
-# al. 2025; TRL).
+# Default (eps_clip, eps_clip_high) by surrogate and importance level: GSPO's range for ratios of
+# whole sequences (Zheng et al. 2025, section 5.1); for CISPO an upper bound of 5 and no lower one
+# (ScaleRL, Khatri et al. 2025; TRL).
 RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
     ("clip", "token"): (0.2, None),
     ("clip", "sequence"): (3e-4, 4e-4),
@@ -62,8 +60,9 @@ RANGES: Mapping[tuple[str, str], tuple[float, float | None]] = {
 def policy_gradient(
     logprobs: Float[Array, "N"], advantages: Float[Array, "N"]
 ) -> Float[Array, "N"]:
-    """-A log pi(token): REINFORCE (Williams 1992), the loss of RLOO, REINFORCE++ and GPG on-policy,
-    without a ratio.
+    """Return -A log pi(token), [N]: REINFORCE (Williams 1992), without a ratio.
+
+    The on-policy loss of RLOO, REINFORCE++ and GPG.
     """
     return -advantages * logprobs
 
@@ -74,12 +73,12 @@ def cispo(
     advantages: Float[Array, "N"],
     clip: Clip,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where the weight is cut) of each token: -sg(clip(w, 1 - low, 1 + high)) A log
-    pi(token).
+    """Return (loss, 1 if the weight is clipped) of each token, [N] each.
 
-    The ratio is cut as a weight and has no gradient, so every token keeps its own (CISPO,
-    MiniMax-M1 2025, arXiv:2506.13585, section 3.1). The paper leaves the lower side open, as here
-    by default; TRL has the upper bound alone.
+    The loss is -sg(clip(w, 1 - low, 1 + high)) A log pi(token), where sg stops the gradient. The
+    clipped ratio is only a weight, so every token keeps its gradient (CISPO, MiniMax-M1 2025,
+    arXiv:2506.13585, section 3.1). The paper has no lower bound, which is also the default here;
+    TRL has the upper bound alone.
     """
     xp = array_api_compat.array_namespace(logprobs)
     ratio = exp_ratio(fixed(log_ratio))
@@ -90,11 +89,10 @@ def cispo(
 def sapo(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], positive: float, negative: float
 ) -> Float[Array, "N"]:
-    """-sigmoid(t (w - 1)) * 4 / t * A with t = `positive` where A > 0, else `negative` (SAPO, Gao
-    et al. 2025, arXiv:2511.20347).
+    """Return -sigmoid(t (w - 1)) * 4 / t * A, t = `positive` if A > 0, else `negative`, [N].
 
-    A soft gate in place of the clip: its gradient is that of w A on-policy and fades as w leaves 1,
-    sooner with a larger t.
+    SAPO (Gao et al. 2025, arXiv:2511.20347): a soft gate instead of clipping. Its gradient equals
+    that of w A on-policy and fades as w moves away from 1, faster for larger t.
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ones = xp.ones_like(advantages)
@@ -104,8 +102,9 @@ def sapo(
 
 
 def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[Array, "N"]:
-    """The mean log-ratio over a completion's trained tokens, at each of its rows: GSPO (Zheng et
-    al. 2025, eq. 7).
+    """Return each completion's mean log-ratio over its trained tokens, at each of its rows, [N].
+
+    GSPO (Zheng et al. 2025, eq. 7).
     """
     xp = array_api_compat.array_namespace(log_ratio)
     kept = xp.where(batch.mask != 0, log_ratio, xp.zeros_like(log_ratio)) * batch.mask
@@ -115,23 +114,26 @@ def sequence_log_ratio(log_ratio: Float[Array, "N"], batch: RowBatch) -> Float[A
 @register_loss("grpo")
 @dataclass(frozen=True)
 class GRPOLoss(Loss):
-    """Average over the minibatch of: surrogate + kl_coef * KL - entropy_coef * entropy, each of one
-    token.
+    """Average over the minibatch's tokens of surrogate + kl_coef * KL - entropy_coef * entropy.
 
-    `loss_type` is the average (names as in TRL):
-      grpo      mean over a completion's tokens, then over completions with any (DeepSeekMath 2024, eq. 3); long wrong answers
-                are punished less per token
-      dapo      mean over all tokens of the minibatch (DAPO 2025, eq. 8)
-      bnpo      the same here: elsewhere a mean over each micro-batch, which depends on the micro-batch size
-      dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4): no length bias
-    `importance_level`: "token", each token its own ratio; "sequence", GSPO's one ratio a completion (TRL and the paper pair it
-    with `grpo`).
-    `surrogate`: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and so is for one update a batch.
-    `eps_clip` and `eps_clip_high` are those of `RANGES` where they are absent.
-    `kl_estimator`: k3 as DeepSeekMath and TRL; k2 has the true gradient; k1's vanishes in expectation (`kl_estimate`). TRL
-    multiplies the KL by the ratio by default; here, as in the paper, it is not.
-    Keys: `advantages`, `logprobs`, and `ref_logprobs` where `kl_coef` is above 0; `old_logprobs`, `sampler_weights` where there
-    are any; `high_covariance` where `covariance` is not none.
+    `loss_type` selects the average (names as in TRL):
+        grpo      mean over a completion's tokens, then over completions with trained tokens
+                  (DeepSeekMath 2024, eq. 3); long wrong answers are penalised less per token
+        dapo      mean over all tokens of the minibatch (DAPO 2025, eq. 8)
+        bnpo      same as dapo here; elsewhere a mean over each micro-batch, which depends on the
+                  micro-batch size
+        dr_grpo   sum / (all completions * max_completion_length) (Liu et al. 2025, eq. 4), which
+                  has no length bias
+    `importance_level`: "token", one ratio per token; "sequence", GSPO's one ratio per completion
+    (TRL and the paper combine it with `grpo`).
+    `surrogate`: "clip" (PPO's), "cispo", "sapo", or "reinforce", which has no ratio and therefore
+    suits one update per batch.
+    `eps_clip` and `eps_clip_high` default to the values in `RANGES`.
+    `kl_estimator`: k3 as in DeepSeekMath and TRL; k2 has the true gradient; the gradient of k1
+    vanishes in expectation (`kl_estimate`). TRL multiplies the KL by the ratio by default; here, as
+    in the paper, it is not multiplied.
+    Keys: `advantages`, `logprobs`; `ref_logprobs` if `kl_coef` is above 0; `old_logprobs` and
+    `sampler_weights` if present; `high_covariance` unless `covariance` is none.
     """
 
     loss_type: str = "dapo"
@@ -173,7 +175,7 @@ class GRPOLoss(Loss):
     @property
     def clip(self) -> Clip:
         low, high = RANGES.get((self.surrogate, self.importance_level), (0.2, None))
-        if self.eps_clip is not None:  # one that is given holds for both sides, unless both are
+        if self.eps_clip is not None:  # a single given bound applies to both sides
             low = self.eps_clip
             high = high if self.surrogate == "cispo" else None
         return Clip(low, high if self.eps_clip_high is None else self.eps_clip_high, self.dual_clip)
@@ -187,7 +189,7 @@ class GRPOLoss(Loss):
         return self.importance_level == "token"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens; `sequences`: completions with any; `completions`: all."""
+        """Return the counts of trained `tokens`, `sequences` with any, and all `completions`."""
         rows = trained_rows(minibatch)
         counts = {
             "tokens": rows.sum(),
@@ -222,7 +224,7 @@ class GRPOLoss(Loss):
         log_ratio: Float[Array, "N"],
         advantages: Float[Array, "N"],
     ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-        """(policy loss, 1 where a bound acts) of each token."""
+        """Return (policy loss, 1 if a bound is active) of each token."""
         xp = array_api_compat.array_namespace(logprobs)
         if self.surrogate == "clip":
             return clipped_surrogate(log_ratio, advantages, self.clip)

@@ -1,6 +1,4 @@
-"""How far two policies are apart: estimators per token, controllers of the penalty's weight, and
-value normalisation.
-"""
+"""KL estimators, controllers of the KL penalty's weight, and value normalisation."""
 
 from __future__ import annotations
 
@@ -18,24 +16,29 @@ from weft.errors import ConfigError, unknown_name
 
 ESTIMATORS = ("k1", "k2", "k3")
 NORMALIZERS = ("exp", "ma")
-K3_BOUND = 10.0  # nats a token
+K3_BOUND = 10.0  # nats per token
 Vector = npt.NDArray[np.float64]
 
 
 def kl_estimate(
     logprobs: Float[Array, "..."], reference: Float[Array, "..."], estimator: str = "k1"
 ) -> Float[Array, "..."]:
-    """An estimate of KL(policy || reference) at each sampled token, nats, from its two log-probs
-    (same shape).
+    """Estimate KL(policy || reference) at each sampled token, in nats, from its two log-probs.
 
-    With r = log policy - log reference of tokens drawn from the policy (Schulman 2020,
-    "Approximating KL divergence"): k1 = r (unbiased, large variance, may be negative); k2 = r^2 / 2
-    (biased, small variance); k3 = exp(-r) - 1 + r (unbiased, never negative). k3 is cut at
-    `K3_BOUND` = 10 nats a token, where its gradient ends too, as verl's is: a token that the
-    reference finds impossible would add e^20. In a loss they differ from what they estimate: the
-    gradient of k1 vanishes in expectation and that of k2 is the one of the true KL; k3 is what
-    DeepSeekMath (2024, eq. 4) and TRL add to the loss. r is cut before `exp` (rule 5.4). TRL bounds
-    neither.
+    Both arrays have the same shape, which is also that of the result. With r = log policy - log
+    reference of tokens drawn from the policy (Schulman 2020, "Approximating KL divergence"):
+
+        k1 = r                  unbiased, large variance, can be negative
+        k2 = r^2 / 2            biased, small variance
+        k3 = exp(-r) - 1 + r    unbiased, never negative
+
+    k3 is clipped at `K3_BOUND` = 10 nats per token, with gradient 0 above it, as in verl: a token
+    that the reference considers impossible would otherwise add e^20. r is clipped before `exp`
+    (rule 5.4). TRL clips neither.
+
+    As loss terms, their gradients differ from the estimates: the gradient of k1 vanishes in
+    expectation, that of k2 is the gradient of the true KL, and k3 is the term that DeepSeekMath
+    (2024, eq. 4) and TRL add to the loss.
     """
     xp = array_api_compat.array_namespace(logprobs, reference)
     ratio = logprobs - reference
@@ -50,13 +53,15 @@ def kl_estimate(
 
 @runtime_checkable
 class Controller(Protocol):
-    """The weight of the KL penalty, and how it moves."""
+    """The weight of the KL penalty and its update rule."""
 
     value: float
 
     def update(self, kl: float, num_sequences: int) -> None:
-        """`kl`: mean over sequences of the KL summed over their tokens, nats; `num_sequences`: how
-        many were seen.
+        """Update the weight after a batch.
+
+        `kl` is the mean over sequences of the KL summed over their tokens, in nats; `num_sequences`
+        is the number of sequences in the batch.
         """
         ...
 
@@ -66,7 +71,7 @@ class Controller(Protocol):
 
 @dataclass
 class FixedController:
-    """A weight that stays."""
+    """A constant weight."""
 
     value: float
 
@@ -82,12 +87,13 @@ class FixedController:
 
 @dataclass
 class AdaptiveController:
-    """value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon (Ziegler et al. 2019,
-    section 2.2).
+    """A weight that moves the KL towards a target (Ziegler et al. 2019, section 2.2).
 
-    The KL is the one of whole sequences, as in the paper; a target of 6 nats means 6 a sequence,
-    not a token. It is told once a batch (an implementation that updates it inside the loss moves it
-    once a micro-batch).
+        value *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon
+
+    The KL is that of whole sequences, as in the paper: a target of 6 means 6 nats per sequence, not
+    per token. The weight is updated once per batch (implementations that update it inside the loss
+    do so once per micro-batch).
     """
 
     value: float
@@ -114,12 +120,13 @@ class AdaptiveController:
 
 @dataclass
 class ValueNormalizer:
-    """Running mean and standard deviation of returns, in which the critic's values are expressed.
+    """Running mean and standard deviation of returns, the unit of the critic's values.
 
-    `exp`: m <- beta m + (1 - beta) batch mean, likewise the mean of squares; both divided by 1 -
-    beta^t, so that early batches are not drawn to 0 (PopArt's moments, van Hasselt et al. 2016,
-    section 2.1; the critic's last layer is not rescaled). `ma`: mean over everything seen. A
-    deviation below `min_std` counts as `min_std`. Before the first `update` nothing is changed.
+    `exp`: m <- beta m + (1 - beta) batch mean, likewise for the mean of squares; both are divided
+    by 1 - beta^t to remove the bias of early batches towards 0 (PopArt's moments, van Hasselt et
+    al. 2016, section 2.1; the critic's last layer is not rescaled). `ma`: the mean over all returns
+    seen. The standard deviation is at least `min_std`. Before the first `update`, values are
+    unchanged.
     """
 
     type: str = "exp"
@@ -127,7 +134,7 @@ class ValueNormalizer:
     min_std: float = 0.1
     mean: float = 0.0
     mean_square: float = 0.0
-    weight: float = 0.0  # exp: 1 - beta^t; ma: values seen
+    weight: float = 0.0  # exp: 1 - beta^t; ma: number of returns seen
 
     def __post_init__(self) -> None:
         if self.type not in NORMALIZERS:
@@ -136,7 +143,7 @@ class ValueNormalizer:
             raise ConfigError(f"value_norm_beta={self.beta} must be at least 0 and below 1")
 
     def update(self, returns: Float[Vector, "T"], mask: Float[Vector, "T"]) -> None:
-        """Take in a batch of returns where `mask` is 1; an empty batch changes nothing."""
+        """Update the moments with the returns at mask 1; an empty batch changes nothing."""
         count = float(mask.sum())
         if count == 0.0:
             return
@@ -156,11 +163,11 @@ class ValueNormalizer:
         return 1.0
 
     def normalize(self, values: Float[Vector, "T"]) -> Float[Vector, "T"]:
-        """(values - mean) / std."""
+        """Return (values - mean) / std."""
         return (values - self.mean) / self.std
 
     def denormalize(self, values: Float[Vector, "T"]) -> Float[Vector, "T"]:
-        """values * std + mean."""
+        """Return values * std + mean."""
         return values * self.std + self.mean
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Losses of single completions that are labelled as desirable or not: KTO and BCO."""
+"""Losses on single completions labelled desirable or undesirable: KTO and BCO."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from weft.algorithms.scores import above, completion_scores
 def kto_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], baseline: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
-    """1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 -
-    score)) for the others.
+    """Return the KTO loss of each completion, [S].
 
-    Ethayarajh et al. 2024, eq. 7 and 8. `baseline` is z0 = max(0, mean over the batch of the
-    mismatched completions' scores), a constant; it is made by the host functions `kto_mismatch` and
-    `kto_baseline` over the whole batch. (TRL estimates it in every micro-batch, so that its
-    gradient depends on the micro-batch size.)
+    1 - sigmoid(beta (score - z0)) for desirable completions (label 1), 1 - sigmoid(beta (z0 -
+    score)) for undesirable ones (Ethayarajh et al. 2024, eq. 7 and 8).
+
+    `baseline` is z0 = max(0, mean over the batch of the scores of mismatched completions), a
+    constant. The host functions `kto_mismatch` and `kto_baseline` compute it over the whole batch.
+    (TRL estimates it in every micro-batch, so its gradient depends on the micro-batch size.)
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
@@ -42,19 +43,21 @@ def kto_loss(
 def bco_loss(
     scores: Float[Array, "S"], labels: Float[Array, "S"], shift: Float[Array, "S"], beta: float
 ) -> Float[Array, "S"]:
-    """-log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift -
-    beta score) for the others.
+    """Return the BCO loss of each completion, [S].
 
-    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, eq. 10. `shift` is delta,
-    the midpoint of desirable and undesirable rewards, a constant; the host function `bco_shift`
-    keeps its running mean.
+    -log sigmoid(beta score - shift) for desirable completions (label 1), -log sigmoid(shift - beta
+    score) for undesirable ones (Jung et al. 2024, "Binary Classifier Optimization", arXiv
+    2404.04656, eq. 10).
+
+    `shift` is delta, the midpoint of the desirable and the undesirable rewards, a constant. The
+    host function `bco_shift` maintains its running mean.
     """
     xp = array_api_compat.array_namespace(scores)
     sign = xp.where(labels > 0.5, xp.ones_like(scores), -xp.ones_like(scores))
     return -log_sigmoid(sign * (beta * scores - shift))
 
 
-# By loss type: the key that comes from the whole batch.
+# Loss type -> key of the batch-wide statistic that the loss reads.
 LABELLED: Mapping[str, str] = {"kto": "kl_baseline", "bco": "reward_shift"}
 
 
@@ -63,11 +66,13 @@ class LabelledLoss(Loss):
     """Mean over the minibatch's completions of weight * `kto_loss` or `bco_loss`.
 
     Keys: `label` (1 desirable, 0 undesirable), `ref_logprobs`, and `kl_baseline` (KTO's z0) or
-    `reward_shift` (BCO's delta), one value per id or per completion. Metrics, over desirable and
-    undesirable ones: `rewards/{chosen,rejected,margins}` = beta * score and
-    `logps/{chosen,rejected}`; `rewards/accuracies`, the share of rewards on their label's side of
-    the threshold (beta * z0 or delta), as good as on it is on neither (`above`); and the
-    threshold's key.
+    `reward_shift` (BCO's delta), with one value per id or per completion.
+
+    Metrics, with "chosen" for desirable and "rejected" for undesirable completions:
+    `rewards/{chosen,rejected,margins}` = beta * score; `logps/{chosen,rejected}`;
+    `rewards/accuracies`, the share of rewards on the correct side of the threshold (beta * z0 or
+    delta), where a reward equal to the threshold up to rounding is on neither side (see `above`);
+    and the threshold itself under its key.
     """
 
     loss_type: str = "kto"
@@ -79,7 +84,7 @@ class LabelledLoss(Loss):
     unit = "sequence"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`sequences`: completions with at least one trained token."""
+        """Return `sequences`, the number of completions with at least one trained token."""
         return {"sequences": float(np.count_nonzero(trained_rows(minibatch)))}
 
     def __call__(
@@ -96,7 +101,7 @@ class LabelledLoss(Loss):
         kto = self.loss_type == "kto"
         each = (kto_loss if kto else bco_loss)(scores, labels, baseline, self.beta)
         threshold = self.beta * baseline if kto else baseline
-        terms = self.beta * logps  # what a reward is a difference of
+        terms = self.beta * logps  # magnitude of the operands of `rewards`
         rewards = self.beta * fixed(scores)
         right = xp.astype(above(rewards, threshold, terms), good.dtype) * good
         right = right + xp.astype(above(threshold, rewards, terms), good.dtype) * (taken - good)
@@ -105,8 +110,9 @@ class LabelledLoss(Loss):
         return xp.sum(each * weights) / max(total["sequences"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Adds `rewards/margins`: mean reward of desirable less that of undesirable ones, where
-        there are both.
+        """Add `rewards/margins`, the mean desirable minus the mean undesirable reward.
+
+        Omitted unless the batch has completions of both kinds.
         """
         made = dict(stats)
         if "rewards/chosen" in made and "rewards/rejected" in made:

@@ -1,5 +1,6 @@
-"""PPO: the clipped policy loss, which GRPO shares, and the clipped value loss (Schulman et al.
-2017).
+"""PPO: the clipped policy loss, shared with GRPO, and the clipped value loss.
+
+Schulman et al. 2017.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from weft.registry import register_loss
 
 @dataclass(frozen=True)
 class Clip:
-    """The range [1 - low, 1 + high] of the importance ratio outside which a token stops pulling.
+    """The range [1 - low, 1 + high] of the importance ratio; outside it a token has no gradient.
 
     `high` above `low` is DAPO's clip-higher (Yu et al. 2025, section 3.1); None means `low`. `dual`
     (c > 1) bounds the loss of a token with a negative advantage by c * |advantage| (Ye et al. 2020,
-    eq. 5); None leaves it unbounded.
+    eq. 5); None means no bound.
     """
 
     low: float = 0.2
@@ -66,8 +67,9 @@ class Clip:
 
 @dataclass(frozen=True)
 class Control:
-    """What happens to tokens of high covariance: `none`, `clip` (no loss), or `kl` (a penalty of
-    kl_coef |log-ratio|).
+    """Treatment of high-covariance tokens: `none`, `clip` (no loss) or `kl` (a penalty).
+
+    The penalty is kl_coef * |log-ratio|.
     """
 
     method: str = "none"
@@ -81,13 +83,14 @@ class Control:
 def clipped_surrogate(
     log_ratio: Float[Array, "N"], advantages: Float[Array, "N"], clip: Clip
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where a bound holds the gradient back) of each token, with w = exp(log pi_new - log
-    pi_old):
+    """Return (loss, 1 if a bound blocks the gradient) of each token, [N] each.
+
+    With w = exp(log pi_new - log pi_old), the loss to minimise is
 
         -min(w A, clip(w, 1 - low, 1 + high) A)          Schulman et al. 2017, eq. 7
-        and, where A < 0, at most -c A                    dual clip
+        and, if A < 0, at most -c A                      dual clip
 
-    `log_ratio` is cut before `exp` (rule 5.4). The sign follows the field: a loss, to be minimised.
+    `log_ratio` is clipped before `exp` (rule 5.4).
     """
     xp = array_api_compat.array_namespace(log_ratio, advantages)
     ratio = exp_ratio(log_ratio)
@@ -104,8 +107,10 @@ def clipped_surrogate(
 
 
 def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
-    """Log-probs of the policy that the ratio compares with: `old_logprobs`, by the trained network
-    before its first update of the batch, where the batch holds them, else `logprobs`, as sampled.
+    """Return the log-probs of the policy in the ratio's denominator, [N].
+
+    These are the batch's `old_logprobs`, computed by the trained network before its first update on
+    the batch; or `logprobs`, as sampled, if the batch has no `old_logprobs`.
     """
     if "old_logprobs" in batch:
         found: Array = batch["old_logprobs"]
@@ -117,9 +122,10 @@ def old_logprobs(batch: RowBatch) -> Float[Array, "N"]:
 def weighted(
     each: Float[Array, "N"], log_ratio: Float[Array, "N"], batch: RowBatch, control: Control
 ) -> Float[Array, "N"]:
-    """The policy loss of each token as its batch weighs it: times `sampler_weights`
-    (`weft.algorithms.sampler`), and with the tokens of `high_covariance` left out or penalised
-    (`weft.algorithms.covariance`).
+    """Apply covariance control and `sampler_weights` to the policy loss of each token, [N].
+
+    High-covariance tokens lose their loss or get a penalty (`weft.algorithms.covariance`); then all
+    losses are multiplied by the batch's `sampler_weights`, if any (`weft.algorithms.sampler`).
     """
     xp = array_api_compat.array_namespace(each)
     if control.method != "none":
@@ -137,14 +143,14 @@ def weighted(
 def policy_stats(
     out: Mapping[str, Array], batch: RowBatch, clipped: Float[Array, "N"]
 ) -> dict[str, Stat]:
-    """What every policy node logs, means over trained tokens unless said otherwise.
+    """Return the metrics of every policy node, means over trained tokens unless stated otherwise.
 
-    `entropy` nats; `clip_ratio` share of tokens held back by a bound; `approx_kl` k3 of the policy
-    before the first update of the batch against the one trained; `importance_ratio` and its
-    largest, `importance_ratio_max`; `sampler_logprob_diff` |log-prob as sampled - log-prob now| and
-    its largest (before the first update of a batch: the gap between sampler and trainer); `kl` k3
-    to the reference, or where the batch holds no `ref_logprobs` to the policy that sampled, the one
-    there is: `approx_kl` again.
+    `entropy`, in nats; `clip_ratio`, the share of tokens whose gradient is blocked by a bound;
+    `approx_kl`, k3 between the policy before the first update of the batch and the trained policy;
+    `importance_ratio` and its maximum `importance_ratio_max`; `sampler_logprob_diff`, |log-prob as
+    sampled - log-prob now|, and its maximum `sampler_logprob_diff_max` (before the first update of
+    a batch this is the gap between sampler and trainer); `kl`, k3 to the reference, or `approx_kl`
+    if the batch has no `ref_logprobs`.
     """
     now = fixed(out["logprobs"])
     sampled = batch["logprobs"]
@@ -173,15 +179,13 @@ def policy_stats(
 
 @dataclass(frozen=True)
 class EarlyStop:
-    """Bounds beyond which a minibatch has drifted too far for its loss to mean anything; None is no
-    bound.
-    """
+    """Bounds on policy drift above which a minibatch takes no optimizer step; None is no bound."""
 
     imp_ratio: float | None = None
     kl: float | None = None
 
     def __call__(self, stats: Mapping[str, float]) -> str | None:
-        """Why not to step, from the reduced statistics of `policy_stats`, or None."""
+        """Return the reason to skip the step, given reduced `policy_stats`, or None to take it."""
         ratio = stats.get("importance_ratio")
         kl = stats.get("approx_kl")
         if self.imp_ratio is not None and ratio is not None and ratio > self.imp_ratio:
@@ -198,12 +202,14 @@ class EarlyStop:
 class PPOActorLoss(Loss):
     """Mean over the minibatch's trained tokens of `clipped_surrogate` - entropy_coef * entropy.
 
-    Keys: `advantages` (whitened by the host function) and `logprobs` (as sampled: the policy of the
-    ratio's denominator, unless there are `old_logprobs`); `sampler_weights` where there are any,
-    `high_covariance` where `covariance` is not none. Token mean, as the PPO of InstructGPT's
-    descendants (ReaLHF, OpenRLHF, verl); an average over sequences is GRPO's. A minibatch whose
-    mean importance ratio exceeds `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss
-    by 0, which still lets momentum and weight decay move the parameters).
+    Keys: `advantages` (whitened by the host function); `logprobs`, as sampled, the denominator of
+    the ratio unless the batch has `old_logprobs`; `sampler_weights` if present; `high_covariance`
+    unless `covariance` is none.
+
+    The mean is over tokens, as in the descendants of InstructGPT's PPO (ReaLHF, OpenRLHF, verl);
+    GRPO averages over sequences. A minibatch whose mean importance ratio exceeds
+    `early_stop_imp_ratio` takes no step (ReaLHF multiplies its loss by 0, so momentum and weight
+    decay still change the parameters).
     """
 
     eps_clip: float = 0.2
@@ -231,7 +237,7 @@ class PPOActorLoss(Loss):
         return Clip(self.eps_clip, self.eps_clip_high, self.dual_clip)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens."""
+        """Return `tokens`, the number of trained tokens."""
         return {"tokens": float(trained_rows(minibatch).sum())}
 
     def __call__(
@@ -253,12 +259,13 @@ class PPOActorLoss(Loss):
 def clipped_value_loss(
     values: Float[Array, "N"], old: Float[Array, "N"], returns: Float[Array, "N"], eps: float | None
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """(loss, 1 where the bound holds the gradient back): max((V - R)^2, (clip(V, V_old - eps, V_old
-    + eps) - R)^2) / 2.
+    """Return (loss, 1 if the bound blocks the gradient) of each token, [N] each.
 
-    The value clipping of OpenAI baselines; without it (eps None) plain squared error. The half is
-    that of baselines, trlX, ReaLHF, verl and OpenRLHF. V, V_old, R are in one unit: the
-    running-normalised one where values are normalised.
+        max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) / 2
+
+    This is the value clipping of OpenAI baselines; with eps None, the plain squared error.
+    Baselines, trlX, ReaLHF, verl and OpenRLHF also have the factor 1/2. V, V_old and R share one
+    unit: normalised by the running moments if values are normalised.
     """
     xp = array_api_compat.array_namespace(values, old, returns)
     plain = xp.square(values - returns) / 2
@@ -273,7 +280,7 @@ def clipped_value_loss(
 class PPOCriticLoss(Loss):
     """Mean over the minibatch's trained tokens of `clipped_value_loss`.
 
-    Keys: `values` (as predicted when the batch was made) and `returns`. Metrics: `value_loss`,
+    Keys: `values` (predicted when the batch was generated) and `returns`. Metrics: `value_loss`,
     `value_clip_ratio`, `value`, `return` (means over tokens) and `explained_variance` = 1 - Var(R -
     V) / Var(R) over the minibatch's tokens.
     """
@@ -291,7 +298,7 @@ class PPOCriticLoss(Loss):
             )
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens."""
+        """Return `tokens`, the number of trained tokens."""
         return {"tokens": float(trained_rows(minibatch).sum())}
 
     def __call__(
@@ -315,9 +322,7 @@ class PPOCriticLoss(Loss):
         return masked_sum(each, mask) / max(total["tokens"], 1.0), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """`explained_variance` in place of the moments it is made of; absent where all returns are
-        alike.
-        """
+        """Replace the moments by `explained_variance`, omitted if all returns are equal."""
         made = dict(stats)
         square = made.pop("return_square", None)
         error = made.pop("error_square", None)

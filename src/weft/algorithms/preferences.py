@@ -1,12 +1,11 @@
-"""The losses of one pair of completions, as functions of their scores; `delta` is score(better) -
-score(worse).
+"""Losses of one pair of completions as functions of their scores.
 
-A score compares the policy with the reference over a completion's trained tokens, of which there
-are L (`SCORES`):
+`delta` is score(better) - score(worse). A score (`SCORES`) is computed from the policy's and the
+reference's log-probs of the L trained tokens of a completion:
 
     sum     f of the sum of log pi(y_t) - log ref(y_t), where f belongs to a divergence
-    mean    the same, divided by L                                                        IPO, sigmoid_norm
-    free    sum of log pi(y_t) / L, no reference                                          SimPO, ORPO
+    mean    the same, divided by L                                IPO, sigmoid_norm
+    free    sum of log pi(y_t) / L, no reference                  SimPO, ORPO
 """
 
 from __future__ import annotations
@@ -24,21 +23,25 @@ from weft.errors import unknown_name
 
 SCORES = ("sum", "mean", "free")
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
-EXPONENT_BOUND = 20.0  # an exponent is cut to it: beyond, one pair would outweigh every other
+EXPONENT_BOUND = 20.0  # Upper bound of exponents, so that no pair outweighs all others.
 
 
 def divergence_score(
     log_ratio: Float[Array, "S"], divergence: str, alpha: float = 0.5
 ) -> Float[Array, "S"]:
-    """f'(t) of t = pi / ref, from log t, up to a constant that a difference of scores loses (Wang
-    et al. 2023, "Beyond Reverse KL", arXiv 2309.16240, table 1).
+    """Return f'(t) of t = pi / ref from log t, for the f of a divergence, [S].
+
+    Correct up to a constant, which cancels in a difference of scores (Wang et al. 2023, "Beyond
+    Reverse KL", arXiv 2309.16240, table 1):
 
         reverse_kl   log t                     DPO
         forward_kl   1 - 1 / t                 TRL's constant; the paper has -1 / t
         js           log(2 t / (1 + t))
-        alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1     TRL's; the paper's (1 - t^-a) / a is the same at 1 - a
+        alpha        (t^(a - 1) - 1) / (a - 1), log t at a = 1
+                     TRL's form; the paper's (1 - t^-a) / a is the same at 1 - a
 
-    Exponents are cut to `EXPONENT_BOUND` (TRL: not, or 80). Raises `ConfigError` for another name.
+    Exponents are clipped to `EXPONENT_BOUND` (TRL: not at all, or to 80). Raises `ConfigError` for
+    an unknown divergence.
     """
     xp = array_api_compat.array_namespace(log_ratio)
     if divergence == "reverse_kl" or (divergence == "alpha" and abs(alpha - 1.0) < 1e-6):
@@ -57,20 +60,20 @@ def divergence_score(
 def sigmoid_loss(
     delta: Float[Array, "P"], beta: float, smoothing: float = 0.0
 ) -> Float[Array, "P"]:
-    """-(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta).
+    """Return -(1 - e) log sigmoid(beta delta) - e log sigmoid(-beta delta), e = `smoothing`.
 
-    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) where labels are wrong with
-    probability e < 1/2. TRL's `sigmoid` has lost its label smoothing (1.16); its CPO trainer still
-    has it, in this form. With the scores of `mean` this is TRL's `sigmoid_norm`.
+    DPO (Rafailov et al. 2023, eq. 7) at e = 0; cDPO (Mitchell 2023) for labels that are wrong with
+    probability e < 1/2. TRL 1.16 has no label smoothing in its `sigmoid`; its CPO trainer still
+    has this form. With scores of kind `mean` this is TRL's `sigmoid_norm`.
     """
     return -(1.0 - smoothing) * log_sigmoid(beta * delta) - smoothing * log_sigmoid(-beta * delta)
 
 
 def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
-    """[-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
-    2024, eq. 12.
+    """Return the DPO loss corrected for labels flipped with probability e = `smoothing`.
 
-    Unbiased for the clean loss where labels are flipped with probability e; may be negative.
+    [-(1 - e) log sigmoid(beta delta) + e log sigmoid(-beta delta)] / (1 - 2 e), Chowdhury et al.
+    2024, eq. 12. An unbiased estimate of the loss on clean labels; can be negative.
     """
     kept = log_sigmoid(beta * delta)
     flipped = log_sigmoid(-beta * delta)
@@ -78,16 +81,16 @@ def robust_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Floa
 
 
 def hinge_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """max(0, 1 - beta delta), SLiC as in Liu et al. 2023 (RSO), table 1."""
+    """Return max(0, 1 - beta delta): SLiC as in Liu et al. 2023 (RSO), table 1."""
     xp = array_api_compat.array_namespace(delta)
     return xp.clip(1.0 - beta * delta, 0.0, None)
 
 
 def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """(delta - 1 / (2 beta))^2, Azar et al. 2023, eq. 17, where beta is called tau.
+    """Return (delta - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17, where beta is called tau).
 
-    On means over tokens, not on sums as the equation reads: the authors' own experiments did so
-    (they told TRL), and a sum would make the target gap depend on length.
+    Scores are means over tokens, not sums as the equation suggests: the authors confirmed to TRL
+    that their own experiments used means, and with sums the target gap would depend on length.
     """
     xp = array_api_compat.array_namespace(delta)
     return xp.square(delta - 1.0 / (2.0 * beta))
@@ -96,14 +99,15 @@ def ipo_loss(delta: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
 def simpo_loss(
     delta: Float[Array, "P"], beta: float, gamma: float, smoothing: float = 0.0
 ) -> Float[Array, "P"]:
-    """-log sigmoid(beta delta - gamma) (smoothed as `sigmoid_loss`), Meng et al. 2024, eq. 6; delta
-    of mean log-probs.
+    """Return -log sigmoid(beta delta - gamma) of mean log-probs (Meng et al. 2024, eq. 6).
+
+    Smoothed as in `sigmoid_loss`.
     """
     return sigmoid_loss(delta - gamma / beta, beta, smoothing)
 
 
 def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
-    """log(p / (1 - p)) with p = exp(mean log-prob); a p above 1 - 1e-6 counts as that."""
+    """Return log(p / (1 - p)) with p = exp(mean log-prob), where p is at most exp(-1e-6)."""
     xp = array_api_compat.array_namespace(mean_logprob)
     x = xp.clip(mean_logprob, None, -1e-6)
     near = x > -math.log(2.0)  # log(1 - e^x): expm1 near 0, log1p elsewhere (Maechler 2012)
@@ -115,22 +119,20 @@ def log_odds(mean_logprob: Float[Array, "S"]) -> Float[Array, "S"]:
 def orpo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """-better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs, Hong et al.
-    2024, eq. 6 and 7.
+    """Return -better - beta log sigmoid(log_odds(better) - log_odds(worse)) of mean log-probs.
 
-    `beta` is the paper's lambda. The first term is the cross-entropy of the better answer, a mean
-    over its tokens as in the paper; TRL's takes the mean over all tokens of a micro-batch, prompts
-    included.
+    Hong et al. 2024, eq. 6 and 7; `beta` is the paper's lambda. The first term is the cross-entropy
+    of the better answer, a mean over its tokens as in the paper; TRL takes the mean over all tokens
+    of a micro-batch, prompts included.
     """
     return -better - beta * log_sigmoid(log_odds(better) - log_odds(worse))
 
 
 def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[Array, "P"]:
-    """KL(q || p) of q = (sigmoid(beta delta), sigmoid(-beta delta)) from p = (1 - e, e), EXO for
-    two answers.
+    """Return KL(q || p), q = (sigmoid(beta delta), sigmoid(-beta delta)), p = (1 - e, e).
 
-    Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model Alignment", arXiv
-    2402.00856, eq. 16; e above 0.
+    EXO for two answers, with e = `smoothing` > 0 (Ji et al. 2024, "Towards Efficient Exact
+    Optimization of Language Model Alignment", arXiv 2402.00856, eq. 16).
     """
     xp = array_api_compat.array_namespace(delta)
     log_q = log_sigmoid(beta * delta)
@@ -141,9 +143,10 @@ def exo_loss(delta: Float[Array, "P"], beta: float, smoothing: float) -> Float[A
 
 
 def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -> Float[Array, "P"]:
-    """-log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse).
+    """Return the NCA loss of two answers.
 
-    Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11 for two answers.
+    -log sigmoid(beta better) - 1/2 log sigmoid(-beta better) - 1/2 log sigmoid(-beta worse), Chen
+    et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369, eq. 11.
     """
     return -log_sigmoid(beta * better) - 0.5 * (
         log_sigmoid(-beta * better) + log_sigmoid(-beta * worse)
@@ -153,10 +156,10 @@ def nca_loss(better: Float[Array, "P"], worse: Float[Array, "P"], beta: float) -
 def sppo_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """(better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2: the better answer wins for certain.
+    """Return (better - 1 / (2 beta))^2 + (worse + 1 / (2 beta))^2.
 
-    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with P = 1 and 0;
-    beta is 1 / eta.
+    Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, eq. 4.7 with win
+    probabilities P = 1 and 0 (the better answer wins for certain); beta is 1 / eta.
     """
     xp = array_api_compat.array_namespace(better)
     return xp.square(better - 0.5 / beta) + xp.square(worse + 0.5 / beta)
@@ -165,10 +168,10 @@ def sppo_loss(
 def bco_pair_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """-log sigmoid(beta better) - log sigmoid(-beta worse), BCO on pairs without its reward shift,
-    as TRL has it.
+    """Return -log sigmoid(beta better) - log sigmoid(-beta worse).
 
-    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656; `bco` has the shift.
+    BCO on pairs without its reward shift, as in TRL (Jung et al. 2024, "Binary Classifier
+    Optimization", arXiv 2404.04656); the loss type `bco` has the shift.
     """
     return -log_sigmoid(beta * better) - log_sigmoid(-beta * worse)
 
@@ -176,10 +179,11 @@ def bco_pair_loss(
 def apo_zero_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """1 - sigmoid(beta better) + sigmoid(beta worse): raises the better and lowers the worse
-    answer, for data whose better answers beat the model's own.
+    """Return 1 - sigmoid(beta better) + sigmoid(beta worse).
 
-    D'Oosterlinck et al. 2024, "Anchored Preference Optimization", arXiv 2408.06266, eq. 7.
+    Raises the likelihood of the better answer and lowers that of the worse one, for data whose
+    better answers are better than the model's own (D'Oosterlinck et al. 2024, "Anchored Preference
+    Optimization", arXiv 2408.06266, eq. 7).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(-beta * better)) + xp.exp(log_sigmoid(beta * worse))
@@ -188,20 +192,20 @@ def apo_zero_loss(
 def apo_down_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], beta: float
 ) -> Float[Array, "P"]:
-    """sigmoid(beta better) + 1 - sigmoid(beta (better - worse)): lowers both, the worse one more,
-    for data whose answers are worse than the model's own.
+    """Return sigmoid(beta better) + 1 - sigmoid(beta (better - worse)).
 
-    D'Oosterlinck et al. 2024, eq. 8.
+    Lowers the likelihood of both answers, of the worse one more, for data whose answers are worse
+    than the model's own (D'Oosterlinck et al. 2024, eq. 8).
     """
     xp = array_api_compat.array_namespace(better)
     return xp.exp(log_sigmoid(beta * better)) + xp.exp(log_sigmoid(-beta * (better - worse)))
 
 
 def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Array, "P"]:
-    """(1 - m) * -log sigmoid(beta delta) + m exp(-beta delta) with m = sigmoid(beta delta / tau).
+    """Return (1 - m) * -log sigmoid(beta delta) + m exp(-beta delta).
 
-    Lu et al. 2024, "Discovering Preference Optimization Algorithms", arXiv 2406.08414, eq. 5. The
-    exponent is cut to `EXPONENT_BOUND`; m is next to 0 there.
+    m = sigmoid(beta delta / tau); Lu et al. 2024, "Discovering Preference Optimization Algorithms",
+    arXiv 2406.08414, eq. 5. The exponent is clipped to `EXPONENT_BOUND`, where m is close to 0.
     """
     xp = array_api_compat.array_namespace(delta)
     mixed = xp.exp(log_sigmoid(beta * delta / tau))
@@ -213,8 +217,11 @@ def discopop_loss(delta: Float[Array, "P"], beta: float, tau: float) -> Float[Ar
 
 @dataclass(frozen=True)
 class Kind:
-    """A loss of pairs: the scores it compares, the options it reads, its own defaults, whether a
-    divergence may be chosen, and itself on (better, worse, options).
+    """A pairwise loss as a function of (better, worse, options), with its requirements.
+
+    `score` is the kind of scores it compares, `options` the names of the options it reads,
+    `defaults` the defaults in which it differs from other losses; `divergences` is True if a
+    divergence can be chosen.
     """
 
     loss: Callable[[Array, Array, Any], Array]
@@ -225,7 +232,7 @@ class Kind:
 
 
 def _of_delta(loss: Callable[[Array, Any], Array], *options: str, score: str = "sum") -> Kind:
-    """A loss of delta alone; any divergence goes with it."""
+    """Return the `Kind` of a loss that depends on delta alone; it supports all divergences."""
     return Kind(lambda b, w, o: loss(b - w, o), score, frozenset(options), divergences=True)
 
 

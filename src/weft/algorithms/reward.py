@@ -1,4 +1,4 @@
-"""Reward models: a score a completion, trained on which of two is better (Bradley-Terry)."""
+"""Reward models: one score per completion, trained on pairwise preferences (Bradley-Terry)."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ LOSS_TYPES = ("ranking", "classification")
 def pair_loss(
     better: Float[Array, "P"], worse: Float[Array, "P"], margin: Float[Array, "P"]
 ) -> Float[Array, "P"]:
-    """-log sigmoid(better - worse - margin) of each pair of scores.
+    """Return -log sigmoid(better - worse - margin) of each pair of scores, [P].
 
-    Bradley-Terry (Ouyang et al. 2022, eq. 1); the margin as in Llama 2 (Touvron et al. 2023, eq.
+    Bradley-Terry (Ouyang et al. 2022, eq. 1), with the margin of Llama 2 (Touvron et al. 2023, eq.
     2).
     """
     return -log_sigmoid(better - worse - margin)
 
 
 def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
-    """1 / (pairs of the same group), in `dtype`: every group weighs the same, however many pairs
-    its ranking gives.
+    """Return 1 / (number of pairs of the same group) for each pair, [P], in `dtype`.
 
-    InstructGPT's 1 / C(K, 2) and Open-Assistant's mean over groups of means; TRL knows pairs only,
-    where it is 1.
+    Gives every group the same weight, however many pairs its ranking has: InstructGPT's 1 / C(K, 2)
+    and Open-Assistant's mean over groups of means. TRL supports only pairs, for which it is 1.
     """
     xp = array_api_compat.array_namespace(group)
-    # sizes that depend on values, as of `unique_counts`, cannot be compiled
+    # `unique_counts` has a data-dependent output size, which cannot be compiled
     ordered = xp.sort(group)
     counts = xp.searchsorted(ordered, group, side="right") - xp.searchsorted(
         ordered, group, side="left"
@@ -56,8 +55,9 @@ def pair_shares(group: Int[Array, "P"], dtype: Any) -> Float[Array, "P"]:
 
 
 def num_pairs(minibatch: Sample) -> npt.NDArray[np.int64]:
-    """int64 [num_ids]: pairs (better, worse) of each id, as `RowBatch.pairs` lists them, from
-    `rank` and `comparison`.
+    """Return the number of pairs (better, worse) of each id, int64 [num_ids].
+
+    Counts the pairs that `RowBatch.pairs` lists, from `rank` and `comparison`.
     """
     rank = host_array(minibatch.data["rank"])
     if "comparison" in minibatch.data:
@@ -107,7 +107,7 @@ class RewardLoss(Loss):
             raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`groups`: ids with at least one pair; `pairs`: all of them."""
+        """Return `groups`, the number of ids with any pair, and `pairs`, the number of pairs."""
         pairs = num_pairs(minibatch)
         return {"groups": float(np.count_nonzero(pairs)), "pairs": float(pairs.sum())}
 

@@ -1,13 +1,16 @@
-"""Weights that make up for a sampler whose log-probs are not those of the network that is trained.
+"""Importance weights that correct for differences between the sampler and the trained network.
 
 Another kernel, dtype or engine samples from a slightly different policy. With w = pi_trainer(token)
-/ pi_sampler(token), both of the same weights, the policy loss of a token is multiplied by
+/ pi_sampler(token), both with the same weights, the policy loss of a token is multiplied by
 
-    token_truncate      min(w, high)                                      Yao et al. 2025, "Your Efficient RL Framework Secretly
-                                                                          Brings You Off-Policy RL Training": TIS
-    token_mask          w where low <= w <= high, else 0                  IcePop (Ling team 2025)
+    token_truncate      min(w, high)
+                        TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+                        Off-Policy RL Training"
+    token_mask          w if low <= w <= high, else 0
+                        IcePop (Ling team 2025)
     sequence_truncate   min(W, high), W the product of w over a completion
-    sequence_mask       W where low <= W <= high, else 0                  Liu et al. 2025, "When Speed Kills Stability": MIS
+    sequence_mask       W if low <= W <= high, else 0
+                        MIS: Liu et al. 2025, "When Speed Kills Stability"
 
 The names are TRL's (`vllm_importance_sampling_mode`).
 """
@@ -37,11 +40,11 @@ def sampler_weights(
     high: float,
     low: float | None = None,
 ) -> tuple[Float[Vector, "T"], Float[Vector, "T"]]:
-    """(weight, ratio before any bound) of each token from its two log-probs, nats; tokens with mask
-    0 count nowhere and weigh 1.
+    """Return (weight, unbounded ratio) of each token from its two log-probs in nats, [T] each.
 
-    `low` None is no lower bound. Truncation has none: a small weight is right as it is. Log-ratios
-    are cut to +-20 before `exp`.
+    Tokens with mask 0 are ignored and have weight 1. `low=None` means no lower bound. Truncation
+    never has one, since a small weight is correct. Log-ratios are clipped to +-20 before `exp`.
+    Raises `ConfigError` for an unknown correction.
     """
     if correction not in CORRECTIONS:
         raise unknown_name("sampler correction", correction, CORRECTIONS)

@@ -1,6 +1,4 @@
-"""What a preference loss compares: one score a completion, from the log-probs of its trained
-tokens.
-"""
+"""Scores of completions for preference losses, from the log-probs of trained tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +7,18 @@ from jaxtyping import Float
 
 from weft.algorithms.base import Array, RowBatch, Stat, Sum, fixed
 
-# units of the last place that a sum of log-probs may be off, as where another layout has added them
-# up
+# Tolerance of sums of log-probs, in units of the last place: layouts sum in different orders.
 ROUNDING = 8.0
 
 
 def completion_scores(
     logprobs: Float[Array, "N"], reference: Float[Array, "N"] | None, batch: RowBatch
 ) -> tuple[Float[Array, "S"], Float[Array, "S"]]:
-    """(sum of log pi - log ref, or of log pi without a reference, and the constant sum of log pi)
-    over each completion's trained tokens.
+    """Return (scores, summed log-probs) of each completion's trained tokens, [S] each.
 
-    The difference to the reference is taken per token, where it is small, and then summed.
+    A score is the sum of log pi - log ref, or of log pi without a reference. The summed log-probs
+    have no gradient. The difference to the reference is taken per token, where it is small, and
+    then summed.
     """
     xp = array_api_compat.array_namespace(logprobs)
     each = logprobs if reference is None else logprobs - reference
@@ -29,16 +27,18 @@ def completion_scores(
 
 
 def per_token(sums: Float[Array, "S"], batch: RowBatch) -> Float[Array, "S"]:
-    """The sums divided by each completion's number of trained tokens."""
+    """Return the sums divided by each completion's number of trained tokens, [S]."""
     xp = array_api_compat.array_namespace(sums)
     return sums / xp.clip(batch.lengths, 1.0, None)
 
 
 def above(one: Array, other: Array, terms: Array) -> Array:
-    """Whether `one` is above `other` by more than what rounding makes of two equal numbers, each a
-    sum and difference of numbers as large as `terms` together: 8 units of their last place. At the
-    first step a policy is its reference, and what is left of the difference of their log-probs says
-    how ranks added up, not which answer is preferred.
+    """Return whether `one` exceeds `other` by more than rounding error, elementwise.
+
+    Both are sums and differences of numbers whose magnitude is `terms`; the tolerance is 8 units in
+    the last place of `terms`. At the first step the policy equals its reference, so the remaining
+    difference of their log-probs depends on the order of summation, not on which answer is
+    preferred.
     """
     xp = array_api_compat.array_namespace(one, other, terms)
     return one - other > ROUNDING * float(xp.finfo(terms.dtype).eps) * xp.abs(terms)
@@ -47,10 +47,10 @@ def above(one: Array, other: Array, terms: Array) -> Array:
 def pair_stats(
     rewards: tuple[Array, Array], logps: tuple[Array, Array], terms: tuple[Array, Array]
 ) -> dict[str, Stat]:
-    """The metrics of pairs from (better, worse) rewards and log-probs, each [P].
+    """Return the metrics of pairs from their (better, worse) rewards and log-probs, each [P].
 
-    `terms` are as large as the numbers that the rewards are sums and differences of: a pair whose
-    rewards are equal but for rounding (`above`) is not in order.
+    `terms` are the magnitudes of the operands from which the rewards were computed. A pair whose
+    rewards are equal up to rounding (see `above`) counts as wrongly ordered.
     """
     xp = array_api_compat.array_namespace(*rewards)
     count = float(rewards[0].shape[0])

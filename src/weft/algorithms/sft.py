@@ -30,13 +30,15 @@ LOSS_TYPES = ("cross_entropy", "poly")
 def negative_log_likelihood(
     logprobs: Float[Array, "N"], weights: Float[Array, "N"]
 ) -> Float[Array, ""]:
-    """-sum over rows of weight * log p(label), nats."""
+    """Return -sum over rows of weight * log p(label), in nats."""
     return -masked_sum(logprobs, weights)
 
 
 def poly(logprobs: Float[Array, "N"], weights: Float[Array, "N"], eps: float) -> Float[Array, ""]:
-    """Sum over rows of weight * (-log p(label) + eps (1 - p(label))): PolyLoss's first coefficient
-    (Leng et al. 2022, arXiv:2204.12511, eq. 7); eps = 0 is cross-entropy.
+    """Return the sum over rows of weight * (-log p(label) + eps (1 - p(label))).
+
+    PolyLoss with its first coefficient (Leng et al. 2022, arXiv:2204.12511, eq. 7); eps = 0 is
+    cross-entropy.
     """
     xp = array_api_compat.array_namespace(logprobs)
     return masked_sum(eps * (1.0 - xp.exp(logprobs)) - logprobs, weights)
@@ -45,14 +47,15 @@ def poly(logprobs: Float[Array, "N"], weights: Float[Array, "N"], eps: float) ->
 @register_loss("sft")
 @dataclass(frozen=True)
 class SFTLoss(Loss):
-    """Mean over the minibatch of -log p(token | what precedes it) of trained tokens, nats.
+    """Mean over the minibatch's trained tokens of -log p(token | preceding tokens), in nats.
 
-    `average`: "token", every trained token of the minibatch weighs the same (the definition of
-    cross-entropy; TRL since 2025); "sequence", every answer weighs the same, however long.
-    Averaging each micro-batch first and then the averages, as older trainers do, is neither and
-    depends on the micro-batch size.
+    `average`: "token", every trained token of the minibatch has the same weight (the definition of
+    cross-entropy; TRL since 2025); "sequence", every answer has the same weight, regardless of its
+    length. Older trainers average within each micro-batch and then average the results, which is
+    neither and depends on the micro-batch size.
 
-    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; `nll` stays cross-entropy's.
+    `loss_type=poly` adds `poly_eps` (1 - p(token)) to every term; the metric `nll` remains the
+    cross-entropy.
     """
 
     average: str = "token"
@@ -70,7 +73,7 @@ class SFTLoss(Loss):
             raise unknown_name("loss_type", self.loss_type, LOSS_TYPES)
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`tokens`: trained tokens; `sequences`: completions with at least one of them."""
+        """Return the numbers of trained `tokens` and of `sequences` with at least one of them."""
         rows = trained_rows(minibatch)
         return {"tokens": float(rows.sum()), "sequences": float(np.count_nonzero(rows))}
 
@@ -89,7 +92,7 @@ class SFTLoss(Loss):
         return negative_log_likelihood(logprobs, weights), stats
 
     def summary(self, stats: Mapping[str, float]) -> dict[str, float]:
-        """Adds `perplexity` = exp(mean nll over tokens); above e^20 it is given as e^20."""
+        """Add `perplexity` = exp(mean nll over tokens), at most e^20."""
         made = dict(stats)
         if "nll" in made:
             made["perplexity"] = math.exp(min(made["nll"], 20.0))
@@ -97,11 +100,10 @@ class SFTLoss(Loss):
 
 
 def row_weights(batch: RowBatch, total: Mapping[str, float], average: str) -> Float[Array, "N"]:
-    """What each row counts, [N], so that the sum of weight * value over all micro-batches is the
-    minibatch's mean.
+    """Return the weight of each row such that weighted sums over all micro-batches are means, [N].
 
     "token": mask / trained tokens. "sequence": mask / (trained rows of the sequence * sequences
-    with any).
+    with trained rows).
     """
     if average == "token":
         return batch.mask / max(total["tokens"], 1.0)

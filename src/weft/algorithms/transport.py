@@ -1,10 +1,10 @@
-"""AOT: the better completions' scores as a distribution should lie above the worse ones', whichever
-pair they come from.
+"""AOT: alignment of the score distributions of better and worse completions.
 
-Melnyk et al. 2024, "Distributional Preference Alignment of LLMs via Optimal Transport", arXiv
-2406.05882. Both sides are sorted and compared rank by rank. The sort is a statistic of the whole
-batch, so each completion gets what it is compared with as a key, `partner`, from the host function
-`optimal_transport`; the batch must be trained in one step.
+The distribution of the better completions' scores should lie above that of the worse ones,
+regardless of which pair a completion belongs to (Melnyk et al. 2024, "Distributional Preference
+Alignment of LLMs via Optimal Transport", arXiv 2406.05882). Both sides are sorted and compared rank
+by rank. Sorting needs the whole batch, so the host function `optimal_transport` provides each
+completion's counterpart as the key `partner`, and the batch must be trained in one step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ TRANSPORTED = ("aot", "aot_unpaired")
 def sorted_partners(
     one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """[P]: for each element of `one` the element of `other` that has the same rank; equal ones keep
-    their order.
+    """Return for each element of `one` the element of `other` with the same rank, [P].
+
+    Ties are ranked in their original order.
     """
     made = np.empty_like(one)
     made[np.argsort(one, kind="stable")] = np.sort(other, kind="stable")
@@ -38,16 +39,16 @@ def sorted_partners(
 
 @dataclass(frozen=True)
 class TransportLoss(Loss):
-    """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), where a and b have one rank among
-    the batch's.
+    """Mean over pairs of the smoothed -log sigmoid(beta (a - b)), a and b having the same rank.
 
     `aot`: a is the policy's log pi(better) - log pi(worse), b the reference's. `aot_unpaired`: a is
     the log-ratio to the reference of a better completion, b that of a worse one. `label_smoothing`
     as in cDPO.
 
-    Keys: `rank` (and `comparison`), `ref_logprobs`, `partner`: for aot b, at the better completion
-    of a pair; for aot_unpaired b at a better completion and a at a worse one. There both sides of a
-    comparison have a gradient, each with the other as a constant. Metrics as `PairwiseLoss`.
+    Keys: `rank` (and `comparison`), `ref_logprobs`, and `partner`. For `aot`, `partner` is b,
+    stored at the better completion of a pair. For `aot_unpaired`, it is b at a better completion
+    and a at a worse one; both sides of a comparison then have a gradient, each with the other side
+    as a constant. Metrics as in `PairwiseLoss`.
     """
 
     loss_type: str = "aot"
@@ -58,7 +59,7 @@ class TransportLoss(Loss):
     unit = "group"
 
     def denominators(self, minibatch: Sample) -> Mapping[str, float]:
-        """`pairs`: pairs of all ids."""
+        """Return `pairs`, the number of pairs of all ids."""
         return {"pairs": float(num_pairs(minibatch).sum())}
 
     def __call__(
@@ -90,8 +91,9 @@ class TransportLoss(Loss):
         return sigmoid_loss(delta, self.beta, self.label_smoothing)
 
     def _both_sides(self, one: Float[Array, "P"], other: Float[Array, "P"]) -> Float[Array, "P"]:
-        """Each comparison is counted at both its ends: the value of one half of their sum, with the
-        gradient of the whole.
+        """Return half the sum of both losses, with the gradient of the whole sum.
+
+        Each comparison appears twice, once at each of its completions.
         """
         whole = one + other
         return whole - 0.5 * fixed(whole)
