@@ -1,4 +1,8 @@
-"""What weft raises. A `UserError` is the user's to mend: one message, exit code 2, no traceback."""
+"""Exceptions that weft raises.
+
+A `UserError` can be fixed by the user: it is shown as one message without a traceback, and the exit
+code is 2.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,15 @@ from collections.abc import Iterable, Sequence
 from weft.redaction import redacted
 
 MAX_REPORTS = 20
-MOST_NAMES = 40  # that an error lists
-LIKE = 0.65  # of two names: the share of their characters that match in order
-BEHIND = 0.15  # how much less like than the nearest one a name may be
+MOST_NAMES = 40  # names listed in an error message
+LIKE = 0.65  # least `SequenceMatcher` ratio of two similar names
+BEHIND = 0.15  # greatest distance in ratio from the most similar name
+# PART: ratio assigned to a name with a word that starts with the typed text.
+# LEAST_PART: minimum length of that text.
 PART = 0.75
-# how like a name is that begins with what was typed, or one of whose words does; its characters
 LEAST_PART = 3
-LONGEST_NAME = 200  # characters of a name that are compared with others
-# How gloo, NCCL and torch's store say that a neighbour is gone; the first two raise it as a plain
+LONGEST_NAME = 200  # characters of a name that are compared
+# Texts of gloo, NCCL and torch store errors about a lost peer. gloo and NCCL raise a plain
 # RuntimeError.
 TRANSPORTS = (
     "/gloo/",
@@ -29,11 +34,10 @@ TRANSPORTS = (
 
 
 class WeftError(Exception):
-    """Root of everything weft raises on purpose.
+    """Base class of all errors that weft raises on purpose.
 
-    `exit_code` is what a command that meets it returns.
-
-    The message is redacted here, so that no place that raises or shows an error can forget it.
+    `exit_code` is the exit code of a command that fails with this error. The message is redacted
+    here, so no caller can forget to.
     """
 
     exit_code = 1
@@ -43,7 +47,7 @@ class WeftError(Exception):
 
 
 class UserError(WeftError, ValueError):
-    """Input that cannot be used. The message names the field, the value, the rule and the fix."""
+    """Unusable input; the message names the field, its value, the rule and the fix."""
 
     exit_code = 2
 
@@ -53,16 +57,18 @@ class ConfigError(UserError):
 
 
 class UnknownName(ConfigError):
-    """A name that stands for nothing."""
+    """A name that is not registered."""
 
 
 class NoTemplate(UserError):
-    """Message lists, and a tokenizer without a chat template."""
+    """Message lists given to a tokenizer without a chat template."""
 
 
 class DataError(UserError):
-    """Rows or files that cannot be used; holds every report, up to `MAX_REPORTS`, as `FILE:LINE:
-    what is wrong`.
+    """Unusable rows or files.
+
+    `reports` lists every problem as `FILE:LINE: problem`; the message shows the first
+    `MAX_REPORTS`.
     """
 
     def __init__(self, reports: Sequence[str] | str) -> None:
@@ -79,34 +85,35 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A model directory that is missing a file, is truncated, or does not fit what is asked of it."""
+    """A model directory that lacks a file, is truncated, or does not fit the requested use."""
 
 
 class GraphError(UserError):
-    """A dataflow graph that has a cycle, a key nobody makes, or a call its interface does not
-    implement.
+    """An invalid dataflow graph.
+
+    Examples: a cycle, a key that no node produces, a method that the interface does not implement.
     """
 
 
 class RunError(WeftError, RuntimeError):
-    """A run that cannot go on: a non-finite loss, a full disk, an expired deadline. Exit code 1."""
+    """A run that cannot continue: non-finite loss, full disk, expired deadline. Exit code 1."""
 
 
 class NotFinite(RunError):
-    """A loss, a gradient or logits that are no numbers: training has diverged, or weights were
-    damaged from the start.
-    """
+    """Non-finite loss, gradient or logits: training diverged or the weights are damaged."""
 
 
 class DevicesLost(RunError):
-    """Devices of a run are gone, or do not answer; others can go on from the run's last recovery
-    point.
+    """Devices of the run are lost or do not respond.
+
+    Other devices can continue from the latest recovery point.
     """
 
 
 class Interrupted(RunError):
-    """A run that was asked to stop and did, between two steps; the message says how to go on. 130
-    Ctrl-C, 143 SIGTERM.
+    """A run that stopped between two steps on request; the message explains how to resume.
+
+    The exit code is 130 after Ctrl-C and 143 after SIGTERM.
     """
 
     def __init__(self, message: str, signal_number: int) -> None:
@@ -115,8 +122,9 @@ class Interrupted(RunError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The names most like `name`, best first, without itself; what an error about an unknown name
-    suggests.
+    """Return up to `count` names most similar to `name`, best first, excluding `name`.
+
+    Used for suggestions in errors about unknown names.
     """
     short = name[:LONGEST_NAME].lower()
     matcher = difflib.SequenceMatcher(b=short)
@@ -135,15 +143,16 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def set_for(name: str, error: ConfigError) -> ConfigError:
-    """The error of a role or a call: what it says of an option, such as `layout=d0: ...`, under the
-    option's whole name.
+    """Return the error with its option qualified by the role or call it belongs to.
+
+    For example, `layout=d0: ...` becomes `ROLE.layout=d0: ...`.
     """
     begins = re.match(r"[a-z_]+=", str(error))
     return ConfigError(f"{name}{'.' if begins else ': '}{error}")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that nobody registered: says which names are near, or lists all of them."""
+    """Return the error for an unregistered name; it suggests similar names or lists all of them."""
     names = sorted(known)
     close = nearest(name, names)
     if len(names) <= MOST_NAMES:

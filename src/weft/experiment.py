@@ -1,6 +1,6 @@
-"""An experiment: roles, graph, placement, datasets, control.
+"""The `Experiment` dataclass: roles, graph, placement, datasets and run options.
 
-The single value handed to the runtime.
+It is the only input of the runtime.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from weft.topology import Layout, Mesh, parse_mesh
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How the run is evaluated on `valid_path`: its own small graph, run over the validation set at
-    `eval_freq_*`.
+    """A small graph that is run over the validation set (`valid_path`) every `eval_freq_*`.
 
     Nodes call `evaluate` (or generate/inference plus a host function). Metrics are means over ids,
     logged as `eval/{source}/{metric}` for every validation source and `eval/{metric}` over all.
@@ -36,16 +35,16 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Control:
-    """Where, how long and how often: the run options."""
+    """Run options: names, devices, duration and frequencies of saving, evaluation and logging."""
 
     experiment_name: str
     trial_name: str
     fileroot: str = "./runs"
     seed: int = 1
     device: str | None = None
-    ray_address: str | None = None  # of the cluster of mode=ray
+    ray_address: str | None = None  # address of the Ray cluster; mode=ray only
     n_nodes: int = 1
-    n_gpus_per_node: int | None = None  # devices of each machine; None is all there are
+    n_gpus_per_node: int | None = None  # devices per machine; None: all available
     total_train_epochs: int = 1
     max_steps: int | None = None
     save_freq_steps: int | None = None
@@ -71,7 +70,7 @@ class Control:
     loggers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     imports: Sequence[str] = ()
     progress: bool = True
-    # of the run and its workers, over that of whoever starts it
+    # environment variables of the run and its workers; they override inherited ones
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,9 +78,9 @@ STEPS = re.compile(r"(\d+)(?::(\d+))?")
 
 
 def step_range(text: str) -> range:
-    """The steps that `5:8` (both of them too) or `5` names, counted from 1.
+    """Return the steps named by `5:8` (inclusive) or `5`, counted from 1.
 
-    Raises `ConfigError` for anything else.
+    Raises `ConfigError` for any other text.
     """
     found = STEPS.fullmatch(text.strip())
     if found is None:
@@ -97,8 +96,10 @@ def step_range(text: str) -> range:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`steps_follow` names the node whose firings are the run's steps (one line of metrics.jsonl
-    each).
+    """The complete description of a run.
+
+    `steps_follow` names the node whose firings are counted as the run's steps (one line of
+    metrics.jsonl each).
     """
 
     control: Control
@@ -109,20 +110,20 @@ class Experiment:
     data_role: str  # the role whose tokenizer makes the token ids
     placement: Mapping[str, Layout] = field(default_factory=dict)
     evaluation: Evaluation | None = None
-    fixed_prompts: Evaluation | None = None  # answers those of `control.eval_prompts`
-    # role -> role it starts as a copy of
+    fixed_prompts: Evaluation | None = None  # graph that answers `control.eval_prompts`
+    # role -> role whose weights it is initialized from
     init_from: Mapping[str, str] = field(default_factory=dict)
     saved_roles: Sequence[str] = ()
     # the resolved options, written to config.yaml
     config: Mapping[str, Any] = field(default_factory=dict)
-    # options that the user's configuration leaves as they are
+    # options that the user's configuration does not set
     left_at_default: frozenset[str] = frozenset()
-    chosen: Sequence[str] = ()  # those of them that nobody has set, and that weft has given a value
+    chosen: Sequence[str] = ()  # options not set by the user for which weft chose a value
     steps_follow: str = ""
-    # trained node -> optimizer steps of one firing
+    # trained node -> optimizer steps per firing
     updates_per_firing: Mapping[str, int] = field(default_factory=dict)
     plan_notes: Sequence[str] = ()  # lines printed before the run: sizes and counts
-    # what allocation_mode=search reckoned, as plain values
+    # estimates of allocation_mode=search, as plain values
     search: Mapping[str, Any] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
@@ -132,11 +133,11 @@ class Experiment:
         raise unknown_name("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """A copy in which the node `name` has other fields: `with_mfc("rew_inf", interface="x",
+        """Return a copy with changed fields of one node: `with_mfc("rew_inf", interface="x",
         post_hooks=[])`.
 
-        The evaluation's node of that name changes with it. Another interface, or host function,
-        begins without the arguments of the first.
+        The evaluation node of the same name is changed too. Changing the interface or host function
+        resets its arguments.
         """
         changed = _changed(self.graph, name, changes)
         evaluation = self.evaluation
@@ -149,9 +150,7 @@ class Experiment:
 
     @property
     def most_epochs(self) -> float:
-        """Return how many epochs a run may have: no bound where something is trained and
-        `max_steps` says for how long.
-        """
+        """Return the maximum number of epochs; infinite if `max_steps` limits a training run."""
         lasts_by_steps = self.control.max_steps is not None and bool(self.trained_nodes())
         return math.inf if lasts_by_steps else self.control.total_train_epochs
 
@@ -159,13 +158,14 @@ class Experiment:
         return [n for n in self.graph.nodes if isinstance(n, MFCDef) and n.trains]
 
     def resolved(self) -> dict[str, Any]:
-        """What config.yaml holds, by which a restart knows its run: the options, or the experiment
-        itself without them.
+        """Return the contents of config.yaml, by which a restart recognizes its run.
+
+        These are the options, or a description of the experiment if it has none.
         """
         return dict(self.config) or _described(self)
 
     def check(self) -> None:
-        """What can be refused without torch.
+        """Check everything that can be checked without torch.
 
         Raises `UserError` with the field, its value, the rule and the fix.
         """
@@ -175,7 +175,7 @@ class Experiment:
             self.mesh_of(call)
 
     def calls(self) -> list[MFCDef]:
-        """Every model function call, those of the evaluation and of fixed prompts last."""
+        """Return every model function call, with those of evaluation and fixed prompts last."""
         beside = [
             each.graph.model_calls()
             for each in (self.evaluation, self.fixed_prompts)
@@ -184,9 +184,11 @@ class Experiment:
         return [*self.graph.model_calls(), *(call for calls in beside for call in calls)]
 
     def meshes(self) -> dict[str, Mesh]:
-        """Where each role's own weights are: on the mesh of the call that trains it; else on the
-        one that the role names; and where each of its calls names one of its own, on the first
-        call's. Raises `ConfigError` for a mesh that does not fit.
+        """Return the mesh of each role's primary weights.
+
+        A trained role is on the mesh of the call that trains it. Otherwise it is on the mesh of the
+        first call if every call names its own mesh, else on the mesh that the role names. Raises
+        `ConfigError` for a mesh that does not fit.
         """
         found = {}
         for role, spec in self.roles.items():
@@ -208,26 +210,24 @@ class Experiment:
         return found
 
     def mesh_of(self, call: MFCDef) -> Mesh:
-        """Where a call is made: on a mesh of its own or its role's.
+        """Return the mesh of a call: the one that the call names, else its role's.
 
-        Raises `ConfigError` for what does not fit.
+        Raises `ConfigError` for a mesh that does not fit.
         """
         primary = self.meshes()[call.role]
         return self._own_mesh(call, primary, self.roles[call.role].resolve_mesh()) or primary
 
     def copies(self) -> list[tuple[str, Mesh]]:
-        """(role, mesh) wherever calls use a role's weights beside its own mesh, in the order of
-        calls.
-        """
+        """Return (role, mesh) of each secondary copy of a role's weights, in the order of calls."""
         own = self.meshes()
         used = dict.fromkeys((call.role, self.mesh_of(call)) for call in self.calls())
         return [(role, mesh) for role, mesh in used if mesh != own[role]]
 
     def _own_mesh(self, call: MFCDef, *role: Mesh) -> Mesh | None:
-        """The mesh that a call asks for; None where it asks for none.
+        """Return the mesh that a call asks for, or None.
 
-        Without `device_mesh` it has the first of the role's devices, or the run's first ones where
-        the role has too few of these.
+        Without `device_mesh` the call uses the first devices of its role, or the first devices of
+        the run if the role has too few.
         """
         if call.layout is None and call.device_mesh is None:
             return None
@@ -255,14 +255,14 @@ class Experiment:
             raise set_for(call.name, error) from None
 
     def _trains(self, call: MFCDef) -> bool:
-        """Whether it is a training call, or what the evaluation makes of one."""
+        """Return whether this is a training call or its counterpart in the evaluation graph."""
         return call.trains or any(
             node.trains and node.name == call.name for node in self.graph.nodes
         )
 
     @property
     def num_devices(self) -> int:
-        """How many devices the run takes, one process each."""
+        """Number of devices that the run uses, with one process each."""
         meshes = [*self.meshes().values(), *(self.mesh_of(call) for call in self.calls())]
         return 1 + max(rank for mesh in meshes for rank in mesh.ranks)
 
@@ -375,9 +375,7 @@ def _moves(node: MFCDef) -> bool:
 
 
 def _described(experiment: Experiment) -> dict[str, Any]:
-    """Plain values that say what is computed; graph nodes and specs are dataclasses of plain
-    values.
-    """
+    """Return the experiment as plain values; dataclasses become mappings."""
     return {
         **_plain(asdict(experiment.control)),
         "roles": {name: _plain(asdict(spec)) for name, spec in experiment.roles.items()},
@@ -403,12 +401,12 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Workers:
-    """A group of processes that are alike, one a device."""
+    """A group of identical processes, one per device."""
 
     count: int = 1
-    gpus: int = 1  # of each process; 0 is a process that computes on processors
-    cpus: int | None = None  # of each process
-    memory_gb: float | None = None  # of each process
+    gpus: int = 1  # per process; 0: CPU only
+    cpus: int | None = None  # per process
+    memory_gb: float | None = None  # per process
     nodelist: str | None = None
     exclude: str | None = None
     container: str | None = None
@@ -423,12 +421,12 @@ class Workers:
 
 @dataclass(frozen=True)
 class Scheduling:
-    """What a registered experiment asks of the machines; `scheduling_setup()` returns it.
+    """Machine resources that a registered experiment requests; returned by `scheduling_setup()`.
 
-    `workers` says it by groups, such as {"actor": Workers(count=8, cpus=8), "reward":
-    Workers(count=2, gpus=0)}; `memory_gb` is of a node. `mode=slurm` asks for all of it in one job,
-    in which nothing ties a role to the nodes of a group; the other modes use counts, GPUs and `env`
-    alone.
+    `workers` maps a group to its resources, such as {"actor": Workers(count=8, cpus=8), "reward":
+    Workers(count=2, gpus=0)}; `memory_gb` is per machine. `mode=slurm` requests everything in one
+    job and does not bind a role to the machines of a group. Other modes use only counts, GPUs and
+    `env`.
     """
 
     n_nodes: int = 1
@@ -438,7 +436,7 @@ class Scheduling:
 
     @property
     def num_devices(self) -> int:
-        """Processes, one a device."""
+        """Number of processes, one per device."""
         if self.workers:
             return sum(group.count for group in self.workers.values())
         return self.n_nodes * max(1, self.n_gpus_per_node)
@@ -450,7 +448,7 @@ class Scheduling:
 
     @property
     def cpus_per_node(self) -> int | None:
-        """Processors of a node, None where no group names any."""
+        """CPUs per machine; None if no group sets `cpus`."""
         asked = sum(group.count * (group.cpus or 0) for group in self.workers.values())
         return -(-asked // self.n_nodes) or None
 
@@ -463,9 +461,9 @@ class Scheduling:
         return max(self.memory_gb or 0.0, asked) or None
 
     def common(self, name: str) -> Any:
-        """What the groups that set the field `name` all set it to, None where none does.
+        """Return the common value of the field `name` over the groups that set it, or None.
 
-        Raises `ConfigError` where they differ: one job has one answer.
+        Raises `ConfigError` if the groups differ, since all of them share one job.
         """
         values = {
             group: getattr(w, name)
@@ -482,7 +480,7 @@ class Scheduling:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of all groups. Raises `ConfigError` where they differ."""
+        """Merged environment of all groups. Raises `ConfigError` if they differ."""
         found: dict[str, str] = {}
         for group, workers in self.workers.items():
             for name, value in workers.env.items():
@@ -494,7 +492,7 @@ class Scheduling:
         return found
 
     def ignored_on_one_machine(self) -> list[str]:
-        """The fields that are set and that a run without a job of its own ignores."""
+        """Return the names of the set fields that have no effect without a Slurm job."""
         names = ("cpus", "memory_gb", "nodelist", "exclude", "container")
         found = [
             f"{group}.{name}"

@@ -1,5 +1,6 @@
-"""How to install what an optional part of weft needs. weft is installed from its sources, so that
-is what the command names.
+"""Install commands for the optional dependencies of weft.
+
+weft is installed from its sources, so the commands name the source folder.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from urllib.parse import unquote, urlparse
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra, such as `python -m pip install '/home/me/weft[wandb]'`."""
+    """Return the command that installs an extra: `python -m pip install '/home/me/weft[wandb]'`."""
     folder = sources()
     if folder is not None:
         return f"python -m pip install '{folder}[{extra}]'"
@@ -19,14 +20,14 @@ def install(extra: str) -> str:
 
 
 def sources() -> Path | None:
-    """The folder that weft was installed from, or that it runs in; None where it is gone."""
+    """Return the folder that weft was installed from or runs in; None if it no longer exists."""
     here = Path(__file__).resolve().parents[2]
     found = [here, *_installed_from()]
     return next((folder for folder in found if (folder / "pyproject.toml").is_file()), None)
 
 
 def _installed_from() -> list[Path]:
-    """What pip wrote down about it."""
+    """Return the source folder that pip recorded in direct_url.json, if any."""
     try:
         written = distribution("weft").read_text("direct_url.json")
         url = urlparse(json.loads(written or "{}").get("url", ""))

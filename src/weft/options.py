@@ -1,10 +1,9 @@
-"""How a configuration is described, read and checked.
+"""Description, reading and validation of configurations.
 
-Configurations are dataclasses beside what they configure.
-
-A field made by `option` carries its help text and its rule. `read` fills a configuration from
-nested plain values (a command line, a YAML file), `leaves` lists its options for `--help`,
-`validate` checks types and rules, `to_mapping` writes it out.
+A configuration is a dataclass, defined in the module that it configures. A field made by `option`
+carries its help text and its rule. `read` fills a configuration from nested plain values (a command
+line, a YAML file), `leaves` lists its options for `--help`, `validate` checks types and rules,
+`to_mapping` converts it to plain values.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from weft.errors import ConfigError, nearest
 from weft.reading import shortened
 
 Config = TypeVar("Config")
-MOST = 2**63 - 1  # of a whole number; larger ones go into no tensor
-LONGEST_VALUE = 400  # characters of a value that a message shows
+MOST = 2**63 - 1  # largest integer option; larger ones do not fit into an int64 tensor
+LONGEST_VALUE = 400  # characters of a value shown in an error message
 
 
 def option(
@@ -37,10 +36,11 @@ def option(
     check: Callable[[Any], str | None] | None = None,
     hidden: bool = False,
 ) -> Any:
-    """A dataclass field with a help text and a rule that `validate` enforces.
+    """Return a dataclass field with a help text and a rule that `validate` enforces.
 
-    `check` returns what is wrong with a value, or None. `hidden` marks fields that weft fills in,
-    absent from `--help`. A mutable default (list, dict, dataclass) is copied for every instance.
+    `check` returns a description of the problem with a value, or None. `hidden` marks fields that
+    weft sets itself and `--help` does not list. A mutable default (list, dict, dataclass) is copied
+    for every instance.
     """
     metadata = {
         "help": help,
@@ -58,7 +58,7 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-# -- what options there are
+# -- listing options
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Leaf:
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
-    """Every option of a configuration (an instance: its values are the defaults shown), nested ones
-    too.
+    """Iterate over all options of a configuration, including nested ones.
+
+    `config` is an instance; its values are shown as the defaults.
     """
     hints = _hints(type(config))
     for spec in visible(config):
@@ -91,12 +92,12 @@ def leaves(config: Any, prefix: str = "") -> Iterator[Leaf]:
 
 
 def visible(config: Any) -> list[Field[Any]]:
-    """The fields that users set; the hidden ones are weft's own."""
+    """Return the fields that users can set, without the hidden ones."""
     return [spec for spec in fields(config) if not spec.metadata.get("hidden")]
 
 
 def describe_type(hint: Any) -> str:
-    """A type as an option's help shows it: `int`, `str or null`, `list of str`."""
+    """Return a type as `--help` shows it: `int`, `str or null`, `list of str`."""
     if hint is Any:
         return "any"
     if hint is type(None):
@@ -119,8 +120,9 @@ def describe_type(hint: Any) -> str:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A value of a command line together with its spelling: `trial_name=1.10` is the text "1.10",
-    not the number 1.1.
+    """A command-line value together with its spelling.
+
+    For a text option, `trial_name=1.10` is "1.10" and not the number 1.1.
     """
 
     value: Any
@@ -130,8 +132,10 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Unread:
-    """What the grammar of command lines does not take, or takes for a sweep: `text` as it stands,
-    or the `items` of a list. An option that is neither raises `error`.
+    """A command-line value that the value grammar cannot parse, or parses as a sweep.
+
+    `text` is the unparsed text and `items` are the elements of a list. An option that accepts
+    neither raises `error`.
     """
 
     text: str | None
@@ -156,11 +160,10 @@ class Unread:
 def read(
     base: Config, values: Mapping[str, Any], prefix: str = "", *, known: Sequence[str] = ()
 ) -> Config:
-    """A copy of `base` with the nested `values` in place of its own, each brought to its field's
-    type.
+    """Return a copy of `base` with the nested `values`, each converted to its field's type.
 
-    Raises `ConfigError`: for an unknown name with the nearest ones, for a wrong type with option,
-    value and rule.
+    Raises `ConfigError` for an unknown name, with the nearest names, and for a wrong type, with the
+    option, the value and the rule.
     """
     names = known or [leaf.name for leaf in leaves(base)]
     hints = _hints(type(base))
@@ -182,7 +185,7 @@ def read(
 
 
 def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigError:
-    """The error of a group's own check: an option that it begins with has its dotted name."""
+    """Return the error of a nested group with its option as a dotted name."""
     begins = re.match(r"([a-z_]+)(=| and )", str(error))
     if begins and begins[1] in names:
         return ConfigError(f"{prefix}{error}")
@@ -190,7 +193,7 @@ def _in_full(error: ConfigError, prefix: str, names: Iterable[str]) -> ConfigErr
 
 
 def _written(name: str, value: Any) -> str:
-    """The dotted name as it was written: `group.option`, where only `group` was looked at so far."""
+    """Return the full dotted name as the user wrote it, following mappings with a single key."""
     while isinstance(value, Mapping) and len(value) == 1:
         key, value = next(iter(value.items()))
         name = f"{name}.{key}"
@@ -198,9 +201,9 @@ def _written(name: str, value: Any) -> str:
 
 
 def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
-    """The error for an option that does not exist.
+    """Return the error for an unknown option.
 
-    Near are options of the same last name, then like spellings.
+    It suggests options with the same last name part first, then similar spellings.
     """
     root = name.split(".")[0]
     last = name.rsplit(".", 1)[-1]
@@ -216,7 +219,7 @@ def unknown_option(name: str, known: Sequence[str]) -> ConfigError:
 
 
 def coerce(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the type `hint`: 1e-5 is a number however it is spelled, 1.5 is no int.
+    """Return `value` converted to the type `hint`; 1e-5 is always a number, 1.5 is not an int.
 
     Raises `ConfigError`.
     """
@@ -256,7 +259,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` without `Scalar`s, nested ones too."""
+    """Return `value` with every `Scalar` replaced by its value, including nested ones."""
     if isinstance(value, Scalar):
         return value.value
     if isinstance(value, Mapping):
@@ -267,7 +270,7 @@ def plain(value: Any) -> Any:
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The options as nested plain values that `read` takes back, for YAML and for comparing runs."""
+    """Return the options as nested plain values, for YAML, for comparing runs and for `read`."""
     mapping = {}
     for spec in visible(config):
         value = getattr(config, spec.name)
@@ -279,7 +282,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def problem(spec: Field[Any], value: Any) -> str | None:
-    """What is wrong with `value` for the field `spec`, as `rule; fix`, or None."""
+    """Return the problem with `value` for the field `spec`, as `rule; fix`, or None."""
     rules = spec.metadata
     if value is None or not rules:
         return None
@@ -307,15 +310,15 @@ def problem(spec: Field[Any], value: Any) -> str | None:
 
 
 def validate(config: Any, path: str = "") -> None:
-    """Check type and rule of every field of a dataclass, nested ones too.
+    """Check the type and rule of every field of a dataclass, including nested ones.
 
-    Raises `ConfigError` naming the dotted option, its value and the rule. Types are checked as they
-    stand: what a command line spells has been brought to its type by `read`, and code that passes
-    "3" for a number hears of it here.
+    Raises `ConfigError` naming the dotted option, its value and the rule. Types are not converted
+    here: `read` has already converted command-line texts, so code that passes "3" for a number gets
+    an error.
     """
     hints = _hints(type(config))
     try:
-        replace(config)  # what `__post_init__` refuses, it refuses also after an attribute was set
+        replace(config)  # run `__post_init__` again, since attributes can have changed
     except ConfigError as error:
         raise _in_full(error, path, hints) from None
     for spec in fields(config):
@@ -326,7 +329,7 @@ def validate(config: Any, path: str = "") -> None:
             continue
         wanted = coerce(value, hints[spec.name], name)
         as_list = list(value) if isinstance(value, tuple) else value
-        # a NaN equals nothing; the field's rule speaks of it
+        # NaN differs from itself; the field's rule reports it
         if wanted != as_list and wanted == wanted:
             raise _wrong(
                 name, value, f"must be {describe_type(hints[spec.name])}; write {wanted!r}"
@@ -340,7 +343,7 @@ def _wrong(name: str, value: Any, rule: str) -> ConfigError:
     return ConfigError(f"{name}={shortened(repr(plain(value)), LONGEST_VALUE)}: {rule}")
 
 
-# of each class that was asked for: evaluating the texts is slow
+# Cache of type hints by class; evaluating string annotations is slow.
 _HINTS: dict[type[Any], Mapping[str, Any]] = {}
 
 

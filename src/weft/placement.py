@@ -1,4 +1,4 @@
-"""Which rank of a pipeline holds which of its stages."""
+"""Assignment of pipeline stages to pipeline ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank of the pipeline holds which stages: rank r has r, r + ranks, ...; where `turns`,
-    every second round of the stages goes back from the last rank to the first (the V of ZBV, which
-    has two).
+    """Assignment of stages to pipeline ranks: rank r holds the stages r, r + ranks, ...
+
+    With `turns`, every second round of stages runs from the last rank back to the first (the V of
+    ZBV, which has two rounds).
     """
 
     ranks: int
@@ -29,5 +30,5 @@ class Placement:
 
     @property
     def last_rank(self) -> int:
-        """The one that holds the last stage."""
+        """The rank that holds the last stage."""
         return self.rank_of(self.num_stages - 1)

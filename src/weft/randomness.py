@@ -1,10 +1,10 @@
-"""Random numbers that depend on what they are for, and on nothing else: one hash, no state.
+"""Stateless random numbers that depend only on their seed and purpose.
 
 `uniform(seed, purpose, step, id, k, position)` is the same number in any batch, any order, on any
 rank and after any restart. threefry-2x32 with 20 rounds (Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3") uses 32-bit integer addition, exclusive or and rotation alone, so
+numbers: as easy as 1, 2, 3") uses only 32-bit integer addition, exclusive or and rotation, so
 numpy, torch and jax agree bit for bit. The key is the first 8 bytes of
-blake2b(seed|purpose|step|id|k), the counter is the position, a number is the top 24 bits of the
+blake2b(seed|purpose|step|id|k), the counter is the position, and a number is the top 24 bits of the
 first output word / 2^24.
 """
 
@@ -25,12 +25,11 @@ PARITY = 0x1BD11BDA  # Skein's key-schedule constant, as in Random123
 
 
 def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key:
-    """Two words: the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8), each word
-    little-endian.
+    """Return the first 8 bytes of blake2b over `seed|purpose|step|id|k` (UTF-8) as two words.
 
-    `purpose` says what the numbers are for ("sample", "shuffle/NAME", ...); `k` is the completion's
-    index within its id. Raises `ConfigError` where `purpose` holds a bar, since then two purposes
-    could share a key.
+    The words are little-endian. `purpose` names the use of the numbers ("sample", "shuffle/NAME",
+    ...); `k` is the completion's index within its id. Raises `ConfigError` if `purpose` contains a
+    bar, since two purposes could then share a key.
     """
     if "|" in purpose:
         raise ConfigError(
@@ -43,8 +42,9 @@ def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key
 
 
 def threefry(keys: Words, counters: Words) -> Words:
-    """threefry-2x32-20 of each row: `keys` and `counters` uint32 [..., 2] (broadcast) -> uint32
-    [..., 2].
+    """Return threefry-2x32-20 of each row.
+
+    `keys` and `counters` are uint32 [..., 2] and are broadcast; the result is uint32 [..., 2].
     """
     keys, counters = np.broadcast_arrays(
         np.asarray(keys, np.uint32), np.asarray(counters, np.uint32)
@@ -65,8 +65,9 @@ def threefry(keys: Words, counters: Words) -> Words:
 
 
 def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), multiples of 2^-24: `keys` uint32 [n, 2] (or one key [2]), `positions`
-    uint32 [n] -> float64 [n].
+    """Return float64 [n] numbers in [0, 1), multiples of 2^-24.
+
+    `keys` is uint32 [n, 2] (or one key [2]), `positions` is uint32 [n].
     """
     words = np.atleast_2d(np.asarray(keys, dtype=np.uint32))
     places = np.asarray(positions, dtype=np.uint32)
@@ -75,12 +76,12 @@ def uniforms(keys: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.fl
 
 
 def uniform(seed: int, purpose: str, step: int, id: str, k: int, position: int) -> float:
-    """The one number in [0, 1) for this use. See the module's docstring."""
+    """Return the number in [0, 1) for this use; see the module's docstring."""
     return float(uniforms(key(seed, purpose, step, id, k), [position])[0])
 
 
 def permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[np.int64]:
-    """A random order of 0 .. n - 1 (int64 [n]): positions sorted by their two hash words."""
+    """Return a random order of 0 .. n - 1 (int64 [n]): positions sorted by their two hash words."""
     places = np.arange(n, dtype=np.uint32)
     words = threefry(
         np.asarray(key(seed, purpose, step)), np.stack([places, np.zeros_like(places)], axis=-1)
@@ -90,6 +91,6 @@ def permutation(n: int, seed: int, purpose: str, step: int = 0) -> npt.NDArray[n
 
 
 def generator(seed: int, purpose: str, step: int = 0) -> np.random.Generator:
-    """numpy's generator seeded by the same key, for draws that need more than uniform numbers."""
+    """Return a numpy generator seeded by the same key, for draws other than uniform numbers."""
     low, high = key(seed, purpose, step)
     return np.random.Generator(np.random.Philox(key=int(low) | int(high) << 32))

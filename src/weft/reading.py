@@ -1,13 +1,11 @@
-"""Files that a user names: how they are read, and what a library raises meanwhile as one message.
-
-This is the one place of it.
+"""Reading of files that a user names, with library errors turned into one-line messages.
 
     with reading(f"{path}: no tokenizer can be read there", ConfigError, "give a tokenizer.json"): ...   # a library at work
     read_text(path, what, kind); read_json(path, what, kind); read_yaml(path, what, kind)
 
-`what` begins the message: the option or the file; `kind` is the `UserError` that it becomes. Only
-what reads the user's input belongs inside `reading`: an error of weft's own is no `UserError` and
-must not look like one.
+`what` starts the message and names the option or the file; `kind` is the `UserError` class to
+raise. Put only code that reads user input inside `reading`: weft's own bugs must not be reported as
+user errors.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ from weft.errors import UserError, WeftError
 if TYPE_CHECKING:
     import yaml
 
-MOST_BYTES = 1 << 26  # of a JSON or text file that is read whole
+MOST_BYTES = 1 << 26  # largest JSON or text file
 MOST_YAML = 1 << 22
-MOST_VALUES = 100_000  # of a YAML file, what an alias stands for counted each time
+MOST_VALUES = 100_000  # values in a YAML file after expanding aliases
 MOST_DEPTH = 100
-MOST_ENTRIES = 200_000  # of a folder that is searched, those of the folders in it counted
+MOST_ENTRIES = 200_000  # files and folders below a searched folder
 ROOT = "holds the whole file system; name the folder that is meant"
-SHOWN = 300  # characters of a library's message
+SHOWN = 300  # characters of a library's message that are shown
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
-# Errors of the system that speak of the place a user named, whatever weft wanted to do there.
-NO_HOME = ("Could not determine home directory.",)  # what pathlib says of ~NAME
+# PLACES: system errors caused by the path that the user named, whatever weft was doing there.
+NO_HOME = ("Could not determine home directory.",)  # pathlib's message for an unknown ~NAME
 PLACES = (
     errno.ENAMETOOLONG,
     errno.ELOOP,
@@ -53,10 +51,11 @@ PLACES = (
 
 
 def url_problem(path: str | Path) -> str | None:
-    """Return what is wrong with a URL in place of a path, and what to write; None for a path or the
-    name of a hub's model.
+    """Return the problem with a URL given as a path, and the fix.
+
+    None for a path or the name of a model on the hub.
     """
-    found = URL.match(str(path))  # `Path` makes one slash of two
+    found = URL.match(str(path))  # `Path` collapses // to /
     if found is None:
         return None
     kind = found[1].lower()
@@ -70,9 +69,7 @@ def url_problem(path: str | Path) -> str | None:
 
 
 def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raises `kind` for a URL in place of a path; a folder named after it would be made or looked
-    for otherwise.
-    """
+    """Raise `kind` if `path` is a URL; otherwise a folder of that name would be created or read."""
     problem = url_problem(path)
     if problem is not None:
         raise kind(f"{what}: {problem}")
@@ -80,8 +77,9 @@ def refuse_url(path: str | Path, what: str, kind: type[UserError] = UserError) -
 
 @contextmanager
 def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iterator[None]:
-    """Whatever a library raises within is a `kind` that says `what` could not be read, why, and
-    `fix`.
+    """Convert any library error in the block to `kind`, with the cause and `fix` in the message.
+
+    Errors of weft are passed on unchanged.
     """
     tail = f"; {fix}" if fix else ""
     try:
@@ -91,14 +89,14 @@ def reading(what: str, kind: type[UserError] = UserError, fix: str = "") -> Iter
     except Exception as error:
         raise kind(f"{what}: {reason(error)}{tail}") from error
     except BaseException as error:
-        # what a library written in Rust raises where it gives up
+        # raised by libraries written in Rust (PyO3) on a panic
         if type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {reason(error)}{tail}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be read, in one line."""
+    """Return the cause of a read error as one line."""
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text ({error.reason} at byte {error.start})"
     if isinstance(error, json.JSONDecodeError):
@@ -120,13 +118,15 @@ def reason(error: BaseException) -> str:
 
 
 def shortened(text: str, most: int = 120) -> str:
-    """A text as a message shows it: of a long one its beginning and its end."""
+    """Return `text` cut to about `most` characters, keeping its beginning and its end."""
     return text if len(text) <= most else f"{text[: most - 40]}...{text[-30:]}"
 
 
 def place_problem(error: Exception) -> str | None:
-    """What an error of the system says of a place that a user named: one that is too long, no
-    folder, not to be opened, in the home of nobody. None for other errors.
+    """Return the message for a system error caused by a path that the user named; else None.
+
+    Examples: a path that is too long, is no folder, cannot be opened, or starts with `~` and an
+    unknown user.
     """
     if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
         return f"{shortened(str(error.filename))}: {reason(error)}; name another place"
@@ -136,9 +136,7 @@ def place_problem(error: Exception) -> str | None:
 
 
 def check_working_directory() -> None:
-    """Raises `UserError` where the working directory was removed: no relative path leads anywhere
-    then.
-    """
+    """Raise `UserError` if the working directory was removed, since relative paths then fail."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -150,8 +148,9 @@ def check_working_directory() -> None:
 def check_file(
     path: str | Path, what: str, kind: type[UserError] = UserError, most: int | None = None
 ) -> None:
-    """Raises `kind` where there is no regular file of at most `most` bytes at `path`: a pipe or a
-    device has no end.
+    """Raise `kind` unless `path` is a regular file of at most `most` bytes.
+
+    Pipes and devices are refused because they have no end.
     """
     try:
         found = os.stat(path)
@@ -167,23 +166,22 @@ def check_file(
 
 
 def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Raises `kind` where a folder whose files a library opens holds a pipe or a device, which it
-    would wait for.
-    """
+    """Raise `kind` if a folder contains a pipe or a device, on which a library would block."""
     with reading(what, kind):
         for entry in os.scandir(folder):
             try:
                 mode = entry.stat().st_mode
-            except FileNotFoundError:  # a link to nothing
+            except FileNotFoundError:  # a broken link
                 continue
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 raise kind(f"{what}: {entry.path} is a pipe or a device, and no file; remove it")
 
 
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
-    """Every file in a folder and those below it, links to folders not followed.
+    """Iterate over all files below a folder, without following links to folders.
 
-    Raises `kind` for one of very many entries: who writes / means another.
+    Raises `kind` for the root folder or more than `MOST_ENTRIES` entries: the path is probably a
+    mistake.
     """
     if is_root(folder):
         raise kind(f"{what}: {ROOT}")
@@ -199,14 +197,14 @@ def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> I
 
 
 def is_root(folder: Path) -> bool:
-    """Whether a folder is that of the whole file system."""
+    """Return whether a folder is the root of the file system."""
     return folder.resolve() == Path(folder.resolve().anchor)
 
 
 def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> None:
-    """Make a folder that a user named, and those above it, where they are not there.
+    """Create a folder that a user named, and its parents, if they do not exist.
 
-    Raises `kind` where the system refuses.
+    Raises `kind` if the system refuses.
     """
     refuse_url(path, what, kind)
     with reading(f"{what}: the folder cannot be made", kind, "name another"):
@@ -216,21 +214,24 @@ def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> Non
 def read_text(
     path: str | Path, what: str, kind: type[UserError] = UserError, most: int = MOST_BYTES
 ) -> str:
-    """The text of a file. Raises `kind` for what is no regular file, is too large, or no UTF-8."""
+    """Return the text of a file.
+
+    Raises `kind` for a file that is not regular, is too large, or is not UTF-8.
+    """
     check_file(path, what, kind, most)
     with reading(what, kind):
         return Path(path).read_text(encoding="utf-8")
 
 
 def read_json(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
-    """What a JSON file holds. Raises `kind`."""
+    """Return the contents of a JSON file. Raises `kind`."""
     text = read_text(path, what, kind)
     with reading(what, kind):
         return json.loads(text)
 
 
 def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises `kind`."""
+    """Return the JSON object in a file. Raises `kind` for any other JSON value."""
     found = read_json(path, what, kind)
     if not isinstance(found, dict):
         raise kind(f"{what}: holds no JSON object")
@@ -238,9 +239,9 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
 
 
 def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) -> Any:
-    """What a YAML file holds; None where it is empty.
+    """Return the contents of a YAML file; None if it is empty.
 
-    Raises `kind`: with the line, for what is not YAML.
+    Raises `kind`, with the line number if the file is not YAML.
     """
     values, _ = parse_yaml(read_text(path, what, kind, MOST_YAML), what, kind)
     return values
@@ -249,9 +250,9 @@ def read_yaml(path: str | Path, what: str, kind: type[UserError] = UserError) ->
 def parse_yaml(
     text: str, what: str, kind: type[UserError] = UserError
 ) -> tuple[Any, yaml.Node | None]:
-    """(what a YAML text holds, its nodes).
+    """Return (value, root node) of a YAML text.
 
-    Raises `kind`, also for a text that holds itself or unfolds to too much.
+    Raises `kind`, also for a text that contains itself or expands to too many values.
     """
     import yaml
 
@@ -276,7 +277,10 @@ def _wrong(error: yaml.MarkedYAMLError, text: str, what: str, kind: type[UserErr
 
 
 def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
-    """`- webgpt` with an indented `fraction:` below it is the slip that YAML words worst."""
+    """Return a clear message for a missing colon: `- webgpt` above an indented `fraction:`.
+
+    YAML's own message for this mistake is misleading. Returns None for other errors.
+    """
     rows = text.splitlines()
     at = error.problem_mark.line if error.problem_mark else 0
     for index in range(min(at, len(rows) - 1), max(at - 4, 0), -1):
@@ -291,8 +295,9 @@ def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
 
 
 def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
-    """Counts the values below a node as they unfold: aliases may make millions of a few lines, or a
-    value hold itself.
+    """Count the values below a node with aliases expanded; raise `kind` if there are too many.
+
+    A few lines of aliases can expand to millions of values, and a value can contain itself.
     """
     import yaml
 
@@ -317,8 +322,9 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
 
 @cache
 def _loader() -> Any:
-    """PyYAML's safe loader, for which 1e-5 without a dot is a number and a key given twice is an
-    error.
+    """Return PyYAML's safe loader with two changes.
+
+    1e-5 without a dot is a number, and a duplicate key is an error.
     """
     import yaml
 

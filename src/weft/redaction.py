@@ -1,9 +1,7 @@
-"""The one redaction: passwords, keys and tokens in all that weft shows and stores.
+"""Redaction of passwords, keys and tokens in everything that weft shows or stores.
 
-The name stays, the value does not.
-
-Errors (`weft.errors`), lines for people, logs, `run.json`, `config.yaml`, reports and what loggers
-send go through it.
+Names are kept and values are masked. Errors (`weft.errors`), terminal output, logs, `run.json`,
+`config.yaml`, reports and data sent by loggers are redacted.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MASK = "***"
-# A name whose last word is one of these, or that has one of the second kind anywhere, as a word.
+# A secret name ends with a word of LAST, or contains a word of ANYWHERE.
 LAST = re.compile(
     r"(?:^|[_\-.\s])(?:api_?key|access_?key|private_?key|key|token|secrets?|password|passwd|pwd|passphrase|credentials?"
     r"|auth|authorization|bearer|cookies?)$",
@@ -23,8 +21,7 @@ ANYWHERE = re.compile(
     r"(?:^|[_\-.\s])(?:password|passwd|passphrase|secret|authorization)(?=[_\-.\s]|$)",
     re.IGNORECASE,
 )
-# Names of variables and files that hold a secret, words of a vocabulary, and names of columns,
-# which tell nothing.
+# Exceptions: names of variables or files that contain a secret, special tokens, and column keys.
 KNOWN = re.compile(
     r"(?:[_-](?:env|file|path|name|variable)"
     r"|(?:^|[._-])(?:(?:(?:add|use|num)_)?(?:bos|eos|pad|sep|unk|mask|cls|image|stop|next|last|first|special|end|per|by)_token"
@@ -46,12 +43,13 @@ HEADER = re.compile(
     r"\b((?:proxy-)?authorization\s*:\s*|bearer\s+)((?:(?:bearer|basic|token)\s+)?[^\s,'\"]+)",
     re.IGNORECASE,
 )
-PLAIN = ("none", "null", "true", "false", "value", "")  # `key=value` is how options are written
+PLAIN = ("none", "null", "true", "false", "value", "")  # not secrets; `key=value` is in help texts
 
 
 def is_secret(name: str) -> bool:
-    """Return whether a value of this name is to be hidden: HF_TOKEN, apiKey, my.secret, but not
-    eos_token or answer_key.
+    """Return whether values of this name are secret.
+
+    True for HF_TOKEN, apiKey and my.secret; False for eos_token and answer_key.
     """
     spaced = CAMEL.sub("_", name)
     return (LAST.search(spaced) or ANYWHERE.search(spaced)) is not None and KNOWN.search(
@@ -60,14 +58,14 @@ def is_secret(name: str) -> bool:
 
 
 def redacted_urls(text: str) -> str:
-    """The text with user, password, values of the query and fragment of every URL masked."""
+    """Return `text` with user, password, query values and fragment of every URL masked."""
     if "@" not in text and "://" not in text:
         return text
     return BARE_USER.sub(f"{MASK}@", URL.sub(lambda found: _redacted_url(found[0]), text))
 
 
 def _redacted_url(url: str) -> str:
-    # of the sentence around it
+    # punctuation of the surrounding sentence
     end = url[len(url.rstrip(".,;:)]")) :] if "?" in url or "#" in url else ""
     scheme, _, rest = url.removesuffix(end).partition("://")
     place = rest
@@ -98,8 +96,9 @@ def _redacted_entry(found: re.Match[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """A message with the secrets in its URLs masked, and the values of telling names:
-    `api_key=...`, `{'token': ...}`.
+    """Return a message with secrets masked in URLs and after secret names.
+
+    Examples of the latter: `api_key=...`, `{'token': ...}`.
     """
     if not any(sign in text for sign in ("=", ":", "@")) and "earer" not in text:
         return text
@@ -121,8 +120,9 @@ def _hidden(name: str, value: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command: of `name=value` and `--name value` with a telling name the value is
-    masked, also in mappings. `${oc.env:NAME}` tells nothing and stays.
+    """Return the words of a command with secret values masked.
+
+    Covers `name=value`, `--name value` and mappings. `${oc.env:NAME}` reveals nothing and is kept.
     """
     found: list[str] = []
     hide = False
@@ -163,7 +163,7 @@ def _masked_text(text: str) -> str:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Nested plain values, such as a configuration, with every telling value masked."""
+    """Return nested plain values, such as a configuration, with every secret value masked."""
     hide = name != "" and is_secret(name)
     if isinstance(value, Mapping):
         return {key: masked(each, name if hide else str(key)) for key, each in value.items()}
@@ -175,7 +175,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def masked_options(value: Any, name: str = "", *, telling: bool = False) -> Iterator[str]:
-    """Dotted names of the values that were masked when this configuration was stored."""
+    """Iterate over the dotted names of values that were masked when a configuration was stored."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from masked_options(

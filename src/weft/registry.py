@@ -1,9 +1,9 @@
-"""Names that configurations use, and the things they stand for.
+"""Registries that map names in configurations to Python objects.
 
-A shipped thing is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. So
-the names are known without importing anything (torch stays out of `--help`), and a new file is all
-that a new name needs. User code registers with the `register_*` functions, as decorators or plain
-calls. A name may also be a place: `module:thing`, `FILE.py:thing`.
+A shipped object is found by its file: `data/datasets/prompt.py` registers the dataset `prompt`. The
+names are therefore known without importing anything (`--help` does not import torch), and adding a
+file is enough to add a name. User code registers with the `register_*` functions, as decorators or
+plain calls. A name can also be an import location: `module:thing`, `FILE.py:thing`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ SHARED = {
     "common",
     "keymap",
     "spec",
-}  # modules that hold what the others of their package share, not a name of their own
+}  # modules with shared code, which register no name
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a plain function stands for more: `maker` is the `module:function` that makes the thing
-    of it, as `made(function, name, **options)`; it is imported when the name is first asked for.
+    """A conversion of a registered plain function to the object that the registry returns.
+
+    `maker` is the `module:function` that is called as `made(function, name, **options)`; it is
+    imported when the name is first looked up.
     """
 
     maker: str
@@ -45,9 +47,9 @@ class Form:
 
 
 class Registry:
-    """One kind of name.
+    """A registry of one kind of object.
 
-    `package` is the folder below `weft` whose modules register themselves when imported.
+    `package` is the package below `weft` whose modules register themselves when imported.
     """
 
     def __init__(self, kind: str, package: str = "") -> None:
@@ -55,15 +57,14 @@ class Registry:
         self._package = package
         self._things: dict[str, Any] = {}
         self._forms: dict[str, Form] = {}
-        self._made: dict[str, Any] = {}  # of functions that were asked for
+        self._made: dict[str, Any] = {}  # cache of converted functions
 
     def register(self, name: str, thing: Any = None, *, form: Form | None = None) -> Any:
-        """Bind `name` once: `@register("x")` above a definition, or `register("x", thing)`.
+        """Register `thing` as `name`: `@register("x")` above a definition, or `register("x",
+        thing)`.
 
-        Taken names are an error.
-
-        With a `form` the thing is a function that stands for more; it stays as it is, to be called
-        by hand.
+        With a `form`, `thing` is a function that `get` converts; the function itself stays callable
+        as written. Raises `ConfigError` if the name is taken.
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)
@@ -84,8 +85,9 @@ class Registry:
         return thing
 
     def shipped(self) -> list[str]:
-        """Names of the modules in the package, without importing them; shared ones and `_helpers`
-        are left out.
+        """Return the names of the package's modules without importing them.
+
+        Shared modules and `_helpers` are left out.
         """
         if not self._package:
             return []
@@ -94,15 +96,14 @@ class Registry:
         return sorted(name for name in found if not name.startswith("_") and name not in SHARED)
 
     def names(self) -> list[str]:
-        """Every name that `get` answers without importing more than one module, sorted."""
+        """Return all names that `get` finds by importing at most one module, sorted."""
         return sorted({*self.shipped(), *self._things})
 
     def get(self, name: str) -> Any:
-        """The thing called `name`; imports its module first.
+        """Return the object registered as `name`, importing its module if needed.
 
-        A plain function comes as what it stands for.
-
-        Raises `ConfigError` with the nearest names.
+        A function registered with a `Form` is converted. Raises `ConfigError` with the nearest
+        names.
         """
         if name not in self._things and name in self.shipped():
             importlib.import_module(f"weft.{self._package}.{name}")
@@ -122,7 +123,7 @@ class Registry:
         return self._made[name]
 
     def _at(self, place: str) -> Any:
-        """What `module:thing` or `FILE.py:thing` names, as it is registered there, if it is."""
+        """Return the object at `module:thing` or `FILE.py:thing`, registering it if it is not yet."""
         home, _, attribute = place.rpartition(":")
         import_user_code([home])
         module = sys.modules[Path(home).stem if home.endswith(".py") else home]
@@ -152,8 +153,9 @@ class Registry:
 
 
 def _same_definition(one: Any, other: Any) -> bool:
-    """Return whether both come from one line of code: a module imported twice, by file and by name,
-    has its things twice.
+    """Return whether both objects come from the same definition.
+
+    A module imported both by file and by name defines its objects twice.
     """
     if isinstance(one, partial) and isinstance(other, partial):
         same_arguments = (one.args, one.keywords) == (other.args, other.keywords)
@@ -188,8 +190,10 @@ register_reader: Register = readers.register
 
 
 def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -> Any:
-    """Register a dataset class, or with `rows` a function `fn(row, option=..)` that makes rows of
-    that shipped type of rows of another kind (`weft.data.datasets._row_function`).
+    """Register a dataset class, or a row function if `rows` is given.
+
+    `fn(row, option=..)` converts a row of another kind to a row of the shipped type `rows`
+    (`weft.data.datasets._row_function`).
     """
     if rows is None:
         form = None
@@ -199,8 +203,10 @@ def register_dataset(name: str, thing: Any = None, *, rows: str | None = None) -
 
 
 def register_named_dataset(name: str, **entry: Any) -> Any:
-    """Give a dataset a name: `register_named_dataset("mine", reader="pairs", modes=["rm"],
-    repo="OWNER/NAME", ...)`, the keys of an entry of `dataset.named_file` (docs/named-datasets.md).
+    """Register a named dataset.
+
+    Example: `register_named_dataset("mine", reader="pairs", modes=["rm"], repo="OWNER/NAME", ...)`.
+    The keys are those of an entry of `dataset.named_file` (docs/named-datasets.md).
     """
     return named_datasets.register(name, entry)
 
@@ -208,9 +214,11 @@ def register_named_dataset(name: str, **entry: Any) -> Any:
 def register_loss(
     name: str, thing: Any = None, *, per: str | None = None, by_row: bool = False
 ) -> Any:
-    """Register a loss: a class (or a function) that builds it of its options, or with `per`
-    ("token" or "completion") a function `fn(logprobs, .., option=..)` that says what each of them
-    loses (`weft.algorithms._function`).
+    """Register a loss class (or factory function), or a loss function if `per` is given.
+
+    A class or factory builds the loss from its options. With `per` ("token" or "completion"),
+    `fn(logprobs, .., option=..)` returns the loss of each token or completion
+    (`weft.algorithms._function`).
     """
     if per is None:
         form = None
@@ -220,8 +228,10 @@ def register_loss(
 
 
 def register_advantage(name: str, function: Any = None, *, per: str = "completion") -> Any:
-    """Register a host function that makes `advantages`: `fn(rewards, group, .., option=..)` returns
-    one number a completion, or with `per="token"` one a token (`weft.host._functions`).
+    """Register a host function that computes `advantages`.
+
+    `fn(rewards, group, .., option=..)` returns one number per completion, or per token with
+    `per="token"` (`weft.host._functions`).
     """
     return functions.register(
         name, function, form=Form("weft.host._functions:advantage", {"per": per})
@@ -229,8 +239,10 @@ def register_advantage(name: str, function: Any = None, *, per: str = "completio
 
 
 def register_filter(name: str, function: Any = None) -> Any:
-    """Register a host function that drops prompts: `fn(rewards, .., option=..)` is called with the
-    values of one prompt and says whether it stays (`weft.host._functions`).
+    """Register a host function that filters prompts.
+
+    `fn(rewards, .., option=..)` gets the values of one prompt and returns whether to keep it
+    (`weft.host._functions`).
     """
     return functions.register(name, function, form=Form("weft.host._functions:keep"))
 
@@ -240,14 +252,14 @@ def register_hf_family(family: Any) -> Any:
     return families.register(family.name, family)
 
 
-USER_FOLDER = "experiments"  # of the working directory
+USER_FOLDER = "experiments"  # in the working directory
 
 
 def import_user_code(names: Iterable[str]) -> None:
-    """Import modules (`package.module`) and files (`path/to/file.py`) that register things.
+    """Import modules (`package.module`) and files (`path/to/file.py`) that register objects.
 
-    The working directory, and the folder of each file, become importable, as they are for a script.
-    Raises `ConfigError` naming the module or file where it is not there or fails.
+    The working directory and the folder of each file are added to `sys.path`. Raises `ConfigError`
+    naming the module or file if it is missing or its import fails.
     """
     _make_importable(Path.cwd())
     for name in names:
@@ -265,8 +277,9 @@ def import_user_code(names: Iterable[str]) -> None:
 
 
 def import_user_folder() -> None:
-    """Import the files of `experiments/` in the working directory that name weft, as modules of one
-    package.
+    """Import all files of `experiments/` in the working directory that mention weft.
+
+    They are imported as modules of one package.
     """
     folder = Path.cwd() / USER_FOLDER
     if not folder.is_dir() or folder.samefile(ROOT / USER_FOLDER):
@@ -278,9 +291,7 @@ def import_user_folder() -> None:
 
 
 def _import_file(file: Path) -> None:
-    """A module is called as its file, so that a second import of the same file finds the first
-    one's names.
-    """
+    """Import a file under its stem, so that importing the same file again is a no-op."""
     if not file.is_file():
         raise ConfigError(f"import of {str(file)!r}: there is no such file")
     _make_importable(file.resolve().parent)

@@ -1,10 +1,10 @@
-"""Layouts and the part of a tensor that a rank holds.
+"""Parallel layouts, and the slice of each parameter that a rank holds.
 
-The only place that turns (parameter, layout, rank) into a `Slice`.
+This is the only module that maps (parameter, layout, rank) to a `Slice`.
 
-Of a network whose layers are split over t ranks each rank holds a narrower network: a part of the
-heads, of the MLP's width and of the vocabulary. Layers that read hidden states are split by rows,
-those that make them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
+Tensor parallelism over t ranks gives each rank a narrower network: a part of the heads, of the MLP
+width and of the vocabulary. Layers that read hidden states are split by rows, layers that produce
+them by columns (Shoeybi et al. 2019, "Megatron-LM", section 3).
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ LETTERS = {"d": "data", "f": "fsdp", "t": "tensor", "p": "pipeline", "c": "conte
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism of one role on one set of devices; written `d2f2t2p1c1e1`, letters
-    left out are 1.
+    """Degrees of parallelism of one role, written `d2f2t2p1c1e1`; omitted letters are 1.
 
-    `fsdp` counts the ranks that share one sharded copy, `expert` those that share the experts; both
-    are some of `data`, which they divide. Devices used: data x tensor x pipeline x context. How
-    many stages a rank of a pipeline holds, and whether their order `turns`, no letter says: it is
-    the schedule's.
+    `fsdp` is the number of ranks that share one sharded copy, `expert` the number of ranks that
+    share the experts; both divide `data`. The layout uses data x tensor x pipeline x context
+    devices. `stages_a_rank` and `turns` have no letter: the pipeline schedule sets them.
     """
 
     data: int = 1
@@ -63,9 +61,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str, *, trained: bool = False) -> Layout:
-        """Read `d2t2p1`; `f` left out is `d` for trained roles without `e`, 1 otherwise.
+        """Parse a text such as `d2t2p1`.
 
-        Raises `ConfigError` on unknown letters.
+        An omitted `f` is `d` for trained roles without `e`, and 1 otherwise. Raises `ConfigError`
+        on unknown letters.
         """
         rule = "letters d f t p c e, each once, each followed by its degree, such as d2t2p1"
         degrees: dict[str, int] = {}
@@ -88,8 +87,8 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that share one sharded copy of the same experts; of `fsdp` there are so many, or
-        one.
+        """Number of ranks that share one sharded copy of the same experts: fsdp / expert, at least
+        1.
         """
         return max(self.fsdp // self.expert, 1)
 
@@ -99,7 +98,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        """Where the stages of its pipelines lie."""
+        """Assignment of pipeline stages to pipeline ranks."""
         return Placement(self.pipeline, self.stages_a_rank, self.turns)
 
     def __str__(self) -> str:
@@ -108,10 +107,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in its layout.
+    """Coordinates of a rank in its layout.
 
-    Of `data`, `data % fsdp` is the shard that it holds, `data % expert` the part of the experts,
-    and `data % fsdp // expert` the shard of these.
+    `data % fsdp` is the index of the rank's shard, `data % expert` the index of its part of the
+    experts, and `data % fsdp // expert` the index of its shard of those experts.
     """
 
     data: int = 0
@@ -122,10 +121,10 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout on devices: `ranks` are those of the run's processes, one a device.
+    """A layout on devices; `ranks` are the ranks of the run's processes, one per device.
 
-    Tensor ranks are neighbours, then context and data ranks; pipeline stages, which exchange least,
-    lie farthest apart.
+    Tensor ranks are adjacent, then context ranks, then data ranks. Pipeline stages communicate
+    least and are farthest apart.
     """
 
     layout: Layout
@@ -136,8 +135,9 @@ class Mesh:
 
     @staticmethod
     def check(layout: Layout, ranks: Sequence[int], text: str) -> None:
-        """Raises `ConfigError` where the layout needs another number of devices; `text` is what the
-        user wrote.
+        """Raise `ConfigError` if the number of devices does not fit the layout.
+
+        `text` is the device list as the user wrote it.
         """
         needed = layout.num_devices
         given = len(set(ranks))
@@ -149,7 +149,7 @@ class Mesh:
 
     @classmethod
     def first(cls, layout: Layout) -> Mesh:
-        """On the first devices of the run."""
+        """Return the mesh of this layout on the first devices of the run."""
         return cls(layout, tuple(range(layout.num_devices)))
 
     def __str__(self) -> str:
@@ -157,15 +157,15 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def parts_as(self, other: Mesh) -> bool:
-        """Whether every rank has the same part of a batch and of the network in both, sharded or
-        not.
+        """Return whether every rank has the same part of batch and network in both, ignoring
+        `fsdp`.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Raises `ValueError` for a rank that is not of this mesh."""
+        """Return the coordinates of a rank. Raises `ValueError` for a rank outside this mesh."""
         rest = self.ranks.index(rank)
         rest, tensor = divmod(rest, self.layout.tensor)
         rest, context = divmod(rest, self.layout.context)
@@ -178,12 +178,13 @@ class Mesh:
         return self.ranks[rows * layout.tensor + at.tensor]
 
     def ranks_of(self, data: int) -> tuple[int, ...]:
-        """Every rank that works on this data-parallel part of a batch."""
+        """Return all ranks that work on this data-parallel part of a batch."""
         return tuple(rank for rank in self.ranks if self.coordinates(rank).data == data)
 
     def along(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in these coordinates alone, itself among them, in the
-        mesh's order.
+        """Return the ranks that differ from `rank` only in these coordinates, including `rank`.
+
+        They are in the order of the mesh.
         """
         own = self.coordinates(rank)
         kept = [field.name for field in fields(Coordinates) if field.name not in axes]
@@ -195,9 +196,9 @@ class Mesh:
 
 
 def parse_mesh(text: str | None, layout: Layout) -> Mesh:
-    """Read device numbers such as `4-7` or `0,2`; None: the first devices.
+    """Parse device numbers such as `4-7` or `0,2`; None selects the first devices.
 
-    Raises `ConfigError` where they do not fit.
+    Raises `ConfigError` if they do not fit the layout.
     """
     if text is None:
         return Mesh.first(layout)
@@ -210,7 +211,7 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         first = int(found[1])
         last = int(found[2] or found[1])
         ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
-    if ranks != sorted(ranks):  # process groups number their ranks in this order
+    if ranks != sorted(ranks):  # process groups number their ranks in ascending order
         raise ConfigError(
             f"device_mesh={text!r}: device numbers must rise; write "
             f"{','.join(map(str, sorted(ranks)))}"
@@ -220,14 +221,14 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
 
 
 def whole(shape: tuple[int, ...]) -> Slice:
-    """The slice that covers a tensor of `shape`."""
+    """Return the slice that covers a tensor of `shape`."""
     return tuple(slice(0, n) for n in shape)
 
 
 def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
-    """Part `index` of `parts` equal parts along `dim`.
+    """Return part `index` of `parts` equal parts along `dim`.
 
-    Raises `ConfigError` where the parts would be unequal.
+    Raises `ConfigError` if the size is not divisible by `parts`.
     """
     if shape[dim] % parts:
         raise ConfigError(
@@ -240,9 +241,7 @@ def shard(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Slice:
 
 
 class NetworkSizes(Protocol):
-    """What of a network's configuration says how its parameters are split; `TransformerConfig` has
-    it.
-    """
+    """Sizes of a network that determine its tensor slices; `TransformerConfig` implements it."""
 
     @property
     def num_heads(self) -> int: ...
@@ -252,9 +251,8 @@ class NetworkSizes(Protocol):
     def head_dim(self) -> int: ...
 
 
-# Which entries of a parameter a tensor rank holds, by its canonical name: of its queries' heads, of
-# the heads that these read, of the MLP's width, or of the vocabulary; and along which dim, counted
-# from the last one. Every rank holds all other parameters whole.
+# Tensor-parallel splits: (pattern of the canonical name, split quantity, dim counted from the end).
+# Quantities: query heads, key-value heads, MLP width, vocabulary. Other parameters are replicated.
 SPLITS: tuple[tuple[str, str, int], ...] = (
     (r"attention\.q\.(weight|lora_b)", "heads", -2),
     (r"attention\.q\.bias", "heads", -1),
@@ -275,12 +273,11 @@ SPLITS: tuple[tuple[str, str, int], ...] = (
 def tensor_slice(
     name: str, shape: tuple[int, ...], config: NetworkSizes, t: int, rank: int
 ) -> Slice:
-    """The part of the parameter `name` (its canonical name and whole shape) that rank `rank` of `t`
-    tensor ranks holds.
+    """Return the slice of a parameter that tensor rank `rank` of `t` holds.
 
-    With fewer key-value heads than ranks several ranks hold the one that their queries read. The
-    vocabulary's parts may be uneven. Raises `ConfigError` where heads or the MLP's width do not
-    split evenly.
+    `name` is the canonical name and `shape` the whole shape. With fewer key-value heads than ranks,
+    several ranks hold the head that their queries read. Vocabulary parts can be uneven. Raises
+    `ConfigError` if heads or the MLP width do not split evenly.
     """
     own = re.sub(r"^blocks\.\d+\.", "", name)
     found = next(((what, dim) for pattern, what, dim in SPLITS if re.fullmatch(pattern, own)), None)
@@ -301,7 +298,7 @@ def tensor_slice(
 
 
 def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
-    """The query heads of a tensor rank. Raises `ConfigError` where they do not split evenly."""
+    """Return the query heads of a tensor rank. Raises `ConfigError` if they do not split evenly."""
     if config.num_heads % t:
         raise ConfigError(
             f"layout: t={t} does not divide the model's {config.num_heads} attention heads"
@@ -311,9 +308,9 @@ def heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
-    """The key-value heads that a tensor rank's queries read.
+    """Return the key-value heads that a tensor rank's queries read.
 
-    Raises `ConfigError` where they do not split evenly.
+    Raises `ConfigError` if they do not split evenly.
     """
     kv = config.num_kv_heads
     if kv % t and t % kv:
@@ -326,19 +323,19 @@ def kv_heads_of(config: NetworkSizes, t: int, rank: int) -> slice:
 
 
 def vocabulary_of(size: int, t: int, rank: int) -> slice:
-    """The ids whose rows of the embedding and the head a tensor rank holds."""
+    """Return the token ids whose embedding and head rows a tensor rank holds."""
     return slice(rank * size // t, (rank + 1) * size // t)
 
 
 def of_experts(name: str) -> bool:
-    """Whether a parameter, by its canonical name, is a stack of experts, or an adapter's of one."""
+    """Return whether a canonical name is that of stacked expert weights or their adapters."""
     return re.fullmatch(r"blocks\.\d+\.mlp\.experts\..+", name) is not None
 
 
 def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
-    """What rank `rank` of `e` expert ranks holds of the part `whole` of a parameter.
+    """Return the part of the slice `whole` that expert rank `rank` of `e` holds.
 
-    Raises `ConfigError` where experts do not split evenly.
+    Raises `ConfigError` if the experts do not split evenly.
     """
     if e == 1 or not of_experts(name):
         return whole
@@ -349,9 +346,10 @@ def expert_slice(name: str, whole: Slice, e: int, rank: int) -> Slice:
 
 
 def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> range:
-    """The blocks of a pipeline stage: consecutive, and as even as can be where the last stage
-    computes the output matrix too, which costs as much as `head` blocks. Raises `ConfigError` where
-    a stage would have none.
+    """Return the consecutive blocks of a pipeline stage.
+
+    Stages are balanced as evenly as possible, counting the output matrix on the last stage as
+    `head` blocks. Raises `ConfigError` if there are more stages than blocks.
     """
     if stages > num_layers:
         rule = "every stage needs at least one"
@@ -372,23 +370,25 @@ def stage_of(num_layers: int, stages: int, stage: int, head: float = 0.0) -> ran
 
 
 class StagedSizes(NetworkSizes, Protocol):
-    """What says, beside that, which stage has a parameter."""
+    """Sizes that also determine the pipeline stage of each parameter."""
 
     @property
     def num_layers(self) -> int: ...
     @property
     def head_layers(self) -> float:
-        """What the output matrix costs, in layers."""
+        """Cost of the output matrix, in layers."""
         ...
 
 
 FIRST_STAGE = r"(embed|positions|embed_in)\..*"
-# Parameters that a network stores as rows of one, in this order (`weft.models.network.linear`).
+# Parameters stored as rows of one fused parameter, in this order (`weft.models.network.linear`).
 FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 
 
 def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
-    """The pipeline stages that hold a parameter: one, but a tied embedding's first and last."""
+    """Return the pipeline stages that hold a parameter: one, or first and last for a tied
+    embedding.
+    """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:
         return tuple(
@@ -411,12 +411,14 @@ def holdings(
     *,
     tied: bool = False,
 ) -> dict[str, Slice]:
-    """What a rank holds of the parameters with these canonical names and whole shapes: a rectangle
-    of each, none where it has nothing of one. `tied`: the embedding is the output matrix too.
+    """Return the slice of each parameter that a rank holds, by canonical name.
 
-    An `fsdp` degree above 1 gives each rank rows of a parameter as it is stored, in chunks of one
-    size but the last (`torch.chunk`), after tensor and expert parallelism have taken their parts.
-    Experts are so shared by the ranks that have the same ones.
+    Parameters of which the rank holds nothing are left out. `shapes` are the whole shapes; `tied`
+    means that the embedding is also the output matrix.
+
+    An `fsdp` degree above 1 splits the rows of each stored parameter into chunks of equal size
+    except the last (`torch.chunk`), after the tensor and expert splits. Experts are sharded this
+    way among the ranks that have the same ones.
     """
     own = set(layout.placement.stages_of(at.pipeline))
     found = {
@@ -454,7 +456,7 @@ def holdings(
 
 
 def _stored(names: Iterable[str]) -> Iterator[list[str]]:
-    """The names by the parameter that they are stored in, in the order of its rows."""
+    """Group names by the fused parameter that stores them, in the order of its rows."""
     left = dict.fromkeys(names)
     while left:
         name = next(iter(left))
@@ -476,7 +478,7 @@ def _size(part: slice) -> int:
 
 
 def _normed_by_head(own: str, shape: tuple[int, ...], config: NetworkSizes) -> bool:
-    """Whether this is the norm of each head by itself, which every rank holds whole."""
+    """Return whether this is a per-head norm, which is replicated."""
     return "_norm." in own and own.startswith("attention.") and shape[-1] == config.head_dim
 
 

@@ -1,10 +1,10 @@
-"""Files that weft writes.
+"""Writing of files.
 
-Links are followed; a pipe, a device or a folder is refused, so none is replaced by a file.
+Links are followed. Pipes, devices and folders are refused, so that none is replaced by a file.
 
-write(path, "text")                           # whole or not at all: another name, flushed to the disk, renamed
-with replacing(path) as partial: ...          # the same where a library fills the file `partial`
-with opened(path, "ab") as file: ...          # to append to a file or to change a part of it
+    write(path, "text")                           # atomic: temporary file, flush, rename
+    with replacing(path) as partial: ...          # the same for a library that fills the file `partial`
+    with opened(path, "ab") as file: ...          # append to a file or change a part of it
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TEMPORARY = ".tmp"
 
 
 def destination(path: Path) -> Path:
-    """Return the path of the file to write: `path`, or the file that a link of this name leads to.
+    """Return the path of the file to write: `path`, or the target if it is a link.
 
-    Raises `UserError` for a URL and for anything but a regular file or a new name, and `OSError`
-    for a link that leads to itself.
+    Raises `UserError` for a URL and for an existing path that is not a regular file, and `OSError`
+    for a link to itself.
     """
     refuse_url(path, str(path))
     try:
@@ -52,20 +52,20 @@ def destination(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield an empty file to fill, which takes the place of `path` at the end of the block.
+    """Yield an empty temporary file that replaces `path` at the end of the block.
 
-    If the block fails, the file is removed and `path` stays as it was. A file that is replaced
-    keeps its permissions.
+    If the block fails, the temporary file is removed and `path` is unchanged. A replaced file keeps
+    its permissions.
     """
     target = destination(path)
-    # several processes may write one file at once, as the ranks of a role do
+    # several processes can write the same file at once, such as the ranks of a role
     own = secrets.token_hex(4)
     partial = target.with_name(f".{target.name}.{own}{TEMPORARY}")
     try:
         partial.touch(exist_ok=False)
         mode = stat.S_IMODE((target if target.exists() else partial).stat().st_mode)
         yield partial
-        partial.chmod(mode)  # a library may have made a file that only its owner reads
+        partial.chmod(mode)  # a library can have created the file readable only by its owner
         sync(partial)
         rename(partial, target)
     except BaseException:
@@ -74,7 +74,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, content: str | bytes, *, errors: str = "strict") -> Path:
-    """Write a file that nobody sees half-written, and return `path`; text is written as UTF-8."""
+    """Write a file atomically and return `path`; text is encoded as UTF-8."""
     with replacing(path) as partial:
         partial.write_bytes(
             content if isinstance(content, bytes) else content.encode("utf-8", errors)
@@ -83,20 +83,21 @@ def write(path: Path, content: str | bytes, *, errors: str = "strict") -> Path:
 
 
 def opened(path: Path, mode: str, **options: Any) -> IO[Any]:
-    """Open a file to append to it or to change a part of it; `mode` and `options` are those of
-    `open`.
+    """Open a file to append to it or change a part of it.
+
+    `mode` and `options` are passed to `open`.
     """
     return destination(path).open(mode, **options)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Give a complete file or folder its name, and flush the entry of the folder."""
+    """Rename a complete file or folder and flush the directory entry."""
     os.replace(source, target)
     sync(target.parent)
 
 
 def sync(path: Path) -> None:
-    """Flush one file or folder to the disk."""
+    """Flush one file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
