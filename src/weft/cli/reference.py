@@ -4,6 +4,7 @@ docs/options.md`. A test compares them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
@@ -62,9 +63,15 @@ def page() -> str:
     parts += ["\n## Calls\n", CALL.format(calls=calls) + "\n", *_table(leaves(MFCOptions()))]
     for name, config in configs.items():
         own = [leaf for leaf in leaves(config) if _is_own(leaf.name, config)]
-        parts += [f"\n## {name}\n", (type(config).__doc__ or "").strip() + "\n", *_table(own)]
+        parts += [f"\n## {name}\n", _paragraphs(type(config)) + "\n", *_table(own)]
     parts += ["\n## Other spellings\n", SPELLED + "\n", *_spellings(configs)]
     return "\n".join(parts) + "\n"
+
+
+def _paragraphs(config: type) -> str:
+    """Return the docstring of a configuration with one line for each paragraph."""
+    paragraphs = inspect.cleandoc(config.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def _is_run(name: str) -> bool:

@@ -134,9 +134,8 @@ class GRPOOptions(PolicyOptions):
 @register_quickstart("grpo")
 @dataclass
 class GRPOConfig(PolicyConfig):
-    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG, Dr.
-
-    GRPO, DAPO, GSPO, CISPO, SAPO.
+    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG,
+    Dr. GRPO, DAPO, GSPO, CISPO, SAPO.
     """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*PolicyConfig.host_nodes, "greedy_reward", "filter")
