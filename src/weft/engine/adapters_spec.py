@@ -1,4 +1,4 @@
-"""What is trained beside frozen weights: low-rank adapters, or a prefix. Plain values, no torch."""
+"""Options of adapters trained on frozen weights (LoRA or a prefix): plain values, no torch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Role(Protocol):
 
 
 def check_adapters(spec: Role) -> None:
-    """Raises `ConfigError` for options that leave no sense together with adapters or a prefix."""
+    """Raise `ConfigError` for options that conflict with adapters or a prefix."""
     if spec.freezes and spec.lora.r > 0:
         raise ConfigError(
             "freeze_layers and lora.r exclude each other: adapters leave every weight frozen; set "

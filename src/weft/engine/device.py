@@ -94,8 +94,9 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device; for a CPU, the memory that the process and its cgroup may
-    use.
+    """Return the memory of the device; for a CPU, the memory that the process may use.
+
+    A cgroup (of a container) may limit it.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -29,7 +29,7 @@ EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("
 
 @dataclass(frozen=True)
 class Case:
-    """One role: its network, how it is computed, and what is asked of it."""
+    """One role: its network, its settings and its calls."""
 
     shape: NetworkShape
     settings: Settings
@@ -41,7 +41,7 @@ Cases = Mapping[str, Case]
 
 @dataclass(frozen=True)
 class Way:
-    """Options to set, and the bytes that a GPU then has to hold."""
+    """Options to set, and the memory in bytes that each GPU then needs."""
 
     options: str
     size: float
@@ -84,7 +84,7 @@ def ways(cases: Cases) -> list[Way]:
 
 
 def lacking(*options: str) -> str:
-    """The command that installs what these options need, where it is not there; else ""."""
+    """Return the command that installs the packages these options need, or "" if none is missing."""
     extras = [
         EXTRAS[option][1]
         for option in options
@@ -129,7 +129,7 @@ def smaller(cases: Cases, usable: float) -> Iterator[str]:
 
 
 def table(found: Sequence[Way]) -> list[str]:
-    """All ways, one a line."""
+    """Return all ways, one a line."""
     width = max(len(way.options) for way in found)
     return [
         f"{way.options:<{width}}  {_size(way.size):>12}{' each' if way.devices > 1 else '     '}  "
@@ -156,7 +156,7 @@ def _size(number: float) -> str:
 
 
 def _total(cases: Cases) -> float:
-    """Bytes of a GPU that has all roles, or of each of several."""
+    """Return the bytes of a GPU with all roles, or of each of several GPUs."""
     return float(
         total(
             {name: estimate(case.shape, case.settings, case.works) for name, case in cases.items()}
@@ -165,7 +165,7 @@ def _total(cases: Cases) -> float:
 
 
 def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
-    """Those of trained roles."""
+    """Apply `change` to the settings of the trained roles."""
     return {
         name: replace(case, settings=change(case.settings)) if case.settings.trained else case
         for name, case in cases.items()
@@ -189,7 +189,7 @@ def _adapted(case: Case) -> Case:
 
 
 def _sharded(case: Case, ranks: int) -> Case:
-    """A rank's part of a trained role; others are on every rank whole."""
+    """Return one rank's part of a trained role; other roles are whole on every rank."""
     if not case.settings.trained:
         return case
     shape = case.shape

@@ -1,6 +1,4 @@
-"""How many floating-point operations a network's training takes, which is what `mfu` counts; and
-what GPUs' makers promise.
-"""
+"""Floating-point operations of training, for `mfu`, and peak rates of GPUs."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ class Cost:
         return (1 + self.backward) * (2.0 * products + 4.0 * self.attention * pairs)
 
     def shared(self, ranks: int) -> Cost:
-        """What one of `ranks` does that share the tokens of every pack."""
+        """Return the cost of one of `ranks` that share the tokens of every pack."""
         return replace(
             self,
             products=self.products // ranks,
@@ -53,21 +51,19 @@ class Cost:
 
     @property
     def per_token(self) -> float:
-        """Operations a trained token takes in matrix products."""
+        """Matmul operations of a trained token."""
         return (1 + self.backward) * 2.0 * self.products
 
 
 class ProductRate:
-    """The best rate seen of matrix products on a device: measured beforehand, or that of a step
-    that was faster.
-    """
+    """Best observed rate of matmuls on a device: measured, or that of a faster step."""
 
     def __init__(self, measure: Callable[[], float]) -> None:
         self._measure = measure
 
     @functools.cached_property
     def best(self) -> float:
-        """Operations a second; measured when it is first needed."""
+        """Operations a second; measured on first use."""
         return self._measure()
 
     def share(self, operations: float, seconds: float) -> float:
@@ -79,8 +75,10 @@ class ProductRate:
 
 @dataclass(frozen=True)
 class Peak:
-    """What a GPU's maker promises: `tflops` of dense products in bfloat16 (float16 where it has
-    none), summed in float32; `gb_per_s` of its memory.
+    """Peak rates of a GPU according to its maker.
+
+    `tflops` is that of dense bfloat16 products (float16 if it has no bfloat16), summed in float32;
+    `gb_per_s` is the memory bandwidth.
     """
 
     tflops: float

@@ -98,7 +98,7 @@ class NetworkShape:
 
     @property
     def stream(self) -> int:
-        """Elements of a token's hidden state between attention and MLP, on each rank that shares
+        """Elements of a token's state between attention and MLP on one of the ranks that share
         rows.
         """
         return -(-self.hidden // self.row_ranks)

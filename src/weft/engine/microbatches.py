@@ -1,6 +1,6 @@
-"""Cutting a batch into micro-batches by tokens, and undoing it.
+"""Split a batch into micro-batches by tokens, and join their results.
 
-A micro-batch is what goes through the network at once.
+A micro-batch is the input of one forward pass.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from weft.data.sample import SequenceSample
 def cut(
     batch: SequenceSample, max_tokens: int, unit: Literal["sequence", "group"]
 ) -> list[SequenceSample]:
-    """Parts of at most `max_tokens` tokens.
+    """Split a batch into parts of at most `max_tokens` tokens.
 
-    `group` keeps an id whole; `sequence` cuts the completions of an id that is too large for one
-    part. Raises `ConfigError` naming `max_tokens_per_microbatch` where that cannot be done.
+    `group` keeps ids whole; `sequence` splits the completions of an id that is too large for one
+    part. Raises `ConfigError` naming `max_tokens_per_microbatch` if that is impossible.
     """
     if 0 < batch.token_costs().sum() <= max_tokens:
         return [batch]
@@ -27,12 +27,12 @@ def cut(
 
 
 def join(parts: Sequence[SequenceSample], ids: Sequence[str]) -> SequenceSample:
-    """The results of all parts as one sample of `ids`, groups made whole again."""
+    """Join the results of all parts into one sample of `ids`, with whole groups."""
     return SequenceSample.gather(parts).regroup().select(ids=ids)
 
 
 def sample_ids(part: SequenceSample) -> list[str]:
-    """Ids as the user knows them, also where groups were cut."""
+    """Return the original ids, also if groups were split."""
     cuts = part.metadata.get(PART)
     return list(dict.fromkeys(part.ids if cuts is None else (c["id"] for c in cuts)))
 

@@ -1,4 +1,4 @@
-"""With what else `quantize` goes: plain values, no torch."""
+"""Checks of the option `quantize`: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from weft.extras import install
 
 
 def check_quantize(spec: ModelSpec, role: str = "") -> None:
-    """Raises `ConfigError` where `quantize` does not go with what else is asked, or its library is
-    not installed.
-    """
+    """Raise `ConfigError` if `quantize` conflicts with other options or lacks its library."""
     if spec.quantize is None:
         return
     dot = f"{role}." if role else ""

@@ -13,7 +13,7 @@ MOST = 1_000_000
 
 
 def problem(value: Any) -> str | None:
-    """What is wrong with a value of the option, or None."""
+    """Return what is wrong with a value of the option, or None."""
     if value is None:
         return None
     kinds = ", ".join(f"{{type: {kind}, {number}: 2}}" for kind, number in NUMBERS.items())
@@ -37,5 +37,5 @@ def number_of(value: Mapping[str, Any]) -> float:
 
 
 def context(value: Mapping[str, Any] | None, positions: int) -> int:
-    """How many positions a model of `positions` has with the option."""
+    """Return the number of positions that a model with `positions` has with the option."""
     return positions if value is None else int(positions * number_of(value))

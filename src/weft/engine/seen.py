@@ -1,8 +1,6 @@
-"""What training saw of a few samples: the network's own outputs of them, kept for whoever looks at
-the run.
+"""Outputs of the network for a few samples of each minibatch, kept for inspection of the run.
 
-Which ones does not depend on ranks or micro-batches: the samples of a run are the same in every
-layout.
+The choice doesn't depend on ranks or micro-batches: it is the same in every layout.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Scores and log-probs of a model behind a URL: requests of some rows each, several in flight, sent
-again where that helps.
-"""
+"""Client for scores and log-probs of a model behind a URL, with concurrent requests and retries."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ STARTS = "prompt_length"
 
 @dataclass
 class ServiceClient:
-    """`compute` is what an engine's `forward` is for the roles of this place.
+    """Client that replaces an engine's `forward` for the role of this place.
 
     `role` is named in errors.
     """
@@ -103,7 +101,7 @@ class ServiceClient:
     def _map(
         self, ask: Callable[[list[Row]], list[Any]], parts: Sequence[list[Row]]
     ) -> list[list[Any]]:
-        """The answers in order; after one failure no more is asked."""
+        """Return the answers in order; after a failure no more requests are sent."""
         self._closing.clear()
         with ThreadPoolExecutor(self.spec.concurrency) as pool:
             futures = [pool.submit(ask, part) for part in parts]
@@ -183,7 +181,7 @@ class ServiceClient:
         }
 
     def _repeated(self, ask: Callable[[], T | Trouble]) -> T:
-        """The answer, asked for again where that may help. Raises `RunError`."""
+        """Return the answer, with retries if they may help. Raises `RunError`."""
         jitter = random.Random()
         attempt = 0
         while isinstance(came := ask(), Trouble):
@@ -206,7 +204,10 @@ class ServiceClient:
 
 
 def transport(place: Place, timeout_s: float) -> Transport:
-    """Raises `ConfigError` where gRPC is asked for and not installed."""
+    """Return the transport for the URL's scheme.
+
+    Raises `ConfigError` for gRPC if it isn't installed.
+    """
     if place.scheme in ("http", "https"):
         return OverHTTP(place, timeout_s)
     try:

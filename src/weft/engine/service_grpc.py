@@ -1,4 +1,4 @@
-"""The inference protocol's calls over gRPC, from the client's side."""
+"""Client calls of the inference protocol over gRPC."""
 
 from __future__ import annotations
 

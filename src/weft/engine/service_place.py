@@ -1,4 +1,4 @@
-"""Where a model behind a URL is, and the token that its server is sent."""
+"""Address of a model behind a URL, and the token sent to its server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXAMPLE = "http://127.0.0.1:8000/MODEL or grpc://127.0.0.1:8001/MODEL"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is. Make it with `of`, which checks."""
+    """Address of a model; create it with `of`, which checks the URL."""
 
     url: str
     scheme: str

@@ -1,4 +1,4 @@
-"""What a user sets for a role whose network is behind a URL: the `rew.*` and `ref.*` options.
+"""User options of a role whose network is behind a URL (`rew.*` and `ref.*`).
 
 Plain values, no torch.
 """
@@ -38,7 +38,7 @@ class ServiceSpec:
 
 @dataclass
 class ServedSpec(ModelSpec):
-    """A frozen role's network, here or behind a URL."""
+    """Network of a frozen role, in this process or behind a URL."""
 
     url: str | None = option(
         None,

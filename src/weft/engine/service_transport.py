@@ -1,4 +1,4 @@
-"""The inference protocol's calls over HTTP and gRPC, each with its answer or why there is none."""
+"""Calls of the inference protocol over HTTP and gRPC; they return an answer or a `Trouble`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATUS_FIXES = {
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model gives by name, and the types of what it takes."""
+    """Names of a model's outputs, and names and types of its inputs."""
 
     inputs: Mapping[str, str]
     outputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a user sets for one role's network: plain values, no torch.
+"""User options of one role's network: plain values, no torch.
 
 These dataclasses are the `actor.*`, `model.*` options.
 """
@@ -158,7 +158,7 @@ class OptimizerSpec:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or what holds where nobody says."""
+        """`lr`, or its default."""
         return LEARNING_RATE if self.lr is None else self.lr
 
     @property
@@ -409,17 +409,19 @@ class ModelSpec:
 
     @property
     def recomputed_layers(self) -> int:
-        """Every how many layers one is computed again in the backward pass; 0 is none."""
+        """Interval n of layers, of which every n-th is recomputed in the backward pass; 0 for none."""
         return self.recompute_every or int(self.gradient_checkpointing)
 
     @property
     def freezes(self) -> bool:
-        """Whether some first layers are not trained, though the role is."""
+        """True if some first layers of a trained role are frozen."""
         return self.freeze_layers is not None or self.train_last_layers is not None
 
     @property
     def trains_embeddings(self) -> bool:
-        """Whether embedding and output matrix are trained beside adapters: tokens were added."""
+        """True if embedding and output matrix are trained along with adapters, because tokens were
+        added.
+        """
         return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
@@ -441,7 +443,7 @@ class ModelSpec:
 
 @dataclass
 class GenerationSpec:
-    """How completions are sampled: the `gen.*` options."""
+    """Sampling settings of completions: the `gen.*` options."""
 
     max_new_tokens: int | None = option(
         None,

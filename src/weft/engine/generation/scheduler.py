@@ -24,12 +24,12 @@ from weft.errors import RunError
 
 @dataclass(frozen=True)
 class Budget:
-    """How much runs at once."""
+    """Limits on the work done at once."""
 
     max_sequences: int = 64
-    max_tokens: int = 1 << 20  # tokens whose keys and values are held at once
-    max_prefill_tokens: int = 8192  # prompt tokens of one step
-    # whether a longer prompt takes several steps; else it is computed in one, alone
+    max_tokens: int = 1 << 20  # maximum tokens in the KV cache
+    max_prefill_tokens: int = 8192  # maximum prompt tokens of one step
+    # split longer prompts over several steps; otherwise each gets a step without other prompts
     divides: bool = True
 
 
@@ -77,7 +77,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The tokens `start` to `stop` of a fill, computed in one step."""
+    """Tokens `start` to `stop` of a fill, computed in one step."""
 
     fill: Fill
     start: int
