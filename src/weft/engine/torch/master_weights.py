@@ -105,7 +105,7 @@ class MasterWeights:
     def _moves_gradient_to(self, name: str) -> Callable[[Tensor], None]:
         def move(copy: Tensor) -> None:
             master = self._masters[name]
-            if copy.grad is None:  # a fused matmul already added it to the master's
+            if copy.grad is None:  # the kernel of a matrix product already added it to the master's
                 return
             gradient = copy.grad.to(master)
             if master.grad is None:
