@@ -1,1 +1,1 @@
-"""runtime"""
+"""Execution of a dataflow graph: master, worker groups, recovery and the run directory."""

@@ -1,4 +1,4 @@
-"""Work in a thread of its own, for those who ask for its result later."""
+"""Functions run in background threads."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def begin(function: Callable[[], T], what: str) -> Future[T]:
-    """`function()` in a thread that cannot keep the process from ending."""
+    """Run `function` in a daemon thread named `what` and return a future of its result."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # whoever waits is told
+        except BaseException as error:  # raised by future.result()
             future.set_exception(error)
 
     threading.Thread(target=work, name=what, daemon=True).start()

@@ -1,6 +1,4 @@
-"""What a master knows of the firings that it has decided on, until a line of metrics.jsonl holds
-what they measured.
-"""
+"""Metrics of node firings, collected until the step that they belong to is logged."""
 
 from __future__ import annotations
 
@@ -14,24 +12,24 @@ from weft.runtime.step_metrics import Measured, StepMetrics
 
 @dataclass
 class _Line:
-    """`firing` None: said of a node beside its firings."""
+    """Metrics of one firing; `firing` is None for metrics that belong to no firing."""
 
     node: str
     firing: Firing | None
-    measured: Measured | None  # None until it is over
+    measured: Measured | None  # None while the firing runs
 
     def is_ahead(self, ahead: Collection[str]) -> bool:
-        """Whether it is of later steps: all of its ids that are still there are among theirs."""
+        """Return whether the firing reads ids that later steps will train on."""
         return (
             bool(ahead) and self.firing is not None and any(id in ahead for id in self.firing.ids)
         )
 
 
 class Books:
-    """Firings in the order in which they were decided on, whatever order they end in.
+    """Open and finished firings, in the order in which the master decided on them.
 
-    `ahead` are the ids that later steps will train on. A firing belongs to the first step after
-    which none of its ids is waiting for one.
+    `ahead` are the ids that later steps will train on. A firing is logged with the first step after
+    which none of its ids is in `ahead`.
     """
 
     def __init__(self) -> None:
@@ -39,26 +37,28 @@ class Books:
         self._open: dict[Firing, _Line] = {}
 
     def decide(self, firing: Firing) -> None:
+        """Add a firing that the master has decided to start."""
         self._open[firing] = _Line(firing.node, firing, None)
         self._lines.append(self._open[firing])
 
     def end(self, firing: Firing, measured: Measured) -> None:
+        """Record the measurements of a finished firing."""
         self._open.pop(firing).measured = measured
 
     def note(self, node: str, measured: Measured) -> None:
-        """Something measured that is of no firing."""
+        """Record measurements that belong to a node but to no firing."""
         self._lines.append(_Line(node, None, measured))
 
     def are_open(self, ahead: Collection[str] = ()) -> bool:
-        """Whether a firing that is not of later steps is not over."""
+        """Return whether any firing of the current step is unfinished."""
         return any(not line.is_ahead(ahead) for line in self._open.values())
 
     def open_ids(self) -> set[str]:
-        """Ids that firings which are not over read."""
+        """Return the ids read by unfinished firings."""
         return {id for firing in self._open for id in firing.ids}
 
     def close(self, ahead: Collection[str] = ()) -> dict[str, float]:
-        """The line of a step that is over, and forget it."""
+        """Return the metrics of the finished step and drop its entries."""
         metrics = StepMetrics()
         later = list[_Line]()
         for line in self._lines:
@@ -71,7 +71,7 @@ class Books:
         return metrics.close()
 
     def state_dict(self) -> list[Any]:
-        """Plain values; only with nothing under way."""
+        """Return the finished firings as plain values; no firing may be running."""
         assert not self._open, "a recovery point has nothing under way"
         found = []
         for line in self._lines:
@@ -93,6 +93,7 @@ class Books:
         return found
 
     def load_state_dict(self, state: Sequence[Any]) -> None:
+        """Restore the firings that `state_dict` returned."""
         self._lines = [
             _Line(node, Firing(node, tuple(ids), step), Measured(metrics, num_ids, seconds))
             for node, ids, step, metrics, num_ids, seconds in state

@@ -1,10 +1,9 @@
-"""Outputs of a frozen role kept on disk: reference log-probs are computed once an id, however often
-it is trained.
+"""On-disk cache of a frozen role's outputs, so reference log-probs are computed once per id.
 
-Two files a node and set of weights: `values.bin`, one record an id, and `index.jsonl`, one line a
-call, which names the ids by the hash of what the node read. A call that a killed process left
-half-written has no whole line, so it is made again with the very same batch, and a restarted run
-sees the same bits.
+Each combination of node and weights has two files: `values.bin` has one record per id;
+`index.jsonl` has one line per call and names ids by the hash of the node's inputs. A call
+interrupted by a crash leaves no complete line, so it is repeated with the same batch and a
+restarted run reads bitwise identical values.
 """
 
 from __future__ import annotations
@@ -32,16 +31,14 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """Where in `values.bin` the outputs of one id lie."""
+    """Byte offset and size of one id's outputs in `values.bin`."""
 
     offset: int
     size: int
 
 
 class OutputCache:
-    """The outputs of one node under `folder`; processes that share the folder take turns in
-    writing.
-    """
+    """Cached outputs of one node in `folder`. A file lock serializes writes of several processes."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,9 +53,9 @@ class OutputCache:
     def call(
         self, batch: SequenceSample, compute: Callable[[SequenceSample], SequenceSample]
     ) -> tuple[SequenceSample, int]:
-        """(outputs of every id of `batch`, how many were known).
+        """Return the outputs for all ids of `batch`, and the number of ids found in the cache.
 
-        `compute` is called on the ids that are not.
+        `compute` is called once, on the ids that are not cached.
         """
         names = dict(zip(batch.ids, content_hashes(batch), strict=True))
         missing = [id for id, name in names.items() if name not in self._records]
@@ -99,7 +96,7 @@ class OutputCache:
         self._refresh()
 
     def _refresh(self) -> None:
-        """Take up the whole lines that are new, also those of other processes."""
+        """Read the complete index lines added since the last call, by any process."""
         with self._index.open("rb") as file:
             file.seek(self._read_to)
             for line in file:
@@ -110,7 +107,7 @@ class OutputCache:
 
 
 def _records(line: bytes) -> dict[str, Record]:
-    """The records of one line; none where a process was killed while it wrote it."""
+    """Parse one index line; an incomplete line of a killed process yields no records."""
     try:
         found = json.loads(line or b"{}")
     except json.JSONDecodeError:
@@ -119,9 +116,9 @@ def _records(line: bytes) -> dict[str, Record]:
 
 
 def content_hashes(batch: SequenceSample) -> list[str]:
-    """Of each id: a hash of every key it holds (name, lengths, dtype and bytes).
+    """Return one hash per id, over the name, lengths, dtype and bytes of each key.
 
-    Ids do not count, contents do.
+    The id itself is not hashed.
     """
     return [_content_hash(one) for one in batch.unpack()]
 
@@ -135,9 +132,7 @@ def _content_hash(one: SequenceSample) -> str:
 
 
 def fingerprint(node: MFCDef, engine: Engine) -> str:
-    """What a node's outputs depend on beside its batch: the weights, the interface and its
-    arguments.
-    """
+    """Return a hash of the weights, interface, method and arguments behind a node's outputs."""
     digest = hashlib.blake2b(
         f"{node.interface}|{node.method}|{sorted(node.args.items())!r}".encode(), digest_size=16
     )

@@ -1,6 +1,4 @@
-"""What can be refused before the start, once user code and interfaces are imported: calls that
-nobody implements.
-"""
+"""Checks of an experiment's model function calls, host functions and hooks before the start."""
 
 from __future__ import annotations
 
@@ -19,8 +17,9 @@ METHODS = ("generate", "inference", "train_step", "evaluate", "save", "state_dic
 
 
 def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
-    """Every model function call by the name under which a worker group knows it; those of the
-    evaluation and of fixed prompts are prefixed.
+    """Return all model function calls by the names that worker groups use.
+
+    Calls of the evaluation and of fixed prompts have the prefix `eval/`.
     """
     found = {node.name: node for node in experiment.graph.model_calls()}
     for beside in (experiment.evaluation, experiment.fixed_prompts):
@@ -30,15 +29,13 @@ def calls_of(experiment: Experiment) -> dict[str, MFCDef]:
 
 
 def implements(interface: str, method: str) -> bool:
-    """Whether the registered class defines `method` itself; what it inherits from the Protocol is
-    no implementation.
-    """
+    """Return whether the registered class defines `method`, apart from `ModelInterface`'s default."""
     cls = interfaces.get(interface)
     return any(method in vars(base) for base in inspect.getmro(cls) if base is not ModelInterface)
 
 
 def wanted_minibatches(node: MFCDef) -> Minibatches:
-    """How the node's interface wants its batch; whole where it does not say."""
+    """Return how the node's interface splits its batch; by default it is not split."""
     if not node.trains or not implements(node.interface, "minibatches"):
         return Minibatches()
     wanted: Minibatches = interfaces.get(node.interface)(**node.args).minibatches()
@@ -46,7 +43,9 @@ def wanted_minibatches(node: MFCDef) -> Minibatches:
 
 
 def check_calls(experiment: Experiment) -> None:
-    """Raises `UserError` for a method that an interface lacks, arguments it does not take, an
+    """Validate interfaces, methods, arguments, functions and hooks of all graphs.
+
+    Raises `UserError` for a method that an interface lacks, arguments it does not take, or an
     unknown function or hook.
     """
     beside = [
@@ -61,9 +60,9 @@ def check_calls(experiment: Experiment) -> None:
 
 
 def check_tokens(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """Let every interface that wants to look at its role's tokenizer and at the data's.
+    """Let each interface check its role's tokenizer against the tokenizer of the data.
 
-    `tokenizers` are by role.
+    `tokenizers` are by role. Only interfaces that implement `check_tokens` are called.
     """
     data = tokenizers[experiment.data_role]
     for node in calls_of(experiment).values():

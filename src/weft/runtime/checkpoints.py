@@ -1,5 +1,6 @@
-"""Checkpoints of the saved roles: `checkpoints/{role}/step{N}/`, written whole, pruned to what the
-user wants to keep.
+"""Checkpoints of the saved roles in `checkpoints/{role}/step{N}/`.
+
+A checkpoint is renamed into place once complete; old ones are pruned.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ MILESTONES = "milestones.json"
 
 
 class Checkpoints:
-    """`limit`: the newest so many of a role are kept, milestones aside; None keeps all."""
+    """Write and prune checkpoints of `roles`.
+
+    The newest `limit` checkpoints of each role are kept, plus all milestones; None keeps all.
+    """
 
     def __init__(
         self, directory: RunDirectory, roles: Sequence[str], group: WorkerGroup, limit: int | None
@@ -27,9 +31,9 @@ class Checkpoints:
         self._limit = limit
 
     def save(self, step: int, *, milestone: bool) -> list[Path]:
-        """Save every role after `step` steps.
+        """Save all roles after `step` completed steps and return the directories.
 
-        Raises `RunError` where the disk does not take it; what was there stays.
+        Raises `RunError` if the disk is full or fails; earlier checkpoints remain.
         """
         made = []
         for role in self._roles:
@@ -47,9 +51,9 @@ class Checkpoints:
         return made
 
     def prune(self) -> None:
-        """Remove what goes beyond the limit.
+        """Remove the oldest checkpoints beyond the limit.
 
-        A restart needs none of them: recovery points hold all that it takes up.
+        A restart does not need them, since it reads recovery points only.
         """
         if self._limit is None:
             return
@@ -60,7 +64,7 @@ class Checkpoints:
                 disk.remove(self._directory.checkpoints / role / f"step{step}")
 
     def mend(self) -> None:
-        """Remove what a killed process left half-written."""
+        """Remove partial checkpoints of a killed process."""
         for role in self._roles:
             disk.mend(self._directory.checkpoints / role)
 

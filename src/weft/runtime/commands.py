@@ -1,6 +1,4 @@
-"""What the driver asks of the processes of many devices: one small class each, pickled there and
-run in order.
-"""
+"""Commands that the driver sends to device processes: small picklable classes, run in order."""
 
 from __future__ import annotations
 
@@ -48,15 +46,18 @@ from weft.topology import Mesh, Slice
 from weft.writing import destination
 
 Slices = Mapping[str, Slice]
-NONE = -1  # no job has this number
-ASKED_SECONDS = 600.0  # for a command that another rank has already
+NONE = -1  # no job has this number; stands for "no command" in collectives
+ASKED_SECONDS = 600.0  # wait for a command that other ranks have received
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a device made: of every role whose own mesh it is of, facts and the parameters that
-    train steps change (None where its engine does not tell); of copies, facts; of every engine that
-    parameters go to or come from, what it holds of each.
+    """Description of the engines that one device built.
+
+    `facts` and `trained` cover the roles whose own mesh includes the device; `trained` names the
+    parameters that train steps change, or is None if the engine does not report them. `copies`
+    describes copies of roles on other meshes. `slices` lists the local parameter slices of each
+    engine that takes part in a parameter transfer.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
@@ -67,13 +68,13 @@ class Built:
 
 @dataclass(frozen=True)
 class Build:
-    """Make the worker, with the engines of the roles that are on this device."""
+    """Build the worker and the engines of the roles on this device."""
 
     experiment: Experiment
     specs: Mapping[str, ModelSpec]
     tokenizers: Mapping[str, Tokenizer]
     cache: Path
-    kind: str  # of device: cpu, cuda
+    kind: str  # device type: cpu, cuda
 
     def run(self, process: DeviceProcess, number: int) -> Built:
         import_user_code(self.experiment.control.imports)
@@ -108,7 +109,7 @@ class Build:
 
 
 def _moved(experiment: Experiment) -> set[str]:
-    """Roles whose parameters go to others or to copies, or come from there."""
+    """Return the roles whose parameters are transferred to or from other roles or copies."""
     synced = {role for s in experiment.graph.syncs for role in (s.source, s.target)}
     begun = {role for pair in experiment.init_from.items() for role in pair}
     return synced | begun | {role for role, _ in experiment.copies()}
@@ -116,8 +117,9 @@ def _moved(experiment: Experiment) -> set[str]:
 
 @dataclass(frozen=True)
 class Call:
-    """A model function call on this device's part; ids that the store does not know yet get their
-    metadata from `described`.
+    """Run a model function call on this device's part of the batch.
+
+    `described` is the metadata of ids that the device's tensor store does not have yet.
     """
 
     mfc: str
@@ -125,7 +127,7 @@ class Call:
     minibatches: Sequence[SampleMeta]
     described: SampleMeta
     announces: bool
-    weights: int | None = None  # that the role's copy on these devices must have
+    weights: int | None = None  # version required of the role's copy on these devices
 
     def run(self, process: DeviceProcess, number: int) -> MFCResult:
         process.worker.store.put(self.described)
@@ -136,14 +138,14 @@ class Call:
         result = process.worker.call(
             self.mfc, self.step, self.minibatches, early, self.weights, updates
         )
-        # it goes to another process
+        # the result is sent to another process
         if result.seen is None:
             return result
         return replace(result, seen=result.seen.to("cpu"))
 
 
 class _Announcements:
-    """Takes a call's early outputs to the driver."""
+    """Send a call's early outputs to the driver."""
 
     def __init__(self, process: DeviceProcess, number: int) -> None:
         self._process = process
@@ -154,14 +156,16 @@ class _Announcements:
 
 
 class Meanwhile:
-    """What was asked for while a call on `mesh` runs, in the order of asking, up to the next call
-    that generates: new weights above all. Implements `Updates`.
+    """Commands that arrive during a generation call on `mesh`, mostly new weights.
 
-    Ranks of one data-parallel part stop after the same step: the first of them sees what waits and
-    tells the others. Parts stop each for itself, and go on together: they may bring their weights
-    together to generate, and gather what they measured in the end, so one that is done waits for
-    the others. What they do in between is what all of them are asked for, and whatever is asked for
-    before that: the driver gives all devices their commands in one order.
+    Implements `Updates`. The commands run in the order in which they were sent, up to the next call
+    that generates.
+
+    All ranks of one data-parallel part stop after the same step: their first rank checks for
+    pending commands and broadcasts the answer. Parts stop independently but continue together,
+    because they may gather weights to generate and reduce metrics at the end; a finished part waits
+    for the others. All parts run the commands that are addressed to all of them, and every command
+    before those; the driver sends commands to all devices in the same order.
     """
 
     def __init__(self, process: DeviceProcess, mesh: Mesh) -> None:
@@ -177,7 +181,7 @@ class Meanwhile:
         return self._process.groups.of(ranks, host=True)
 
     def are_waiting(self) -> bool:
-        # needs no engine
+        # Run leading `Discard` commands now: they need no engine.
         while (waiting := self._process.waiting()) and isinstance(waiting[0].command, Discard):
             self._process.run_next()
         found = self._last()
@@ -203,7 +207,7 @@ class Meanwhile:
         return True
 
     def _last(self) -> int | None:
-        """The number of the last command to be run now that all of the ranks get."""
+        """Return the number of the last pending command sent to all ranks that can run now."""
         last = None
         for queued in self._process.waiting():
             if (
@@ -218,7 +222,7 @@ class Meanwhile:
 
 @dataclass(frozen=True)
 class SyncHere:
-    """Move parameters between two roles of one mesh: each device what it holds."""
+    """Update one role's parameters from another role on the same mesh, each device its slice."""
 
     sync: ParamSync
 
@@ -228,7 +232,7 @@ class SyncHere:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Get ready to move parameters as `transfers` say; all of `ranks` do."""
+    """Prepare the reallocation plan `key` on all of `ranks`."""
 
     key: str
     ranks: tuple[int, ...]
@@ -244,9 +248,11 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Move:
-    """target = eta * source + (1 - eta) * target as `Prepare` said, by every rank of both; the
-    source's version, which is the target's then. A copy of a role has the `weights` of this number
-    from then on. With `kept`, what was kept under this number goes, and is kept no longer.
+    """Set target = eta * source + (1 - eta) * target; return the source's version.
+
+    Every rank of both roles runs it, after `Prepare`. The target takes the source's version; a copy
+    of a role also records `weights` as its version number. If `kept` is given, the parameters saved
+    under this number by `Keep` are sent, then dropped.
     """
 
     key: str
@@ -271,7 +277,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Keep:
-    """Keep what this device gives when the way `key` is gone, as it is now, for a `Move` of `kept`."""
+    """Save the parameters that this device sends in plan `key`, for a later `Move` with `kept`."""
 
     key: str
     source: Place
@@ -286,6 +292,8 @@ class Keep:
 
 @dataclass(frozen=True)
 class Discard:
+    """Drop ids from the device's tensor store."""
+
     ids: Sequence[str]
 
     def run(self, process: DeviceProcess, number: int) -> None:
@@ -294,7 +302,7 @@ class Discard:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Write what a restart needs into the recovery point."""
+    """Write this device's state to the recovery point."""
 
     point: Path
 
@@ -308,10 +316,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Restore:
-    """Take up a recovery point; descriptions of the tensors that this device holds then.
+    """Load a recovery point and return the metadata of the samples now on this device.
 
-    Written by as many devices, each has its own again, else the first has all. Computes with as
-    many threads as the first one did.
+    If the number of devices is unchanged, each device loads its own samples; otherwise rank 0 loads
+    all. The number of CPU threads is set to that of the run's first device.
     """
 
     point: Path
@@ -334,7 +342,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class Save:
-    """Write a role's model as Hugging Face lays it out."""
+    """Write a role's model in the Hugging Face format."""
 
     role: str
     directory: Path
@@ -346,9 +354,7 @@ class Save:
 
 @dataclass(frozen=True)
 class LogTo:
-    """Have what this process prints, from Python or from C, go to the end of
-    `folder/worker-RANK.log`.
-    """
+    """Append this process's stdout and stderr, including output of C code, to `worker-RANK.log`."""
 
     folder: Path
 
@@ -372,8 +378,9 @@ class LogTo:
 
 @dataclass(frozen=True)
 class Profile:
-    """Begin a trace of what this device does; or end it and write it to `path`, in which `{rank}`
-    stands for the device.
+    """Start a trace of this device, or stop it and write it to `path`.
+
+    The first happens if `path` is None. `{rank}` in `path` is replaced by the device's rank.
     """
 
     path: str | None
@@ -388,18 +395,22 @@ class Profile:
 
 @dataclass(frozen=True)
 class Hardware:
+    """Return a description of the device's hardware."""
+
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
         return hardware(process.device)
 
 
 @dataclass(frozen=True)
 class Numerics:
+    """Return the device's numerical settings."""
+
     def run(self, process: DeviceProcess, number: int) -> Mapping[str, Any]:
         return numerics(process.device)
 
 
 def described(minibatches: Sequence[SequenceSample], ids: Sequence[str], owner: str) -> SampleMeta:
-    """Of the ids that were dealt out as `minibatches`: what of them is no tensor."""
+    """Return the non-tensor metadata of `ids`, which were dealt out as `minibatches`."""
     if len(minibatches) == 1 and minibatches[0].ids == tuple(ids):
         return SequenceSample(minibatches[0].ids, {}, {}, {}, minibatches[0].metadata)
     values: dict[str, dict[str, Any]] = {}

@@ -1,8 +1,7 @@
-"""The worker group of many devices: what the Master asks becomes jobs on the ranks of a role,
-tensors go from device to device.
+"""Worker group of many devices: turns the master's requests into jobs on the ranks of a role.
 
-The driver holds descriptions, where each tensor lies, the loader's rows and what host functions
-made, and no other tensors but those that it is asked to fetch.
+Tensors are sent from device to device. The driver keeps metadata, tensor locations, the loader's
+rows and outputs of host functions; it fetches other tensors only on request.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from weft.runtime.split import OWNER, owners
 from weft.runtime.store import TensorStore
 
 T = TypeVar("T")
-BYTES_MOVED = "num_bytes_moved"  # a metric of every call: what its devices got from elsewhere
+BYTES_MOVED = "num_bytes_moved"  # metric of each call: bytes its devices received for it
 
 
 class DeviceGroup:
-    """Implements `WorkerGroup` on `devices`; `build` makes each one's worker.
+    """Implements `WorkerGroup` on `devices`; each device builds its worker with `build`.
 
-    From the first call on, what their processes print goes into the folder `logs`.
+    From the first call on, the processes print to files in the folder `logs`.
     """
 
     def __init__(
@@ -57,9 +56,9 @@ class DeviceGroup:
         self._mesh_of = {name: experiment.mesh_of(node) for name, node in self._calls.items()}
         self._all = range(len(devices.where))
         self._announcing: set[str] = set()
-        # calls under way that may be given new weights, and to what
+        # running interruptible calls, with the copy whose weights may be updated
         self._interruptible: dict[Task, Place] = {}
-        self._lock = threading.RLock()  # of what lies where; of the store by it
+        self._lock = threading.RLock()  # guards _locations and _store
         self._store = TensorStore()
         self._locations = Locations()
         self._closed = False
@@ -87,7 +86,7 @@ class DeviceGroup:
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        if self._logs is not None:  # the run has begun, so it may write
+        if self._logs is not None:  # the run has started, so it may write into its directory
             command = commands.LogTo(self._logs)
             self._logs = None
             self._ask("opening its log", self._all, lambda rank: command)
@@ -171,8 +170,9 @@ class DeviceGroup:
                 self._locations.copied(rank, want.ids, want.keys)
 
     def _given(self, wants: Sequence[Want], shared: dict[Any, Any]) -> Given:
-        """What a rank asks others for, and what the driver hands out; `shared` is what it did
-        already for this call.
+        """Return what a rank requests from other devices, and the rows the driver sends.
+
+        `shared` caches the rows already serialized for this call.
         """
         rows = [(want.ids, want.keys) for want in wants if want.rank == ON_DRIVER]
         for row in rows:
@@ -285,8 +285,9 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Beside what engines say of themselves: a role's `copies` by mesh, and the `moves` of its
-        parameters, for people.
+        """Return the engines' facts by role, with its `copies` by mesh and its `moves`.
+
+        `moves` are readable descriptions of the role's parameter transfers.
         """
         found: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
@@ -329,7 +330,7 @@ class DeviceGroup:
         make: Callable[[int], Command],
         role: str | None = None,
     ) -> Future[dict[int, Any]]:
-        """One command a rank, after all that the rank was asked for before; the answers by rank."""
+        """Send one command to each rank, in order with earlier ones; return the results by rank."""
         future: Future[dict[int, Any]] = Future()
 
         def done(ends: Mapping[int, Report]) -> None:
@@ -347,7 +348,7 @@ def _fail(future: Future[Any], error: BaseException) -> None:
 
 
 def _none(future: Future[dict[int, Any]]) -> Future[None]:
-    """The same end, without the answers."""
+    """Return a future that completes or fails with `future`, without its result."""
     over: Future[None] = Future()
 
     def told(done: Future[dict[int, Any]]) -> None:
@@ -362,5 +363,5 @@ def _none(future: Future[dict[int, Any]]) -> Future[None]:
 
 
 def _bare(sample: SequenceSample) -> SequenceSample:
-    """Without what is no tensor: descriptions carry that."""
+    """Return the sample without metadata, which is sent with the descriptions."""
     return SequenceSample(sample.ids, sample.lengths, sample.offsets, sample.data)

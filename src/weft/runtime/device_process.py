@@ -1,8 +1,7 @@
-"""The process of one of many devices: the worker, the one thread that does its work in order, and
-what it has to tell.
+"""Process of one device: a worker, the thread that runs its commands in order, and its reports.
 
-It knows nothing of what carries messages (`weft.runtime.ray`): commands come in with a number,
-tensors that they need come from other devices through `Peers`, reports go out of `next_reports`.
+It does not depend on the message transport (`weft.runtime.ray`): numbered commands arrive through
+`receive`, tensors from other devices through `Peers`, and reports leave through `next_reports`.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from weft.realloc.kept import Kept
 from weft.runtime.roles import Place
 from weft.runtime.worker import Worker
 
-COLLECTIVE_SECONDS = 1800.0  # a rank that waits longer for the others of a collective gives up
+COLLECTIVE_SECONDS = 1800.0  # timeout of a collective
 PACKAGE = str(Path(weft.__file__).parent)
 TORCH_DISTRIBUTED = os.path.join("torch", "distributed")
-TRANSFER_SECONDS = 600.0  # for tensors that another device holds already
+TRANSFER_SECONDS = 600.0  # timeout of a transfer from another device
 
 
 @dataclass(frozen=True)
 class Where:
-    """A device's process, for people."""
+    """Rank, host, pid and address of a device's process, for messages."""
 
     rank: int
     host: str
@@ -57,7 +56,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Want:
-    """Tensors that a command needs and another device holds."""
+    """Tensors that a command needs from the device `rank`."""
 
     rank: int
     ids: tuple[str, ...]
@@ -66,9 +65,9 @@ class Want:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of the command `number`.
+    """Progress or result of the command `number`.
 
-    `moved` are the bytes that came from elsewhere for it.
+    `moved` is the number of bytes received from elsewhere for it.
     """
 
     number: int
@@ -79,8 +78,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a device is doing: waiting for other devices, or running the code at `place`, a
-    function, file and line.
+    """Current activity of a device: waiting for other devices, or running the code at `place`.
+
+    `place` names a function, file and line.
     """
 
     waits: bool
@@ -88,9 +88,9 @@ class Activity:
 
 
 class Peers(Protocol):
-    """How a device gets what others hold.
+    """Transport for tensors that other devices hold.
 
-    An ask returns at once, `take` waits for what was promised.
+    `ask` returns a promise at once; `take` waits for the bytes of all promises.
     """
 
     def ask(self, want: Want) -> Any: ...
@@ -98,39 +98,41 @@ class Peers(Protocol):
 
 
 class Command(Protocol):
-    """What the driver asks for. It can be pickled; what it returns goes back to the driver."""
+    """Picklable request of the driver; its return value is sent back to the driver."""
 
     def run(self, process: DeviceProcess, number: int) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Queued:
+    """Command with the promises of the tensors that it needs."""
+
     number: int
     command: Command
-    ranks: Sequence[int]  # that get a command of this number
+    ranks: Sequence[int]  # all ranks that receive a command with this number
     promises: Sequence[Any]
 
 
 class DeviceProcess:
-    """Commands run in the order that their places say, whatever order they arrive in: ranks that
-    talk to each other must do the same things in the same order.
+    """Run commands in the order of their places, whatever order they arrive in.
+
+    Ranks that communicate must run the same commands in the same order.
     """
 
     def __init__(self, rank: int, peers: Peers) -> None:
         keep_freed_memory()
         self.rank = rank
         self.peers = peers
-        self.device = torch.device("cpu")  # until a command says which
+        self.device = torch.device("cpu")  # until `Build` sets it
         self.groups: ProcessGroups | None = None
         self._worker: Worker | None = None
         self.reallocations: dict[str, Reallocation] = {}
-        # Weights that are no longer the newest, by whose they are and their version, then by the
-        # way that they go.
+        # Older weights saved for later transfers: (source, version) -> plan key -> weights.
         self.kept: dict[tuple[Place, int], dict[str, Kept]] = {}
         self.trace: Trace | None = None
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._queue: queue.SimpleQueue[Queued] = queue.SimpleQueue()
-        self._next: deque[Queued] = deque()  # taken out of the queue and not yet run
+        self._next: deque[Queued] = deque()  # taken from the queue, not yet run
         self._early: dict[int, Queued] = {}
         self._place = 0
         self._lock = threading.Lock()
@@ -140,14 +142,14 @@ class DeviceProcess:
     # -- the ranks of the run
 
     def open_store(self, address: str, world: int) -> int:
-        """Make the place where all ranks meet, on this machine; its port."""
+        """Start the TCP store through which all ranks rendezvous, and return its port."""
         self._store = dist.TCPStore(address, 0, world, is_master=True, wait_for_workers=False)
         port: int = self._store.port
         return port
 
     def join(self, address: str, port: int, world: int, device: str) -> None:
-        """Meet the other ranks; returns once all of them have come."""
-        # the host's name may lead elsewhere
+        """Join the process group; return once all ranks have joined."""
+        # On one machine, use the loopback interface: the host name may resolve to another one.
         if address.startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
             os.environ["GLOO_SOCKET_IFNAME"] = next(
                 n for _, n in socket.if_nameindex() if n.startswith("lo")
@@ -181,9 +183,10 @@ class DeviceProcess:
         wants: Sequence[Want],
         shared: Sequence[Any],
     ) -> None:
-        """Take in the command that is to be run as the `place`-th.
+        """Queue the command that runs as number `place` in this device's order.
 
-        What it needs of others is asked for now; `shared` is what the driver hands out.
+        The tensors that it needs from other devices are requested now; `shared` are promises of
+        rows that the driver sends.
         """
         with self._lock:
             self._early[place] = Queued(
@@ -194,10 +197,11 @@ class DeviceProcess:
                 self._place += 1
 
     def report(self, report: Report) -> None:
+        """Queue a report for the driver."""
         self._reports.put(report)
 
     def next_reports(self, seconds: float) -> list[Report]:
-        """All that there is to tell; waits for something at most so long."""
+        """Return all queued reports; wait at most `seconds` for the first."""
         try:
             found = [self._reports.get(timeout=seconds)]
         except queue.Empty:
@@ -207,18 +211,18 @@ class DeviceProcess:
         return found
 
     def waiting(self) -> Sequence[Queued]:
-        """The commands that are there to be run next, in order.
+        """Return the pending commands in order.
 
-        Asked by the one that runs, as is `run_next`.
+        Only the thread that runs commands calls this, and `run_next`.
         """
         while not self._queue.empty():
             self._next.append(self._queue.get())
         return self._next
 
     def run_next(self, seconds: float | None = None) -> int:
-        """Run the next one, whose number is returned: in the middle of the one that runs.
+        """Run the next command and return its number; a running command may call this too.
 
-        Raises `DevicesLost` where it has not come after so many seconds.
+        Raises `DevicesLost` if no command arrives within `seconds`.
         """
         try:
             if self._next:
@@ -245,7 +249,7 @@ class DeviceProcess:
             self.run_next()
 
     def _take_in(self, promises: Sequence[Any]) -> int:
-        """Put what others send into the store; its bytes."""
+        """Store the tensors that other devices sent; return their size in bytes."""
         raws = self.peers.take(promises, TRANSFER_SECONDS) if promises else []
         for raw in raws:
             self.worker.store.put(SequenceSample.from_bytes(raw))
@@ -254,7 +258,7 @@ class DeviceProcess:
     # -- what others ask for meanwhile, in other threads
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
-        """Tensors of the store, without what is no tensor: descriptions carry that."""
+        """Return serialized tensors of the store, without metadata."""
         found = self.worker.store.fetch(ids, keys)
         return SequenceSample(found.ids, found.lengths, found.offsets, found.data).to_bytes()
 
@@ -293,7 +297,7 @@ def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
 
 
 def is_of_others(error: BaseException) -> bool:
-    """Whether the error, or what led to it, is that other ranks are gone or late."""
+    """Return whether the error, or one of its causes, is the loss or delay of other ranks."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, DevicesLost | dist.DistError | ConnectionError):
@@ -305,8 +309,10 @@ def is_of_others(error: BaseException) -> bool:
 
 
 def portable(error: BaseException, where: Where) -> WeftError:
-    """The error as the driver can raise it: a user's as it is, any other as a `RunError` that says
-    where, with the traceback as its note; `DevicesLost` where others did not answer.
+    """Return a picklable error for the driver.
+
+    A user's error is returned unchanged. Any other becomes a `RunError` that names the device, with
+    the traceback as a note, or `DevicesLost` if other ranks did not answer.
     """
     if isinstance(error, UserError):
         return error

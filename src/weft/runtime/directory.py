@@ -1,6 +1,4 @@
-"""The directory of one run: who may write into it, which run it holds, and whether that run is
-over.
-"""
+"""Directory of one run: its lock, configuration and status."""
 
 from __future__ import annotations
 
@@ -26,18 +24,18 @@ from weft.runtime import disk
 from weft.writing import opened
 
 Status = Literal["running", "stopped", "failed", "finished"]
-LOGS = "logs"  # of the processes of many devices
+LOGS = "logs"  # folder with the logs of the device processes
 CONFIG = "config.yaml"
 STATUS = "status.json"
 LOCK = "run.lock"
-SHOWN = 3  # options that a message about another configuration names
+SHOWN = 3  # number of differing options that an error message lists
 STEP = re.compile(r"step(\d+)")
 
-# What may lie in a run's directory before the run does: what launchers write.
+# Entries that launchers write into a run's directory before the run starts.
 LAUNCHERS = ("slurm", "logs")
 
-# Options that may differ between a run and its continuation: they change what is shown or kept or
-# where it is computed, never what.
+# Options that may differ between a run and its continuation: they change the output, the files
+# kept or the devices used, never the results.
 FREE = (
     "mode",
     "env",
@@ -62,12 +60,13 @@ FREE = (
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`{fileroot}/{experiment_name}/{trial_name}` and the names of what lies in it."""
+    """Paths in `{fileroot}/{experiment_name}/{trial_name}`."""
 
     path: Path
 
     @classmethod
     def of(cls, control: Control) -> RunDirectory:
+        """Return the directory that the run's options name."""
         refuse_url(control.fileroot, f"fileroot={control.fileroot}", ConfigError)
         return cls(
             Path(control.fileroot).expanduser() / control.experiment_name / control.trial_name
@@ -82,28 +81,37 @@ class RunDirectory:
         return self.path / "recover"
 
     def holds_run(self) -> bool:
+        """Return whether the directory has a run's `config.yaml`."""
         return (self.path / CONFIG).is_file()
 
     def status(self) -> Status | None:
-        """How the run ended, "running" where it did not come to say; None where there is none."""
+        """Return the recorded status of the run, or None if the directory has no run.
+
+        A run that was killed before it could record its end is "running".
+        """
         said = read_json(self.path / STATUS).get("status")
         if said in get_args(Status):
             return cast(Status, said)
         return "running" if self.holds_run() else None
 
     def set_status(self, status: Status, step: int) -> None:
+        """Write `status.json`."""
         disk.write_text(
             self.path / STATUS,
             json.dumps({"status": status, "step": step, "time": time.time()}) + "\n",
         )
 
     def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write `config.yaml`."""
         disk.write_text(
             self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         )
 
     def read_config(self) -> dict[str, Any]:
-        """The options in `config.yaml`. Raises `ConfigError` where it cannot be read."""
+        """Return the options in `config.yaml`.
+
+        Raises `ConfigError` if it cannot be read.
+        """
         what = str(self.path / CONFIG)
         text = read_text(what, what, ConfigError)
         with reading(what, ConfigError):
@@ -113,7 +121,7 @@ class RunDirectory:
         return found
 
     def saved_steps(self, role: str) -> list[int]:
-        """Steps of a role's checkpoints, oldest first; only whole ones have their name."""
+        """Return the steps of a role's complete checkpoints, oldest first."""
         found = (STEP.fullmatch(p.name) for p in (self.checkpoints / role).glob("step*"))
         return sorted(int(match[1]) for match in found if match)
 
@@ -124,14 +132,13 @@ def admit(
     config: Mapping[str, Any],
     left_at_default: Collection[str] = (),
 ) -> bool:
-    """Decide whether to go on with the run that the directory holds (True) or begin one (False), by
-    `recover_mode`.
+    """Return True to resume the run in the directory, or False to start one, by `recover_mode`.
 
-    `left_at_default` names the options that the user leaves as they are. Where the run's own file
-    lacks one of them, an older weft has written it, and the run had no other value.
+    `left_at_default` names the options that the user does not set. If the run's own file lacks one
+    of them, an older weft has written it, and the run had no other value.
 
-    Raises `ConfigError` where neither may be done: another configuration, a finished run, files
-    that are no run's. Changes nothing.
+    Raises `ConfigError` if neither is possible: the configuration differs, the run is finished, or
+    the directory has files of no run. Changes nothing on disk.
     """
     mode = control.recover_mode
     path = directory.path
@@ -174,7 +181,7 @@ def admit(
 
 
 def as_plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as YAML gives it back."""
+    """Return the configuration after a round trip through YAML."""
     return yaml.safe_load(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)) or {}
 
 
@@ -185,8 +192,9 @@ def differences(
     *,
     unset: Collection[str] = (),
 ) -> list[str]:
-    """Return `option: there -> here` for every dotted option that differs, apart from those that
-    change nothing computed, and from those of `unset` that `one` lacks.
+    """Return one line per dotted option that differs, with both values.
+
+    Options in `FREE` are ignored, and those of `unset` that `one` lacks.
     """
     found: list[str] = []
     for key in dict.fromkeys([*one, *other]):
@@ -205,7 +213,7 @@ def differences(
 
 
 def _short(value: Any) -> str:
-    """A value as it would stand on the command line."""
+    """Format a value as on the command line, in at most 60 characters."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -215,9 +223,9 @@ def _short(value: Any) -> str:
 
 
 class RunLock:
-    """Keeps a second process out of a run's directory.
+    """File lock that keeps other processes from writing into a run's directory.
 
-    The system lets go of it when its process ends, however it ends.
+    The operating system releases it when the process ends, even if it is killed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,9 +234,9 @@ class RunLock:
         self._made: list[Path] = []
 
     def take(self) -> None:
-        """Raises `ConfigError` naming the process that has it.
+        """Acquire the lock, creating the run's directory if needed.
 
-        Makes the run's directory where there is none.
+        Raises `ConfigError` naming the process that has the lock.
         """
         folders = [self._path.parent, *self._path.parent.parents]
         self._made = [folder for folder in folders if not folder.exists()]
@@ -257,7 +265,7 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let go, and take back the folders that were made for nothing."""
+        """Release the lock and remove the directories created by `take` that are still empty."""
         if self._file is None:
             return
         self._path.unlink(missing_ok=True)
@@ -270,7 +278,7 @@ class RunLock:
 
 
 def owner(run: Path) -> int | None:
-    """The process that writes a run, or None where nobody holds its lock."""
+    """Return the pid of the process that is writing a run, or None if its lock is free."""
     path = run / LOCK
     if not path.is_file():
         return None

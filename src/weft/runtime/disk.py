@@ -1,6 +1,4 @@
-"""Files that are either there whole or not at all: written under a temporary name, flushed to the
-disk, renamed.
-"""
+"""Atomic file writes: files are written under a temporary name, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ ENDING_SECONDS = 5.0
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush every file and directory below `directory`, and itself."""
+    """Flush `directory` and every file and directory below it to disk."""
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
             sync(Path(folder, name))
@@ -31,18 +29,18 @@ def sync_tree(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written. A full disk is a `RunError` that says so."""
+    """Write a file atomically; raise `RunError` if the disk is full or fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with told(f"{path} was not written"):
         writing.write(path, text)
 
 
 def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
-    """Make the directory `target` by calling `fill` on an empty one under a temporary name.
+    """Create the directory `target` atomically; `fill` writes its contents.
 
-    A directory of that name gives way only once the new one is whole. Where anything fails, the
-    temporary one is removed and what was there before stays; a full disk is a `RunError` that says
-    so.
+    `fill` gets an empty directory under a temporary name. An existing `target` is replaced once the
+    new directory is complete. If anything fails, the temporary directory is removed and the old one
+    remains. Raises `RunError` if the disk is full or fails.
     """
     temporary = target.with_name(target.name + TEMPORARY)
     remove(temporary)
@@ -52,8 +50,8 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
             fill(temporary)
             sync_tree(temporary)
     except BaseException:
-        # Where one device died, others may still write into it: that must not hide what went wrong.
-        # `mend` removes the rest.
+        # If one device died, others may still be writing into it. An error here must not hide the
+        # first one; `mend` removes the rest.
         with suppress(OSError):
             remove(temporary)
         raise
@@ -66,8 +64,10 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def mend(folder: Path) -> None:
-    """Remove what a killed process left: temporary directories, and replaced ones (put back where
-    nothing replaced them).
+    """Clean up after a killed process.
+
+    Remove temporary directories, and old versions of replaced ones; an old version whose
+    replacement is missing is restored.
     """
     if not folder.is_dir():
         return
@@ -83,10 +83,10 @@ def mend(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory; nothing happens where there is none.
+    """Remove a file or a directory, if it exists.
 
-    A process that is being ended may still write into a directory or rename what is in it while it
-    is removed: that is tried again for up to `ENDING_SECONDS`.
+    A process that is being killed may still change the directory, so removal is retried for up to
+    `ENDING_SECONDS`.
     """
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
@@ -102,12 +102,13 @@ def remove(path: Path) -> None:
 
 
 def checksums(directory: Path) -> dict[str, str]:
-    """Relative path -> BLAKE2b of the content, for every file below `directory`."""
+    """Return relative path -> BLAKE2b hash for every file below `directory`."""
     files = sorted(p for p in directory.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): checksum(p) for p in files}
 
 
 def checksum(path: Path) -> str:
+    """Return the BLAKE2b hash of a file."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(CHUNK):
@@ -117,7 +118,7 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def told(consequence: str) -> Iterator[None]:
-    """Turn an error of the operating system into a `RunError` that says what it means for the run."""
+    """Convert an `OSError` into a `RunError` that starts with its consequence for the run."""
     try:
         yield
     except OSError as error:

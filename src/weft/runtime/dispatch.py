@@ -1,9 +1,9 @@
-"""Jobs on many devices: issued in one order, told about as their ranks report, ended at once where
-a device dies.
+"""Jobs on many devices: issued in order, completed by their ranks' reports, failed when a device
+dies.
 
-A job is one command on each of some ranks. It is issued when the jobs it waits for are over and no
-job before it that shares a role with it is held back: so what a role is asked for is done in the
-order in which it was asked for, and all ranks do the same things in the same order.
+A job is one command on each of several ranks. It is issued when the jobs in `after` are finished
+and no earlier job that shares a role with it is still held back. So each role runs its requests in
+the order in which they were made, and all ranks run the same commands in the same order.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from weft.errors import DevicesLost, RunError
 from weft.runtime.device_process import Activity, Command, Report, Want, Where
 from weft.runtime.events import Task
 
-# A rank whose peer dies may tell of the broken connection before anybody sees the death, which says
-# more.
+# A rank may report a broken connection before the death of its peer is noticed. Its report waits
+# this long for the death, which explains more.
 DOUBT_SECONDS = 5.0
-# for all but calls, whose deadlines are the Master's: building, saving, moving parameters
+# timeout of building, saving and moving parameters; the master enforces the deadlines of calls
 REQUEST_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A device that will say nothing more, and why."""
+    """Reason why a device is lost; it sends no more reports."""
 
     reason: str
 
 
 class Devices(Protocol):
-    """The processes of a run by rank, as whatever carries messages shows them.
-
-    Several threads may use it.
-    """
+    """Processes of a run by rank, behind the message transport. Must be thread-safe."""
 
     @property
     def where(self) -> Sequence[Where]: ...
@@ -49,24 +46,22 @@ class Devices(Protocol):
         ranks: Sequence[int],
         given: Given,
     ) -> None:
-        """To one of the `ranks` of a job."""
+        """Send a command to one of the `ranks` of a job."""
         ...
 
     def receive(self) -> Sequence[tuple[int, Sequence[Report] | Lost]]:
-        """What any device has to tell; waits a short time for it."""
+        """Return new reports or losses by rank; wait briefly if there are none."""
         ...
 
     def share(self, raw: bytes) -> Any:
-        """What devices can take as shared, handed out once for all of them."""
+        """Return a handle to `raw` that all devices can read; it is transferred once."""
         ...
 
     def export(self, wants: Sequence[Want]) -> list[bytes]: ...
     def peak_memory_gb(self) -> float: ...
 
     def activities(self, ranks: Sequence[int]) -> Mapping[int, Activity]:
-        """Return what each of these ranks is doing, without those that don't answer within a few
-        seconds.
-        """
+        """Return the activity of each rank, without ranks that don't answer in a few seconds."""
         ...
 
     def close(self, deadline_s: float) -> None: ...
@@ -74,9 +69,7 @@ class Devices(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """Tensors that come with a command: what its device asks others for, and what the driver
-    shares.
-    """
+    """Tensors for a command: requests to other devices, and rows that the driver shares."""
 
     wants: Sequence[Want] = ()
     shared: Sequence[Any] = ()
@@ -84,12 +77,12 @@ class Given:
 
 @dataclass(eq=False)
 class Job:
-    """`make` is asked for a rank's command when the job is issued.
+    """One command on each of `ranks`.
 
-    `done` gets the reports of the end by rank.
+    `make` builds a rank's command when the job is issued. `done` gets the final reports by rank.
     """
 
-    name: str  # in the words of an error
+    name: str  # for error messages
     ranks: Sequence[int]
     make: Callable[[int], tuple[Command, Given]]
     done: Callable[[Mapping[int, Report]], None]
@@ -99,7 +92,7 @@ class Job:
     roles: frozenset[str] = frozenset()
     after: Sequence[Job] = ()
     seconds: float | None = REQUEST_SECONDS
-    task: Task | None = None  # of a call
+    task: Task | None = None  # for calls: the task whose events the master expects
     number: int = -1
     began: bool = False
     expires: float | None = None
@@ -107,29 +100,32 @@ class Job:
 
     @property
     def waits_for(self) -> list[int]:
+        """Ranks that have not finished."""
         return [rank for rank in self.ranks if rank not in self.ends]
 
 
 class Dispatch:
-    """A thread of its own hears the devices; what jobs have to say (`done`, `failed`, ...) is said
-    in it, or where they were submitted once a device is lost.
+    """Issue jobs to `devices` and run their callbacks.
+
+    Callbacks (`done`, `failed`, ...) run in the thread that receives reports, or in the submitting
+    thread once a device is lost.
     """
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._lock = threading.RLock()
-        self._jobs: dict[int, Job] = {}  # issued and not over, in order
+        self._jobs: dict[int, Job] = {}  # issued and unfinished, in order
         self._held: list[Job] = []
         self._next = 0
         self._places = [0] * len(devices.where)
-        # until when; failures that a death may explain
+        # (expiry, job, error): failures that the death of a device may explain
         self._doubts: list[tuple[float, Job, BaseException]] = []
         self._broken: RunError | None = None
         self._closed = False
         threading.Thread(target=self._hear, name="weft-devices", daemon=True).start()
 
     def submit(self, *jobs: Job) -> None:
-        """Begin as soon as may be, in this order."""
+        """Submit jobs; each is issued as soon as its dependencies allow, in this order."""
         with self._lock:
             for job in jobs:
                 job.number = self._next
@@ -138,8 +134,9 @@ class Dispatch:
             self._issue()
 
     def explained(self, error: DevicesLost) -> RunError:
-        """What became of the devices, where `error` was met beside all jobs: a death that is seen
-        meanwhile says who and in which job.
+        """Return the error that explains `error`, which was met outside of any job.
+
+        Waits up to `DOUBT_SECONDS` for the death of a device, whose error names the device and job.
         """
         end = time.monotonic() + DOUBT_SECONDS
         while self._broken is None and time.monotonic() < end:
@@ -147,9 +144,7 @@ class Dispatch:
         return self._broken or error
 
     def overdue(self, task: Task, told: str) -> DevicesLost:
-        """The error for the call `task` that has passed its deadline, with the ranks that it waits
-        for.
-        """
+        """Return the error for a call past its deadline, naming the ranks that are late."""
         with self._lock:
             job = next(
                 (job for job in [*self._jobs.values(), *self._held] if job.task == task), None
@@ -161,7 +156,7 @@ class Dispatch:
         )
 
     def close(self) -> None:
-        """Hear no more; whoever still waits for a job is told."""
+        """Stop receiving reports and fail all unfinished jobs."""
         self._closed = True
         self._break(RunError("the devices were let go of"))
 
@@ -214,7 +209,7 @@ class Dispatch:
             except DevicesLost as error:
                 self._break(DevicesLost(f"{error}{self._at(range(len(self._places)))}"))
                 return
-            except BaseException as error:  # nobody else would hear of it, and everybody would wait
+            except BaseException as error:  # otherwise every job would wait forever
                 if not self._closed:
                     self._break(
                         RunError(f"hearing the devices failed ({type(error).__name__}: {error})")
@@ -224,7 +219,7 @@ class Dispatch:
     def _take(self, rank: int, report: Report) -> None:
         with self._lock:
             job = self._jobs.get(report.number)
-            if job is None:  # failed on another rank before
+            if job is None:  # the job has already failed on another rank
                 return
             match report.kind:
                 case "started":
@@ -246,7 +241,7 @@ class Dispatch:
                     self._fail(job, report.value)
 
     def _settle(self) -> None:
-        """No death has come to explain them: these failures are what they say."""
+        """Fail the jobs whose doubtful errors were not explained by a death in time."""
         with self._lock:
             over = [doubt for doubt in self._doubts if doubt[0] < time.monotonic()]
             self._doubts = [doubt for doubt in self._doubts if doubt not in over]
@@ -266,7 +261,7 @@ class Dispatch:
         return DevicesLost(f"{self._devices.where[rank]} died{self._at([rank])}: {lost.reason}")
 
     def _at(self, ranks: Sequence[int]) -> str:
-        """What these ranks were at, in the words of an error: what they have not said to be over."""
+        """Return " in JOB or JOB", the unfinished jobs of these ranks, for error messages."""
         with self._lock:
             names = [
                 job.name for job in self._jobs.values() if not set(ranks).isdisjoint(job.waits_for)
@@ -274,8 +269,10 @@ class Dispatch:
         return f" in {' or '.join(names[:3])}" if names else ""
 
     def _describe_late(self, ranks: Sequence[int]) -> str:
-        """Name the devices that hold up a job, of those that have not finished it: the silent ones;
-        else those that don't wait for others themselves, with the code that they run; else all.
+        """Describe the devices that delay a job, given its unfinished ranks.
+
+        These are the ranks that don't answer; else those that don't wait for others, with the code
+        that they run; else all.
         """
         activities = self._devices.activities(ranks)
         silent = [rank for rank in ranks if rank not in activities]
@@ -310,7 +307,7 @@ class Dispatch:
             )
 
     def _break(self, error: RunError) -> None:
-        """End every wait, now and from now on."""
+        """Fail all unfinished jobs, and every job submitted from now on."""
         with self._lock:
             if self._broken is None:
                 self._broken = error

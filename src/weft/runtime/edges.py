@@ -1,6 +1,4 @@
-"""Between a node's own names for keys and those on the graph's edges; what goes in, and what may
-come out.
-"""
+"""Reading a node's inputs and checking its outputs, with keys renamed from and to graph edges."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from weft.graph.mfc import Node
 
 
 class Shelf(Protocol):
-    """Where tensors lie by id: a worker's store, or a group."""
+    """Source of tensors by id: a tensor store or a worker group."""
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
@@ -23,8 +21,9 @@ class Shelf(Protocol):
 
 
 def read_inputs(shelf: Shelf, node: Node, ids: Sequence[str]) -> SequenceSample:
-    """What a node reads of these ids, under the names that it has for the keys; optional ones where
-    all ids have them.
+    """Return a node's inputs for these ids, under the node's own key names.
+
+    An optional input is included if all ids have it.
     """
     batch = shelf.fetch(ids, node.inputs, node.optional_inputs)
     return batch.remap_keys(
@@ -33,10 +32,11 @@ def read_inputs(shelf: Shelf, node: Node, ids: Sequence[str]) -> SequenceSample:
 
 
 def no_values(description: SequenceSample) -> SequenceSample:
-    """The data of a description without ids: of a rank for which a batch has nothing, and which
-    takes part all the same.
+    """Return a sample with empty tensors, for a rank whose part of the batch has no ids.
+
+    Such a rank still takes part in collectives.
     """
-    # joins values of any dtype
+    # empty integers can be concatenated with values of any dtype
     nothing = {key: torch.empty(0, dtype=torch.int64) for key in description.keys}
     return SequenceSample(
         description.ids, description.lengths, description.offsets, nothing, description.metadata
@@ -46,9 +46,9 @@ def no_values(description: SequenceSample) -> SequenceSample:
 def on_edges(
     node: Node, outputs: SequenceSample | None, ids: Sequence[str], *, filters: bool = False
 ) -> SequenceSample | None:
-    """A node's outputs under the names of the graph's edges.
+    """Return a node's outputs, in the order of `ids`, under the key names of the graph's edges.
 
-    Raises `RunError` for a key or an id that is missing.
+    Raises `RunError` for a missing key, an unknown id or, unless the node `filters`, a missing id.
     """
     if not node.output_keys and (outputs is None or not filters):
         return None

@@ -1,4 +1,4 @@
-"""Runs the evaluation graph over every validation source; metrics are means over ids."""
+"""Evaluation of the validation sources; metrics are means over ids."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from weft.runtime.store import TensorStore
 
 
 class ValidationSource(Protocol):
-    """A validation source: one id at a place."""
+    """Sequence of samples with one id each."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> SequenceSample: ...
 
 
 class Evaluator:
-    """`sources` are the validation sources by name; ids are prefixed with theirs, so they never
-    meet training ids.
+    """Run the evaluation graph over all validation sources.
+
+    `sources` are by name. The source's name is prefixed to each id, so it cannot collide with a
+    training id.
     """
 
     def __init__(
@@ -45,10 +47,10 @@ class Evaluator:
         self._runner = NodeRunner(experiment, evaluation.graph, group, tokenizers, EVALUATION)
 
     def run(self, step: int) -> dict[str, float]:
-        """`eval/{source}/{metric}` of every source, `eval/{metric}` over the ids of all, and their
-        number (`eval/num_rows`).
+        """Evaluate all sources and return the metrics.
 
-        `step` seeds what is sampled.
+        `eval/{source}/{metric}` is the mean over one source, `eval/{metric}` over all ids;
+        `eval/num_rows` is the number of ids. `step` seeds sampling.
         """
         everything: list[Measured] = []
         line: dict[str, float] = {}
@@ -60,9 +62,7 @@ class Evaluator:
         return line | {"eval/num_rows": float(sum(part.num_ids for part in everything))}
 
     def _batch(self, batch: SequenceSample, step: int) -> Measured:
-        """Every node of the graph once, over the whole batch; later nodes' metrics win where names
-        meet.
-        """
+        """Run every node once over the whole batch; later nodes win if metric names collide."""
         buffer = Buffer(closed=True)
         metas = TensorStore()
         metrics: dict[str, float] = {}
@@ -86,7 +86,7 @@ class Evaluator:
         return Measured(metrics, batch.num_ids, seconds)
 
     def _batches(self, source: str, rows: ValidationSource) -> Iterator[SequenceSample]:
-        """The rows in order, `batch_size` at a time, or as many as `valid_tokens_per_batch` holds."""
+        """Yield batches of `batch_size` rows, or of up to `valid_tokens_per_batch` tokens."""
         part: list[SequenceSample] = []
         tokens = 0
         for index in range(len(rows)):
@@ -108,6 +108,6 @@ class Evaluator:
 
 
 def _whole_batches(graph: DataflowGraph) -> DataflowGraph:
-    """The graph with nodes that take a batch as it comes."""
+    """Return the graph with nodes that take batches of any size."""
     nodes: Sequence[Any] = [replace(node, batch_size=0) for node in graph.nodes]
     return replace(graph, nodes=nodes)

@@ -1,6 +1,4 @@
-"""What happens while a graph runs, told as data on one queue: by a worker group, and by the threads
-of host functions.
-"""
+"""Events of a running graph, put on one queue by worker groups and host function threads."""
 
 from __future__ import annotations
 
@@ -11,23 +9,20 @@ from typing import Any, Protocol
 
 from weft.data.sample import SequenceSample
 
-# what was asked for: the name of a call, host function or sync, and which of its firings
+# (name of a call, host function or sync; index of the firing)
 Task = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Started:
-    """Work on a task has begun; its deadline counts from here."""
+    """A task has started; its deadline counts from here."""
 
     task: Task
 
 
 @dataclass(frozen=True)
 class Announced:
-    """A call has made these outputs of some of its ids before its end (`Model.announce`).
-
-    They can be fetched.
-    """
+    """Early outputs of a running call for some of its ids (`Model.announce`), ready to fetch."""
 
     call: str
     outputs: SequenceSample  # a description
@@ -35,9 +30,10 @@ class Announced:
 
 @dataclass(frozen=True)
 class Finished:
-    """A task is over.
+    """A task is finished.
 
-    `result` is an `MFCResult` of a call, the version of a sync, what a host function returned.
+    `result` is the `MFCResult` of a call, the version after a sync, or a host function's return
+    value.
     """
 
     task: Task
@@ -46,7 +42,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A task is over with an error."""
+    """A task has failed with `error`."""
 
     task: Task
     error: BaseException
@@ -57,13 +53,13 @@ Events = queue.SimpleQueue[Event]
 
 
 class Outbox(Protocol):
-    """Where events are put."""
+    """Destination for events."""
 
     def put(self, event: Event, /) -> None: ...
 
 
 def run(task: Task, work: Callable[[], Any], events: Events) -> None:
-    """Do the work of a task here and now; whoever waits for the events is told how it went."""
+    """Run `work` in this thread and put its start and its result or error on `events`."""
     events.put(Started(task))
     try:
         events.put(Finished(task, work()))

@@ -1,6 +1,4 @@
-"""Tells the observer what every firing did, and reads its completions while their tensors are still
-there.
-"""
+"""Reports finished firings to the observer, and reads completions before their tensors are dropped."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ GENERATIONS = "generations.jsonl"
 
 
 class FiringRecorder:
-    """Between the master and the observer.
+    """Pass finished firings and steps from the master to the observer.
 
-    A run whose steps follow a node that generates has its completions as product: all of them are
-    written to `generations.jsonl`.
+    If steps follow a generation node, completions are the run's product and are all written to
+    `generations.jsonl`.
     """
 
     def __init__(
@@ -38,15 +36,17 @@ class FiringRecorder:
         self._product = StepFile(directory / GENERATIONS) if generates else None
         self.rows: list[dict[str, Any]] = []
         self._followed = followed.name
-        self._seen: SequenceSample | None = None  # of the last training call
+        self._seen: SequenceSample | None = (
+            None  # `MFCResult.seen` of the last firing of the followed node
+        )
 
     def truncate(self, step: int) -> None:
-        """Forget what was generated beyond the recovery point."""
+        """Remove generations made after the recovery point at `step`."""
         if self._product is not None:
             self._product.truncate(step)
 
     def fired(self, outcome: Outcome, step: int) -> None:
-        """A firing is over, in the step numbered `step`."""
+        """Report a firing that finished in step `step`."""
         firing, node = outcome.firing, self._graph.node(outcome.firing.node)
         if isinstance(node, MFCDef):
             track = f"{ROLES}/{node.role}"
@@ -58,7 +58,7 @@ class FiringRecorder:
             self._seen = outcome.seen
 
     def stepped(self, ids: Sequence[str], step: int) -> None:
-        """The step numbered `step` is over, which was made on these ids."""
+        """Collect the samples of the finished step `step`, which used these ids."""
         self.rows = self._samples.rows(ids, step, self._seen)
         if self._product is not None:
             for row in self._samples.generations(ids):

@@ -1,6 +1,4 @@
-"""Has the trained model answer a few fixed prompts at every evaluation, and keeps the answers in
-the run's directory.
-"""
+"""Completions of a few fixed prompts by the trained model, recorded at every evaluation."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from weft.runtime.store import TensorStore
 
 
 class FixedPrompts:
-    """`prompts` are samples with the key `prompt`.
+    """Generate and record completions of `prompts`, samples with the key `prompt`.
 
-    Their ids get a prefix in the group, so they never meet training ids.
+    Ids get a prefix in the group, so they cannot collide with training ids.
     """
 
     def __init__(
@@ -44,12 +42,13 @@ class FixedPrompts:
         self._file = StepFile(directory / FILE)
 
     def truncate(self, step: int) -> None:
-        """Forget answers beyond the recovery point that a restart goes on from."""
+        """Remove answers made after the recovery point at `step`."""
         self._file.truncate(step)
 
     def answer(self, step: int) -> None:
-        """Ask all prompts after `step` completed steps, with nothing else under way, and write the
-        answers; once a step.
+        """Generate completions after `step` completed steps and write them, once per step.
+
+        No other call may be running.
         """
         if any(row.get("step") == step for row in self._file.rows()):
             return

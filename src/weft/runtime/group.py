@@ -1,7 +1,4 @@
-"""What the Master asks of the processes that hold engines.
-
-It hands over descriptions and gets descriptions back.
-"""
+"""Interface between the master and the processes that run engines; it exchanges metadata only."""
 
 from __future__ import annotations
 
@@ -17,20 +14,18 @@ from weft.runtime.events import Events
 
 SampleMeta = SequenceSample  # a description: ids, lengths and metadata, no tensors
 
-# Metrics that a group adds to every result: when the call began (seconds since the epoch) and how
-# long it took.
+# Metrics that a group adds to every result: start of the call (seconds since the epoch) and
+# duration in seconds.
 STARTED = "started"
 SECONDS = "seconds"
-EVALUATION = "eval/"  # what the names of the evaluation graph's calls begin with, in a group
+EVALUATION = "eval/"  # prefix of the evaluation graph's calls
 
 
 class WorkerGroup(Protocol):
-    """Engines are keyed by (role, layout).
+    """Processes with engines, keyed by (role, layout).
 
-    What a role is asked for is done in the order in which it was asked for.
-
-    The group hands over a description and tells what becomes of it on `events`, the one queue that
-    its user waits on.
+    Each role runs its requests in the order in which they were made. Progress and results arrive on
+    `events`, the only queue the master waits on.
     """
 
     @property
@@ -45,62 +40,62 @@ class WorkerGroup(Protocol):
         version: int | None = None,
         keeps: bool = False,
     ) -> None:
-        """Begin a model function call on the ids of `parts` [minibatch][data-parallel rank]; `step`
-        counts the node's firings from 0. The events' task is `(mfc, step)`, the result an
+        """Start a model function call on the ids of `parts` [minibatch][data-parallel rank].
+
+        `step` counts the node's firings from 0. The events' task is `(mfc, step)`, the result an
         `MFCResult`.
 
-        A call uses its role's newest weights, or with `version` those that were there after so many
-        train steps. These are what its copy of the role has, the newest, or kept, by the train step
-        number `version` that was submitted with `keeps`. Versions of a copy never go back. An
-        interruptible call may have newer ones than these.
+        A call uses its role's newest weights, or those after `version` train steps: the version its
+        copy of the role has, the newest one, or one kept because train step number `version` was
+        submitted with `keeps`. Versions of a copy never decrease. An interruptible call may use
+        newer weights.
         """
         ...
 
     def sync(self, s: ParamSync, step: int) -> None:
-        """Begin to move parameters between roles.
+        """Start a parameter transfer between roles.
 
         The events' task is `(s.name, step)`, the result the target's new version.
         """
         ...
 
     def snapshot(self, d: Path) -> Future[None]:
-        """Write everything that a restart needs into the empty directory `d`: engines, interfaces,
-        tensors in use.
+        """Write the state of engines and interfaces and all tensors in use to the empty directory
+        `d`.
         """
         ...
 
     def restore(self, d: Path) -> None:
-        """Take up what `snapshot` wrote."""
+        """Load the state that `snapshot` wrote."""
         ...
 
     def profile(self, path: str | None = None) -> None:
-        """Begin a trace of all devices, or end it: each then writes its own to `path`, in which
-        `{rank}` stands for its number. What was submitted before goes first.
+        """Start a trace on all devices, or stop it and write one file per device to `path`.
+
+        `{rank}` in `path` is replaced by the device's rank. Earlier requests run first.
         """
         ...
 
     def close(self, deadline_s: float) -> None:
-        """Let go of everything; what is still at work after the deadline is left behind."""
+        """Release all resources; work unfinished after the deadline is abandoned."""
         ...
 
     def put(self, sample: SequenceSample) -> SampleMeta:
-        """Take in tensors made outside (rows of the loader, keys of a host function)."""
+        """Store tensors made outside of the group: the loader's rows, outputs of host functions."""
         ...
 
     def overdue(self, mfc: str, step: int, told: str) -> RunError:
-        """What to raise for a call that has passed its deadline: `told` and, where that is known,
-        who is late.
-        """
+        """Return the error for a call past its deadline: `told`, and the late devices if known."""
         ...
 
     def listen(self, mfc: str) -> None:
-        """Have `Announced` told of outputs that this call has made before its end."""
+        """Enable `Announced` events for early outputs of this call."""
         ...
 
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """Tensors of these ids, with all their metadata; `optional` keys where every id has them."""
+        """Return tensors of these ids and all metadata; `optional` keys if every id has them."""
         ...
 
     def discard(self, ids: Iterable[str]) -> None:
@@ -108,25 +103,21 @@ class WorkerGroup(Protocol):
         ...
 
     def save(self, role: str, directory: Path) -> Future[None]:
-        """Write a role's model into the empty `directory`, as Hugging Face lays it out."""
+        """Write a role's model into the empty `directory` in the Hugging Face format."""
         ...
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Role -> facts for the plan and the report: `num_parameters`, `num_trainable`,
-        `vocab_size`, ...
-        """
+        """Return facts by role: `num_parameters`, `num_trainable`, `vocab_size`, ..."""
         ...
 
     def numerics(self) -> Mapping[str, Any]:
-        """What bitwise repetition depends on beside the inputs: torch, device, threads,
-        deterministic.
-        """
+        """Return the settings that bitwise repetition depends on: torch, device, threads, ..."""
         ...
 
     def hardware(self) -> Mapping[str, Any]:
-        """What the first device is, for people (`weft.engine.device.hardware`)."""
+        """Return a description of the first device (`weft.engine.device.hardware`)."""
         ...
 
     def peak_memory_gb(self) -> float:
-        """Most memory held at once since the run began, in GiB; on a CPU since the process did."""
+        """Return the peak memory of the run in GiB; on a CPU, that of the process."""
         ...
