@@ -1,5 +1,4 @@
-"""Jobs on many devices: issued in order, completed by their ranks' reports, failed when a device
-dies.
+"""Jobs on many devices: issued in order, finished by reports, failed when a device dies.
 
 A job is one command on each of several ranks. It is issued when the jobs in `after` are finished
 and no earlier job that shares a role with it is still held back. So each role runs its requests in

@@ -60,9 +60,7 @@ class WorkerGroup(Protocol):
         ...
 
     def snapshot(self, d: Path) -> Future[None]:
-        """Write the state of engines and interfaces and all tensors in use to the empty directory
-        `d`.
-        """
+        """Write engines, interfaces and all tensors in use to the empty directory `d`."""
         ...
 
     def restore(self, d: Path) -> None:

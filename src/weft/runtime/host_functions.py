@@ -1,6 +1,4 @@
-"""The host functions of one graph: each firing in a thread of its own, some begun before their
-batch is whole.
-"""
+"""Host functions of one graph, each firing in its own thread; some start on early outputs."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ from weft.runtime.outcome import Outcome, told
 
 
 class HostFunctions:
-    """`prefix` is what the group knows the graph's calls by, beside their names.
+    """Run the host functions of a graph.
 
-    `by_node` are the functions.
+    `prefix` is prepended to the graph's call names in the group. `by_node` maps nodes to functions.
     """
 
     def __init__(
@@ -57,18 +55,15 @@ class HostFunctions:
         self.by_node: dict[str, HostCallable] = {
             n.name: make_host_function(n.function, n.args) for n in nodes
         }
-        # call -> functions that begin with what it announces
+        # call -> functions that start on its early outputs
         self._prefetches: dict[str, list[HostFunction]] = {}
-        # host function and id that it has begun with
+        # (host function, id) -> early start
         self._begun: dict[tuple[str, str], Future[None]] = {}
         for node in nodes:
             self._let_begin(node)
 
     def start(self, node: HostFunction, firing: Firing, task: Task) -> None:
-        """Begin, so that it and the calls of other nodes go on at the same time.
-
-        The result of `task` is an `Outcome`.
-        """
+        """Start a firing in its own thread; the result of `task` is an `Outcome`."""
         started = time.time()
         clock = time.perf_counter()
         what = told(node, firing)
@@ -102,7 +97,7 @@ class HostFunctions:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people at the start of the run."""
+        """Messages for the user at the start of the run."""
         return [
             line
             for function in self.by_node.values()
@@ -111,11 +106,11 @@ class HostFunctions:
         ]
 
     def may_drop(self, node: HostFunction) -> bool:
-        """Whether it may be a filter."""
+        """Return whether the node's function may drop ids."""
         return not isinstance(self.by_node[node.name], KeepsAll)
 
     def prefetch(self, announced: Announced) -> None:
-        """Let the functions begin that can do so with what a call has made before its end."""
+        """Start the functions that can run on a call's early outputs."""
         for node in self._prefetches.get(announced.call, ()):
             function = self.by_node[node.name]
             ids = announced.outputs.ids
@@ -127,8 +122,9 @@ class HostFunctions:
             self._begun.update(((node.name, id), begun) for id in ids)
 
     def _let_begin(self, node: HostFunction) -> None:
-        """Have a function that can begin early hear of the call that makes what it begins with,
-        where it is one call.
+        """Enable early outputs for a function that can start early.
+
+        Only if a single model call makes all the keys it starts with.
         """
         function = self.by_node[node.name]
         if not isinstance(function, SupportsPrefetch):

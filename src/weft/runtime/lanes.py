@@ -1,6 +1,4 @@
-"""Calls that may run on old weights and have a copy of them to themselves: training of their role
-need not wait for them.
-"""
+"""Calls on stale weights that have their own copy of the role, so training need not wait for them."""
 
 from __future__ import annotations
 
@@ -10,9 +8,10 @@ from weft.runtime.roles import Place
 
 
 def own_lanes(experiment: Experiment) -> dict[str, Place]:
-    """Call -> the copy of its role that it uses, for calls that begin in an order of their own: all
-    that use the copy may lag, on devices that hold nothing else of the role, and one node alone
-    changes the role's weights.
+    """Return call -> copy of its role, for calls that run in an order of their own.
+
+    Conditions: all calls on the copy tolerate staleness, the copy shares no device with the role's
+    own mesh, and no sync writes to the role.
     """
     meshes = experiment.meshes()
     used: dict[Place, list[MFCDef]] = {}

@@ -1,4 +1,4 @@
-"""The worker group of one process: a worker, one thread that makes its calls, no Ray and no copies."""
+"""Worker group in a single process: one worker and one thread that runs its calls, without Ray."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """`samples`: it generates, so it is not done in the middle of another call that does."""
+    """Queued function; `samples` marks generation, which must not run inside another generation."""
 
     do: Callable[[], None]
     samples: bool = False
 
 
 class LocalGroup:
-    """Calls run one after another in the order they were submitted, in a thread of their own: the
-    Master can wait with a deadline, keep its view alive and hear a signal. The thread is a daemon;
-    a call that hangs cannot keep the process.
+    """Run calls in the order of submission in a daemon thread.
 
-    It is itself what a call may take up in its middle (`Updates`): work that was asked for
-    meanwhile, but none that generates.
+    The master can wait with a deadline, update its view and handle signals; a hanging call cannot
+    keep the process alive.
+
+    Implements `Updates` itself: a running call may execute pending work that does not generate.
     """
 
     def __init__(self, make: Callable[[], Worker], device: torch.device) -> None:
         self.events: Events = queue.SimpleQueue()
-        self._announcing: set[str] = set()  # calls whose early outputs somebody wants
+        self._announcing: set[str] = set()  # calls whose early outputs are announced
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        # taken out of the queue and not yet done, by the thread
+        # taken from the queue, not yet run; used by the thread only
         self._next: deque[_Work | None] = deque()
         self._device = device
         self._closed = False
-        self._trace: Trace | None = None  # the thread's
+        self._trace: Trace | None = None  # used by the thread only
         self._thread = threading.Thread(target=self._work, name="weft-worker", daemon=True)
         self._thread.start()
         reset_peak_memory(device)
@@ -76,7 +76,7 @@ class LocalGroup:
         keeps: bool = False,
     ) -> None:
         assert version is None and not keeps, "one process has no copies of a role"
-        minibatches = [batch for (batch,) in parts]  # one device is one rank
+        minibatches = [batch for (batch,) in parts]  # one data-parallel rank
         early = self.events if mfc in self._announcing else None
         node = self._worker.calls[mfc]
         updates = self if node.interruptible else None
@@ -116,8 +116,10 @@ class LocalGroup:
         return self._run(save)
 
     def restore(self, d: Path) -> None:
-        """Computes with as many threads as the process did that wrote the recovery point, so that
-        sums come out the same.
+        """Load a recovery point.
+
+        Sets the number of threads to that of the process that wrote it, so that sums are bitwise
+        identical.
         """
 
         def load() -> None:
@@ -181,7 +183,7 @@ class LocalGroup:
         def work() -> None:
             try:
                 future.set_result(task())
-            except BaseException as error:  # whoever waits for the future is told
+            except BaseException as error:  # raised by future.result()
                 future.set_exception(error)
 
         self._queue.put(_Work(work, samples))

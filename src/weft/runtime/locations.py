@@ -1,7 +1,4 @@
-"""Which devices hold which tensors, by id and key; and from where a device gets what it lacks.
-
-Pure bookkeeping.
-"""
+"""Locations of tensors by id and key, and the transfers a device needs. Bookkeeping only."""
 
 from __future__ import annotations
 
@@ -11,13 +8,14 @@ from dataclasses import dataclass, field
 from weft.graph.blocks import Blocks
 from weft.runtime.device_process import Want
 
-DRIVER = -1  # the driver's own store: the loader's rows, and what host functions made
+DRIVER = -1  # the driver's store: the loader's rows and outputs of host functions
 
 
 @dataclass(eq=False)
 class _Where:
-    """Key -> the ranks that hold it, and those to which a copy is on its way: they have it before
-    they need it next.
+    """Ranks that hold each key, and ranks to which a copy is being sent.
+
+    A copy arrives before its rank needs it next.
     """
 
     holders: dict[str, set[int]] = field(default_factory=dict)
@@ -33,16 +31,15 @@ class _Where:
 
 
 class Locations:
-    """Not for several threads at once; who shares it takes care."""
+    """Tensor locations. Not thread-safe; the caller must lock."""
 
     def __init__(self) -> None:
         self._ids = Blocks(_Where, _Where.copy)
 
     def made(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """A rank has made these keys anew; what others hold of them counts no more.
+        """Record that a rank has computed these keys; copies on other ranks become invalid.
 
-        A rank that had them already (it announced them before its call was over) has made the same
-        ones.
+        Keys that the rank already has are unchanged: it announced them before the end of its call.
         """
         for where in self._ids.apart(ids):
             for key in keys:
@@ -51,21 +48,22 @@ class Locations:
                     where.coming.pop(key, None)
 
     def expect(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """A copy is on its way to a rank: it need not be sent again, and nobody can have it from
-        there yet.
+        """Record that a copy is being sent to a rank.
+
+        It need not be sent again, and cannot be fetched from there yet.
         """
         for where in self._ids.apart(ids):
             for key in keys:
                 where.coming.setdefault(key, set()).add(rank)
 
     def copied(self, rank: int, ids: Sequence[str], keys: Sequence[str]) -> None:
-        """A rank has a copy, or made the same."""
+        """Record that a rank has a copy, or has computed identical values."""
         for where in self._ids.apart(ids):
             for key in keys:
                 where.holders.setdefault(key, set()).add(rank)
 
     def everywhere(self, ids: Sequence[str], keys: Iterable[str]) -> list[str]:
-        """Those of `keys` that every id has, somewhere."""
+        """Return those of `keys` that every id has on some rank."""
         parts = self._ids.parts(ids)
         return [
             key
@@ -74,10 +72,10 @@ class Locations:
         ]
 
     def lacking(self, rank: int, ids: Sequence[str], keys: Iterable[str]) -> list[Want]:
-        """What a rank must get from where: all keys of an id that one holder has together, from a
-        device before the driver.
+        """Return the transfers that a rank needs to have all keys of the ids.
 
-        A key that nobody holds is left out; reading it says so.
+        All keys of an id on the same holder are one transfer; devices are preferred to the driver.
+        A key that no rank holds is left out; reading it raises the error.
         """
         found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
         wanted = list(keys)
@@ -93,7 +91,7 @@ class Locations:
         return [Want(holder, tuple(ids), keys) for (holder, keys), ids in found.items()]
 
     def discard(self, ids: Iterable[str]) -> dict[int, list[str]]:
-        """Forget these ids; by rank, which of them it held."""
+        """Forget these ids; return the ids that each rank held."""
         gone: dict[int, list[str]] = {}
         for where, chosen, _ in self._ids.discard(ids):
             for rank in set().union(*where.holders.values(), *where.coming.values()):
@@ -102,6 +100,6 @@ class Locations:
 
 
 def _nearest(holders: set[int]) -> int:
-    """A device, where one holds it: the driver has the least to give away."""
+    """Return the lowest device that holds a key, or the driver if none does."""
     devices = holders - {DRIVER}
     return min(devices) if devices else DRIVER

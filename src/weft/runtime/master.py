@@ -1,9 +1,7 @@
-"""The one scheduler of a run.
+"""Scheduler of a run.
 
-It asks `ready` what may run, has it run, and keeps the books between steps.
-
-It knows nodes, keys and ids; tensors stay where they were made, and no algorithm is known here by
-name.
+It asks `ready` which nodes can run, runs them, and keeps the state between steps. It knows nodes,
+keys and ids only: tensors stay on the devices, and no algorithm is special-cased.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ NUMERICS = "numerics"
 
 
 class Listener(Protocol):
-    """Hears of every firing when it is over, and of the ids of a step while their tensors are still
-    there.
-    """
+    """Receiver of finished firings, and of a step's ids while their tensors still exist."""
 
     def fired(self, outcome: Outcome, step: int) -> None: ...
     def stepped(self, ids: Sequence[str], step: int) -> None: ...
@@ -49,7 +45,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step: what its firings measured, and how far the run is."""
+    """Metrics of one step, and the position of the run after it."""
 
     step: int
     epoch: float
@@ -60,17 +56,17 @@ class StepResult:
 
 @dataclass
 class Position:
-    """How far the run is; part of a recovery point."""
+    """Progress of the run; part of a recovery point."""
 
     step: int = 0
     epochs_done: int = 0
-    ids_done: int = 0  # of the epoch under way
-    # node -> firings that are over, its syncs included
+    ids_done: int = 0  # in the current epoch
+    # node -> number of finished firings, including their syncs
     versions: dict[str, int] = field(default_factory=dict)
 
 
 class Master:
-    """Runs the experiment's graph over the loader's rows, one step at a time."""
+    """Run the experiment's graph over the loader's rows, one step at a time."""
 
     def __init__(
         self,
@@ -89,32 +85,30 @@ class Master:
         self._books = Books()
         self._metas = TensorStore()
         self.position = Position()
-        self._step_of_epoch = 0  # made when the epoch under way began
-        # one after the other that made no step: filters left no row, and no epoch will
+        self._step_of_epoch = 0  # completed steps at the start of the current epoch
+        # consecutive epochs without a step, because filters dropped every row
         self._barren_epochs = 0
         self._lanes = {
             call: f"{role} on {mesh}" for call, (role, mesh) in own_lanes(experiment).items()
         }
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._runs_ahead = runs_ahead(self._graph)
-        self._ahead: set[str] = set()  # ids of later steps, once a step is over
-        self._open: list[
-            Firing
-        ] = []  # of host functions that may drop ids: what they keep is not yet taken into account
-        self._kept: dict[Firing, Sequence[str]] = {}  # what they kept, of those that are over
-        self._gone: list[str] = []  # ids that nobody will need once all that was decided is done
+        self._ahead: set[str] = set()  # ids of later steps, set when a step is finished
+        self._open: list[Firing] = []  # firings of filters whose kept ids are not yet applied
+        self._kept: dict[Firing, Sequence[str]] = {}  # ids kept by finished filters in _open
+        self._gone: list[str] = []  # ids unused once all decided firings are finished
 
     @property
     def notes(self) -> list[str]:
-        """Lines for people at the start of the run."""
+        """Messages for the user at the start of the run."""
         return self._runner.functions.notes
 
     def step(self) -> StepResult | None:
-        """Run until the node that steps follow has fired and all that its ids need is done; None
-        where data are used up.
+        """Run one step; return None if the data are exhausted.
 
-        Calls of later steps that may use older weights may still be under way. Raises `RunError`
-        naming node, role and ids where a call fails or its deadline is over.
+        A step ends when the node that steps follow has fired and everything its ids need is done.
+        Calls of later steps that tolerate older weights may still be running. Raises `RunError`
+        naming node, role and ids if a call fails or misses its deadline.
         """
         begun = time.perf_counter()
         if not self._until_stepped():
@@ -127,13 +121,13 @@ class Master:
         return StepResult(now.step, epoch, now.epochs_done, time.perf_counter() - begun, measured)
 
     def settle(self) -> None:
-        """Wait until nothing is under way, so that others may use the group."""
+        """Wait until no firing is running, so that the group can be used otherwise."""
         while self._books.are_open():
             self._go_on()
         self._let_go()
 
     def _until_stepped(self) -> bool:
-        # once the step's node is to fire: the ids of this step and older ones
+        # ids of this step and earlier ones, set when the node that steps follow is ready
         old: set[str] | None = None
         stepped: tuple[str, ...] = ()
         while True:
@@ -161,11 +155,11 @@ class Master:
                 self._finish()
                 return False
 
-    # -- deciding: a call's end changes nothing that is not known before, so what comes next is decided without it; the ends of
-    #    host functions that may drop ids are taken into account one by one, in the order in which they were decided on
+    # -- deciding: the result of a call does not affect the schedule, so the next firings are decided before it ends. Results of
+    #    filters do affect it; they are applied one by one, in the order in which the filters were decided on
 
     def _decide(self, firings: Sequence[Firing]) -> None:
-        """Take these firings as good as done, but for what host functions keep."""
+        """Mark these firings as decided; ids that filters keep are settled later."""
         for firing in firings:
             self._count_rounds(firing.node)
             self._buffer.start(firing)
@@ -180,7 +174,7 @@ class Master:
             self._drop_surplus(firing.node)
 
     def _close_first(self) -> None:
-        """Wait for the host function that was decided on first, and take into account what it kept."""
+        """Wait for the filter that was decided on first and apply the ids that it kept."""
         if self._runs_ahead:
             firing = oldest(self._buffer, self._open)
         else:
@@ -207,9 +201,7 @@ class Master:
         self._forget(self._buffer.finish(firing, kept, node.outputs, len(self._graph.nodes)))
 
     def _count_rounds(self, node: str) -> None:
-        """Log how often was sampled for a training node that fires now, where a filter asks for
-        more.
-        """
+        """Log the sampling rounds behind a training node that fires, if a filter refills its batch."""
         for edge in self._graph.version_edges:
             filter = self._graph.refills(edge) if edge.producer == node else None
             if filter is not None:
@@ -217,7 +209,7 @@ class Master:
                 self._books.note(filter.name, Measured({f"rounds/{edge.consumer}": rounds}, 1, 0.0))
 
     def _drop_surplus(self, node: str) -> None:
-        """Let go of what a refill brought beyond what the training node took."""
+        """Drop ids that a refill sampled beyond the training node's batch."""
         while self._open and any(
             self._graph.refills(edge) for edge in self._graph.version_edges if edge.producer == node
         ):
@@ -230,10 +222,10 @@ class Master:
         self._gone += gone
         self.position.ids_done += len(gone)
 
-    # -- doing: whatever can begin does so, and the first end there is makes others begin
+    # -- running: start every runnable firing; each one that finishes may enable others
 
     def _go_on(self) -> None:
-        """Begin what may begin; take in the next end of a firing."""
+        """Start every runnable firing, then wait for the next one to finish."""
         for each in self._agenda.take():
             self._runner.start(each.firing, self._metas, version=each.version, keeps=each.keeps)
         outcome = self._runner.wait()
@@ -248,9 +240,7 @@ class Master:
             self.listener.fired(outcome, self.position.step + 1)
 
     def _finish(self, stepped: Sequence[str] = ()) -> None:
-        """Run everything that was decided, but for what is of later steps; then drop ids that
-        nobody needs.
-        """
+        """Finish all firings of the current step, then drop ids that no firing needs."""
         while self._books.are_open(self._ahead):
             self._go_on()
         if stepped and self.listener is not None:
@@ -258,7 +248,7 @@ class Master:
         self._let_go()
 
     def _let_go(self) -> None:
-        # by calls of later steps, of ids that a filter has dropped meanwhile
+        # Running calls of later steps may still read ids that a filter has dropped.
         read = self._books.open_ids()
         gone = [id for id in self._gone if id not in read]
         self._group.discard(gone)
@@ -268,12 +258,12 @@ class Master:
     # -- rows
 
     def _load(self) -> bool:
-        """Take in the loader's next batch; False at the end of the last epoch."""
+        """Add the loader's next batch to the buffer; return False at the end of the last epoch."""
         if self._buffer.closed:
             if self._buffer.entries:
                 raise _stuck(self._buffer)
             self._ahead = set()
-            self._finish()  # the next epoch has the same ids
+            self._finish()  # drop this epoch's ids first: the next epoch reuses them
             self._turn_epoch()
             if self.position.step > self._step_of_epoch:
                 self._barren_epochs = 0
@@ -286,7 +276,7 @@ class Master:
         return True
 
     def _load_ahead(self) -> bool:
-        """Take in the loader's next batch where a call may run ahead on it."""
+        """Add the loader's next batch if a call may run ahead on it; return whether it was added."""
         most = self._experiment.control.max_steps
         follow = self._experiment.steps_follow
         left = None if most is None else most - self.position.step
@@ -303,7 +293,7 @@ class Master:
         self._buffer.closed = self._loader.epoch_done
 
     def _turn_epoch(self) -> None:
-        """Where all ids of the epoch have gone through: the next one begins."""
+        """Start the next epoch if all ids of the current one are processed."""
         if self._buffer.closed and not self._buffer.entries:
             self._buffer.closed = False
             self.position.epochs_done += 1
@@ -321,8 +311,10 @@ class Master:
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write everything that a restart needs, what was sampled ahead too, into the empty
-        `directory`; `extra` comes back from `load`.
+        """Write the state that a restart needs, including samples made ahead, to the empty
+        `directory`.
+
+        `extra` is returned by `load`.
         """
         self.settle()
         state = {
@@ -343,13 +335,14 @@ class Master:
         self._group.snapshot(directory / WORKERS).result()
 
     def load(self, directory: Path) -> Mapping[str, Any]:
-        """Take up what `save` wrote; returns its `extra` and, under `numerics`, what the run was
-        computed with.
+        """Load the state that `save` wrote.
+
+        Returns its `extra`, plus the saved run's numerical settings under `numerics`.
         """
         state = read_state(directory / MASTER)
         self._group.restore(directory / WORKERS)
         self.position = Position(**state["position"])
-        # of the epoch's steps some may be made already
+        # steps of the current epoch may have been completed before
         self._step_of_epoch = -1
         self._barren_epochs = 0
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)

@@ -1,7 +1,4 @@
-"""How the results of a call's ranks become one: outputs joined, metrics merged, times spanned.
-
-Pure.
-"""
+"""Merging the results of a call's ranks: outputs are joined, metrics reduced, times combined."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from weft.runtime.split import join
 
 
 def merged(results: Sequence[MFCResult], counts: Sequence[int], ids: Sequence[str]) -> MFCResult:
-    """`results` of the data-parallel parts of the batch `ids`, of so many ids each."""
+    """Merge the results of the data-parallel parts of `ids`; `counts` are ids per part."""
     outputs = join([result.outputs for result in results], ids)
     return MFCResult(outputs, merged_metrics([result.metrics for result in results], counts))
 
 
 def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
-    """What the ranks saw of a few ids, each id once; None where none of them kept any."""
+    """Merge the `seen` samples of all ranks, keeping each id once; None if there are none."""
     made: dict[str, SequenceSample] = {}
     for result in results:
         for one in result.seen.unpack() if result.seen is not None else ():
@@ -29,11 +26,11 @@ def merged_seen(results: Iterable[MFCResult]) -> SequenceSample | None:
 
 
 def merged_metrics(parts: Sequence[Mapping[str, float]], counts: Sequence[int]) -> dict[str, float]:
-    """What is equal everywhere stays.
+    """Reduce metrics over data-parallel parts.
 
-    `*_max` and `*_min` are the largest and smallest, all else is a mean over ids. A call lasts from
-    its first rank's start to its last rank's end. A metric that some parts lack is merged over
-    those that have it.
+    Equal values are unchanged. `*_max` and `*_min` take the largest and smallest value; other
+    metrics are averaged over ids. A call lasts from the start of its first rank to the end of its
+    last. Parts without a metric are ignored.
     """
     whole: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):

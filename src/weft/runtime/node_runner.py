@@ -1,6 +1,4 @@
-"""Has the nodes of a graph run: model function calls by the group, host functions here; and waits
-for whichever ends first.
-"""
+"""Running of graph nodes: model function calls in the group, host functions in this process."""
 
 from __future__ import annotations
 
@@ -24,12 +22,12 @@ from weft.runtime.host_functions import HostFunctions
 from weft.runtime.outcome import Outcome, told
 from weft.runtime.split import split
 
-LONGEST_SECONDS = 6 * 3600.0  # for a node that names no deadline: nothing waits without end
+LONGEST_SECONDS = 6 * 3600.0  # default deadline of a node
 
 
 @dataclass
 class _UnderWay:
-    """A firing that is not over: the tasks it waits for, its own and the syncs that follow it."""
+    """Unfinished firing with the tasks that it waits for: its own and the following syncs."""
 
     firing: Firing
     node: Node
@@ -40,9 +38,9 @@ class _UnderWay:
 
 
 class NodeRunner:
-    """Runs the nodes of one graph.
+    """Run the nodes of one graph.
 
-    `prefix` is what the group knows the graph's calls by, beside their names.
+    `prefix` is prepended to the graph's call names in the group.
     """
 
     def __init__(
@@ -64,14 +62,14 @@ class NodeRunner:
             node.name: experiment.mesh_of(node).layout.data for node in graph.model_calls()
         }
         self._minibatches = {node.name: wanted_minibatches(node) for node in graph.model_calls()}
-        self._under_way: dict[Task, _UnderWay] = {}  # by every task that is not over
+        self._under_way: dict[Task, _UnderWay] = {}  # unfinished task -> firing
 
     def start(
         self, firing: Firing, metas: Shelf, *, version: int | None = None, keeps: bool = False
     ) -> None:
-        """Begin, on ids that `metas` describes.
+        """Start a firing; `metas` has the metadata of its ids.
 
-        `version` and `keeps` as for `WorkerGroup.submit`.
+        `version` and `keeps` are passed to `WorkerGroup.submit`.
         """
         node = self._graph.node(firing.node)
         if isinstance(node, MFCDef):
@@ -88,14 +86,14 @@ class NodeRunner:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """True if no firing is running."""
         return not self._under_way
 
     def wait(self) -> Outcome:
-        """The end of a firing, whichever is over first, with the syncs that follow it.
+        """Wait for the next firing to finish, including its syncs, and return its outcome.
 
-        Raises what went wrong, with the node named, and `RunError` where a firing has passed its
-        deadline.
+        Raises the error of a failed firing, naming the node, or `RunError` if a deadline has
+        passed.
         """
         while True:
             event = self._next_event()
@@ -144,7 +142,7 @@ class NodeRunner:
         )
 
     def _next_event(self) -> Event:
-        """Waits until something happens or a deadline is over."""
+        """Return the next event; raise the deadline's error if none arrives before it."""
         bounded = [
             (run.expires, run) for run in self._under_way.values() if run.expires is not None
         ]

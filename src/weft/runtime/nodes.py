@@ -1,4 +1,4 @@
-"""The machines of a cluster, and which of them each device is on."""
+"""Machines of a Ray cluster and the assignment of devices to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Node:
 
     @classmethod
     def of(cls, listed: Mapping[str, Any]) -> Node:
-        """A machine as Ray lists it."""
+        """Build a machine from an entry of `ray.nodes()`."""
         return cls(
             id=listed["NodeID"],
             host=listed["NodeManagerHostname"],
@@ -31,8 +31,9 @@ class Node:
 
 
 def in_order(nodes: Iterable[Node], here: str) -> list[Node]:
-    """The node with the id `here` first, then by address, so that device 0 is where the run was
-    started.
+    """Return the node with id `here` first, the others by address.
+
+    Device 0 is then on the machine where the run was started.
     """
     return sorted(
         nodes,
@@ -44,13 +45,16 @@ def in_order(nodes: Iterable[Node], here: str) -> list[Node]:
 
 
 def by_rank(on: Mapping[int, str], nodes: Sequence[Node]) -> list[int]:
-    """The bundles of a placement group, one a device, in the order of the nodes that they are `on`."""
+    """Return the placement group's bundles (one per device) in the order of their nodes.
+
+    `on` maps each bundle to its node's id.
+    """
     order = [node.id for node in nodes]
     return sorted(on, key=lambda index: (order.index(on[index]), index))
 
 
 def threads_of(on: Mapping[int, str], nodes: Sequence[Node]) -> dict[str, int]:
-    """Node -> the share of its CPUs that each device on it has."""
+    """Return node id -> CPU threads per device: the node's CPUs divided by its devices."""
     return {
         node.id: max(1, node.cpus // max(1, list(on.values()).count(node.id))) for node in nodes
     }

@@ -1,4 +1,4 @@
-"""What one run of a node did."""
+"""Result of one firing of a node."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from weft.runtime.group import SampleMeta
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a firing did: descriptions of its outputs (None where it made no keys), metrics, and
-    when it ran.
-    """
+    """Metadata of a firing's outputs (None if it has no output keys), metrics and times."""
 
     firing: Firing
     outputs: SampleMeta | None
     metrics: Mapping[str, float]
     started: float  # seconds since the epoch
     seconds: float
-    kept: tuple[str, ...]  # ids that a filter let pass; all of them otherwise
-    seen: SequenceSample | None = None  # what the network made of a few ids, with its values
+    kept: tuple[str, ...]  # ids that a filter kept; all ids for other nodes
+    seen: SequenceSample | None = None  # the network's values for a few ids, with tensors
 
 
 def told(node: Node, firing: Firing) -> str:
-    """A firing in the words of an error."""
+    """Describe a firing in an error message: node, role or function, and ids."""
     if isinstance(node, MFCDef):
         what = f"role {node.role!r}"
     else:

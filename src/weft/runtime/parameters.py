@@ -1,6 +1,4 @@
-"""Where parameters go between engines on different meshes, and when: to other roles as the graph
-says, to the copies of a role before the calls that use them.
-"""
+"""Parameter transfers between meshes: syncs between roles, and updates of a role's copies."""
 
 from __future__ import annotations
 
@@ -17,12 +15,15 @@ from weft.runtime.lanes import own_lanes
 from weft.runtime.roles import Place
 from weft.runtime.ways import Way, Ways
 
-Versions = Callable[[int], None]  # is told the target's new version
+Versions = Callable[[int], None]  # called with the target's new version
 Failures = Callable[[BaseException], None]
 
 
 class Parameters:
-    """`built` says what each rank holds, `hosts` on which machine it is. Used by one thread."""
+    """Schedule parameter transfers. Not thread-safe.
+
+    `built` describes the parameters of each rank; `hosts` names the machine of each rank.
+    """
 
     def __init__(
         self,
@@ -35,27 +36,27 @@ class Parameters:
         self._experiment = experiment
         self._ways = Ways(dispatch, experiment, built, hosts)
         self._meshes = experiment.meshes()
-        # Which weights of its role a copy has, once all that is asked for is done.
+        # Number of the weights that each copy has once all submitted jobs are finished.
         self._weights = dict.fromkeys(experiment.copies(), 0)
-        # with parameters
+        # copies that have parameters
         self._copies = [place for place in self._weights if any(self._ways.held(place).values())]
-        # copies that need others, and whether more than what train steps change
+        # outdated copies -> whether parameters that train steps don't change are outdated too
         self._stale: dict[Place, bool] = {}
-        # Of which version they are, once all that is asked for is done, where a train step or a
-        # call has told: a role's own weights, a copy's, and what is kept until a call on a copy
-        # uses it.
+        # Versions once all submitted jobs are finished, if known from a train step or a call:
+        # of each role's own weights, of each copy, and of weights kept for a later call on a
+        # copy.
         self._versions: dict[str, int] = {}
         self._copied: dict[Place, int] = {}
-        # version -> which weights, for calls that take newer ones
+        # version -> number of the weights, for calls that accept newer ones
         self._numbers: dict[Place, dict[int, int]] = {}
         self._kept: dict[tuple[Place, int], Way] = {}
         self._ahead = set(own_lanes(experiment).values())
-        self._changing: dict[str, Job] = {}  # the last that changed a role's own weights
+        self._changing: dict[str, Job] = {}  # role -> last job that changes its own weights
 
     def begin(self) -> None:
-        """Let roles begin as copies of others on other devices.
+        """Prepare all transfers and initialize roles from others on different meshes (`init_from`).
 
-        Raises `ConfigError` for what cannot be moved later.
+        Raises `ConfigError` for roles whose parameters do not match.
         """
         for sync in self._experiment.graph.syncs:
             if not self._alike(sync):
@@ -77,7 +78,7 @@ class Parameters:
     def move(
         self, sync: ParamSync, done: Versions, failed: Failures, started: Callable[[], None]
     ) -> None:
-        """Begin a sync of the graph."""
+        """Start a sync of the graph."""
         if not self._alike(sync):
             job = self._reallocate(sync, sync.name, done, failed, started)
         else:
@@ -117,9 +118,7 @@ class Parameters:
     # -- from a role to its copies
 
     def keep(self, role: str, version: int, failed: Failures) -> None:
-        """Keep the role's own weights, which are of this version, for later calls on copies that
-        lack them.
-        """
+        """Keep the role's own weights, of this version, for later calls on copies that lack them."""
         for place in self._ahead:
             if place[0] == role and self._copied.get(place) != version:
                 source = self._own(role)
@@ -137,13 +136,14 @@ class Parameters:
                 self._dispatch.submit(job)
 
     def trained(self, role: str, job: Job, version: int) -> None:
-        """`job` is a train step, after which the role's own weights are of this version."""
+        """Record that `job` is a train step, after which the role's weights have this version."""
         self.changed(role, job)
         self._versions[role] = version
 
     def changed(self, role: str, job: Job | None, *, whole: bool = False) -> None:
-        """`job` is to change the role's own weights: those that train steps change, or with `whole`
-        any.
+        """Mark the role's copies as outdated; `job` changes the role's own weights.
+
+        With `whole`, all parameters may change, otherwise those that train steps change.
         """
         if job is not None:
             self._changing[role] = job
@@ -152,7 +152,7 @@ class Parameters:
                 self._stale[place] = whole or self._stale.get(place, False)
 
     def restored(self) -> None:
-        """Every role's own weights are others now, of no version that was told; nothing is kept."""
+        """Mark all copies as outdated and forget versions and kept weights, after a restore."""
         self._versions.clear()
         self._copied.clear()
         self._numbers.clear()
@@ -161,8 +161,10 @@ class Parameters:
             self.changed(role, None, whole=True)
 
     def refresh(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
-        """Have a copy get its role's newest weights, or those of a version, before what is
-        submitted next, if it lacks them; which ones it has then. None for a role's own engine.
+        """Update a copy, if needed, before the next submitted call; return its weights' number.
+
+        The copy gets its role's newest weights, or those of `version`. Returns None for a role's
+        own engine.
         """
         if place not in self._weights:
             return None
@@ -177,7 +179,7 @@ class Parameters:
         return self._weights[place]
 
     def _kept_of(self, place: Place, version: int) -> Way:
-        """The way of the weights of a version. Raises `RunError` where none were kept."""
+        """Return the plan for the kept weights of a version. Raises `RunError` if none were kept."""
         way = self._kept.pop((place, version), None)
         if way is None:
             there = (
@@ -192,9 +194,10 @@ class Parameters:
         return way
 
     def follow(self, place: Place, failed: Failures, version: int | None = None) -> int | None:
-        """Have a copy get its role's newest weights as soon as there are any, also in the middle of
-        the call that is submitted next and may begin with weights of this version or newer; which
-        ones it has at least. None for a role's own engine.
+        """Update a copy as soon as there are newer weights, even during the next submitted call.
+
+        That call may start with weights of `version` or newer. Returns the lowest number of the
+        weights it may have, or None for a role's own engine.
         """
         if place not in self._ahead:
             return self.refresh(place, failed)
@@ -236,7 +239,7 @@ class Parameters:
         self._submit(way, what, name, _nothing, failed, holds_up=holds_up)
 
     def _behind(self, place: Place) -> list[str]:
-        """The parameters in which a copy may differ from its role."""
+        """Return the names of the parameters in which a copy may differ from its role."""
         whole = self._stale.get(place, False)
         if whole:
             return self._ways.common(self._own(place[0]), place, partly=False)
@@ -245,7 +248,7 @@ class Parameters:
     # -- ways
 
     def ways(self, role: str) -> list[tuple[str, Way]]:
-        """(what for, way) of all that regularly goes from a role's weights."""
+        """Return (purpose, plan) of all recurring transfers of a role's weights."""
         found = []
         for sync in self._experiment.graph.syncs:
             if sync.source == role and not self._alike(sync):
@@ -282,9 +285,11 @@ class Parameters:
         *,
         holds_up: bool = True,
     ) -> Job:
-        """The target's ranks do not wait for the source's, which may be at work: the job begins
-        when those are done. Unless it `holds_up`, what the roles are asked for next does not wait
-        for that.
+        """Submit a transfer.
+
+        The target's ranks do not wait for busy ranks of the source: the job is issued when the last
+        change of the source's weights is finished. Unless `holds_up`, later requests of the roles
+        do not wait for that.
         """
         target = what.target[1].ranks
         source = what.source[1].ranks
@@ -308,9 +313,9 @@ class Parameters:
 
 
 def _same(command: Command) -> Callable[[int], tuple[Command, Given]]:
-    """The command of every rank."""
+    """Return a `Job.make` that gives every rank the same command."""
     return lambda rank: (command, Given())
 
 
 def _nothing(_: object) -> None:
-    """What is done with an end that nobody waits for."""
+    """Do nothing on completion."""

@@ -1,4 +1,4 @@
-"""Token ids as pieces of text that, put together, are the text: what colouring by token needs."""
+"""Split of a token sequence into pieces of text, one per token, for coloring by token."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ from collections.abc import Sequence
 
 from weft.data.tokenizer import Tokenizer
 
-BROKEN = "\ufffd"  # what a tokenizer gives for the bytes of a part of a character
+BROKEN = "\ufffd"  # replacement character: decoded from an incomplete byte sequence
 
 
 class Pieces:
-    """Remembers the text of every token behind a usual one, so that a step's samples cost a look-up
-    a token.
-    """
+    """Decode tokens one by one, with a cache of the text of each token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
-        self._before: tuple[int, str] | None = None  # a token to stand before others, and its text
+        self._before: tuple[int, str] | None = None  # token decoded before others, and its text
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        """One text a token, special tokens included.
+        """Return one text per token, including special tokens.
 
-        The first tokens of a character that is spread over several have none: the last one has it
-        whole.
+        If a character spans several tokens, the last one has the character and the others are
+        empty.
         """
         made: list[str] = []
         waiting: list[int] = []
@@ -47,7 +45,7 @@ class Pieces:
         return self._known[id]
 
     def _behind(self, ids: Sequence[int]) -> str:
-        """The text of tokens in the middle of a text: the blank before a word stays."""
+        """Return the text of tokens in the middle of a text, keeping the space before a word."""
         if self._before is None:
             self._before = self._choose(ids[0])
         anchor, text = self._before
@@ -57,6 +55,6 @@ class Pieces:
         return self._tokenizer.decode(ids)
 
     def _choose(self, fallback: int) -> tuple[int, str]:
-        """A token whose text stays what it is whatever follows: a letter of the tokenizer's own."""
+        """Return a token, one letter if possible, whose text does not depend on what follows."""
         anchor = (self._tokenizer.encode("a", bos=False) or [fallback])[-1]
         return anchor, self._tokenizer.decode([anchor])

@@ -1,7 +1,4 @@
-"""The loader's next batch, made while the one before it is at work.
-
-Its state is the position of what was given out.
-"""
+"""Loader that prepares the next batch in the background."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from weft.runtime import background
 
 
 class Prefetched:
-    """`loader`, one batch ahead, up to the end of the last of `epochs` (infinite: there is none).
+    """Load one batch ahead, up to the end of the last of `epochs` (may be infinite).
 
-    An error of the loader is raised by the call that asks for the batch. While a batch is being
-    made nobody else may use the loader.
+    Errors of the loader are raised by `next_batch`. The loader must not be used by others. The
+    state is the position after the last returned batch.
     """
 
     def __init__(self, loader: Loader, epochs: float) -> None:
@@ -28,13 +25,13 @@ class Prefetched:
         self._look()
 
     def _look(self) -> None:
-        """Where the loader stands, with all that was made given out."""
+        """Read the loader's position; no batch may be prefetched."""
         self.epoch_done = self._loader.epoch_done
         self.num_ids = self._loader.num_ids
         self._state: Mapping[str, Any] = self._loader.state_dict()
 
     def next_batch(self) -> SequenceSample:
-        """The next batch; the one after it is begun."""
+        """Return the next batch and start loading the one after it."""
         if self._ahead is None:
             batch = self._loader.next_batch()
         else:
@@ -46,13 +43,13 @@ class Prefetched:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch that was given out last."""
+        """Return the position after the last returned batch."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position; a batch on its way is let go."""
+        """Restore a saved position, discarding a prefetched batch."""
         if self._ahead is not None:
-            self._ahead.exception()  # it must not move the loader any more
+            self._ahead.exception()  # wait: it must not advance the loader after the restore
             self._ahead = None
         self._loader.load_state_dict(dict(state))
         self._look()

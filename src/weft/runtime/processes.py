@@ -1,6 +1,4 @@
-"""The processes that this one started, by what the system says of them in /proc; of another system
-nothing is known.
-"""
+"""Descendant processes of this one, read from /proc (empty on other systems than Linux)."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """`began` keeps it apart from a later one with the same number."""
+    """Process id with its start time, which tells reused ids apart."""
 
     pid: int
     began: int
 
 
 def descendants() -> set[Process]:
-    """Children of this process, their children, and so on."""
+    """Return the children of this process, their children, and so on."""
     children: dict[int, list[Process]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         found = _look(int(folder.name))
@@ -40,7 +38,7 @@ def descendants() -> set[Process]:
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """End those that are still there, at once."""
+    """Send SIGKILL to those of the processes that still exist."""
     for process in processes:
         found = _look(process.pid)
         if found is not None and found[1] == process:
@@ -49,12 +47,12 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def die_with_parent() -> None:
-    """This process is killed when the one that started it ends."""
+    """Have the kernel kill this process when its parent ends."""
     _prctl(1, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """What the children of this process leave behind becomes its own children."""
+    """Make orphaned descendants children of this process."""
     _prctl(36, 1)
 
 
@@ -64,7 +62,7 @@ def _prctl(what: int, value: int) -> None:
 
 
 def _look(pid: int) -> tuple[int, Process] | None:
-    """(its parent, the process)"""
+    """Return (parent's pid, process), or None if the process does not exist."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Has the devices trace the steps that a run's options name, and says where the traces lie."""
+"""Profiler traces of the steps that `profile_steps` names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.runtime.group import WorkerGroup
 
 
 def check_steps(steps: str | None, total: int) -> None:
-    """Raises `ConfigError` where a run of `total` steps has none of those to be traced."""
+    """Raise `ConfigError` if a run of `total` steps has none of the steps to trace."""
     if steps is not None and step_range(steps)[0] > total:
         count = f"{total} {'step' if total == 1 else 'steps'}"
         raise ConfigError(
@@ -21,7 +21,7 @@ def check_steps(steps: str | None, total: int) -> None:
 
 
 class Profiling:
-    """`steps` as the option has them; None traces nothing."""
+    """Trace the steps in `steps`, the option's value; None traces nothing."""
 
     def __init__(
         self, steps: str | None, group: WorkerGroup, folder: Path, tell: Callable[[str], None]
@@ -30,16 +30,16 @@ class Profiling:
         self._group = group
         self._folder = folder
         self._tell = tell
-        self._first: int | None = None  # of the steps that are being traced
+        self._first: int | None = None  # first traced step while a trace is running
 
     def before(self, step: int) -> None:
-        """Step `step` comes next."""
+        """Start the trace if `step`, which comes next, is the first to trace."""
         if self._first is None and step in self._steps:
             self._group.profile()
             self._first = step
 
     def after(self, step: int, *, over: bool = False) -> None:
-        """Step `step` is done; `over`: no other follows."""
+        """Write the trace if `step` was the last to trace, or the last of the run (`over`)."""
         if self._first is None or not (over or step >= self._steps[-1]):
             return
         name = f"steps-{self._first}-{step}-worker-{{rank}}.json.gz"
@@ -56,8 +56,9 @@ class Profiling:
 
     @contextmanager
     def kept(self, done: Callable[[], int], under_way: Callable[[], int]) -> Iterator[None]:
-        """Within, a trace is written down also where the run ends, or fails, among the steps that
-        are traced. `done` gives the last step that was made, `under_way` the one that failed.
+        """Write an unfinished trace when the block ends, also if the run fails.
+
+        `done` returns the last completed step, `under_way` the running one.
         """
         try:
             yield
@@ -65,7 +66,7 @@ class Profiling:
             if not isinstance(error, DevicesLost | Interrupted):
                 try:
                     self.after(under_way(), over=True)
-                except WeftError as trouble:  # what failed first is what people need to know
+                except WeftError as trouble:  # the first error matters more
                     error.add_note(f"the trace of its steps is lost: {trouble}")
             raise
         self.after(max(done(), self._first or 0), over=True)

@@ -1,4 +1,4 @@
-"""What a process writes into `run.json` when it begins to work on a run."""
+"""Record of each process that works on a run, in `run.json`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ GIT_SECONDS = 5.0
 def record_start(
     run: Path, *, step: int, total_steps: int | None, hardware: str, chosen: Sequence[str] = ()
 ) -> None:
-    """Add this process to the run's `run.json`.
+    """Append this process to the run's `run.json`.
 
-    Secrets in its command are masked. `chosen`: options that weft has chosen.
+    Secrets in its command are masked. `chosen` are options that weft chose.
     """
     before = RunRecord.read(run)
     command = command_of(sys.argv, sys.orig_argv)
@@ -53,7 +53,7 @@ def record_start(
 
 
 def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
-    """The command as a user would type it again: `weft ...`, or `python ...`."""
+    """Return the command to type again: `weft ...` or `python ...`."""
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
     given = list(original[1:])
@@ -63,7 +63,7 @@ def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
 
 
 def quickstart_of(command: Sequence[str]) -> str | None:
-    """The NAME of `weft quickstart NAME`, or None."""
+    """Return the NAME of `weft quickstart NAME`, or None for other commands."""
     words = list(command)
     if words[:1] == ["weft"] and words[1:2] == ["quickstart"]:
         rest = words[2:]
@@ -82,7 +82,7 @@ def quickstart_of(command: Sequence[str]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, weft and the libraries that decide what is computed."""
+    """Return the versions of Python, weft, torch and transformers."""
     found = {"weft": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -93,8 +93,9 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the git checkout at `folder`, with `+` where tracked files differ from it;
-    empty where there is none.
+    """Return the git commit of the checkout at `folder`, or "" if there is none.
+
+    A `+` is appended if tracked files are modified.
     """
     if not (folder / ".git").exists():
         return ""

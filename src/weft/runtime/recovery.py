@@ -1,10 +1,8 @@
-"""Recovery points: what a restart needs, written between steps with nothing in flight.
+"""Recovery points: the state that a restart needs, written between steps. The last two are kept.
 
-The last two are kept.
-
-`recover/step{N}.tmp` is filled, flushed and renamed to `recover/step{N}`; then
-`recover/step{N}.json`, the manifest with the checksum of every file, makes it count. A point
-without a manifest never was one; a damaged one gives way to the one before.
+`recover/step{N}.tmp` is written, flushed and renamed to `recover/step{N}`. Then the manifest
+`recover/step{N}.json`, with a checksum per file, completes it. A directory without a manifest is
+ignored; if a point is damaged, the one before it is used.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ STEP = re.compile(r"step(\d+)")
 
 @dataclass(frozen=True)
 class RecoveryPoint:
-    """What a restart needs: everything after `step` completed steps."""
+    """State after `step` completed steps."""
 
     step: int
     directory: Path
@@ -35,17 +33,16 @@ class RecoveryPoint:
 
 
 class RecoveryPoints:
-    """The recovery points of one run, in `folder`."""
+    """Recovery points of one run, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, step: int, fill: Callable[[Path], None]) -> RecoveryPoint:
-        """Make the point after `step` steps; `fill` writes into an empty directory.
+        """Write the point after `step` steps; `fill` writes into an empty directory.
 
-        Older ones than the last two go.
-
-        Raises `RunError` where the disk does not take it; the points before it stay.
+        Points older than the last two are removed. Raises `RunError` if the disk is full or fails;
+        earlier points remain.
         """
         point = RecoveryPoint(step, self._folder / f"step{step}")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +58,7 @@ class RecoveryPoints:
         return point
 
     def found(self) -> list[RecoveryPoint]:
-        """Every point that has its manifest, newest first; unchecked."""
+        """Return all points with a manifest, newest first, without verifying checksums."""
         steps = [
             match for path in self._folder.glob("step*") if (match := STEP.fullmatch(path.name))
         ]
@@ -71,9 +68,7 @@ class RecoveryPoints:
         )
 
     def newest(self, note: Callable[[str], None]) -> RecoveryPoint | None:
-        """The newest point whose files are what its manifest says; `note` hears of each that is
-        passed over.
-        """
+        """Return the newest intact point, or None; call `note` for each damaged one skipped."""
         for point in self.found():
             wrong = damage(point)
             if wrong is None:
@@ -85,14 +80,14 @@ class RecoveryPoints:
         return None
 
     def drop_after(self, step: int) -> None:
-        """Remove points beyond `step`: the run goes on from there and makes its own."""
+        """Remove points after `step`, from which the run resumes."""
         for point in self.found():
             if point.step > step:
                 point.manifest.unlink()
                 disk.remove(point.directory)
 
     def mend(self) -> None:
-        """Remove what a killed process left half-done."""
+        """Remove partial points of a killed process."""
         disk.mend(self._folder)
         whole = {point.directory.name for point in self.found()}
         for path in self._folder.glob("step*"):
@@ -101,7 +96,7 @@ class RecoveryPoints:
 
 
 def damage(point: RecoveryPoint) -> str | None:
-    """What is wrong with a recovery point's files, or None."""
+    """Return a description of damaged or missing files, or None if the point is intact."""
     try:
         expected = json.loads(point.manifest.read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,10 +109,10 @@ def damage(point: RecoveryPoint) -> str | None:
 
 
 def named_point(path: Path) -> RecoveryPoint:
-    """The recovery point that `resume_from` names: a point, a checkpoint of the same step, or a run
-    (its newest whole one).
+    """Return the recovery point for `resume_from`.
 
-    Raises `CheckpointError` where there is none, saying which there are.
+    The path is a recovery point, a checkpoint of the same step, or a run (its newest intact point).
+    Raises `CheckpointError`, listing the existing points, if there is none.
     """
     path = path.expanduser()
     if not path.exists():
