@@ -1,1 +1,1 @@
-"""graph"""
+"""Dataflow graph of a run: nodes, edges, scheduling and drawing."""

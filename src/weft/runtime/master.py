@@ -311,10 +311,9 @@ class Master:
     # -- recovery points: between steps, with nothing in flight
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        """Write the state that a restart needs, including samples made ahead, to the empty
-        `directory`.
+        """Write the state that a restart needs to the empty `directory`; `load` returns `extra`.
 
-        `extra` is returned by `load`.
+        Waits for running firings. Samples made ahead of training are included.
         """
         self.settle()
         state = {

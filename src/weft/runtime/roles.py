@@ -1,8 +1,7 @@
-"""The engines of a worker, one a (role, mesh): built, copied into each other, moved away and back,
-saved and restored.
+"""Engines of a worker, one per (role, mesh): building, copying, offloading, saving and restoring.
 
-A worker has the roles whose meshes its rank is of, and the copies of roles that calls use on meshes
-of their own. What lies on different devices is not its business (`weft.runtime.parameters`).
+A worker has the roles whose meshes include its rank, and copies of roles that calls use on other
+meshes. Transfers between devices are in `weft.runtime.parameters`.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from weft.parallel.mesh import ProcessGroups, RankMesh
 from weft.registry import backends
 from weft.topology import Mesh
 
-Place = tuple[str, Mesh]  # a role, and where an engine of it is
+Place = tuple[str, Mesh]  # (role, mesh of one of its engines)
 What = Literal["weights", "optimizer"]
 
 
 @runtime_checkable
 class WithAdapters(Protocol):
-    """An engine that can show itself without what it trains."""
+    """Engine that can be used with its adapters disabled."""
 
     def without_adapters(self) -> Engine | None: ...
 
 
 @runtime_checkable
 class Trains(Protocol):
-    """An engine that can tell which parameters its train steps change."""
+    """Engine that knows which parameters its train steps change."""
 
     @property
     def trained_names(self) -> frozenset[str]: ...
 
 
 class Roles:
-    """The roles of an experiment that this rank has, each on its mesh.
+    """Engines of this rank.
 
-    `specs` have the schedules of the real run filled in; `groups` are needed for layouts of several
+    `specs` include the learning rate schedules; `groups` are required for layouts with several
     devices.
     """
 
@@ -61,18 +60,18 @@ class Roles:
         self._rank = rank
         self._groups = groups
         self._engines: dict[Place, Engine] = {}
-        self._away: set[tuple[Place, What]] = set()  # what hooks have moved to host memory
+        self._away: set[tuple[Place, What]] = set()  # state offloaded to host memory by hooks
         written = {sync.target for sync in experiment.graph.syncs}
         shared: dict[str, Engine] = {}
         here = {role: spec for role, spec in specs.items() if role in self._meshes}
-        # adapters before their base
+        # build engines with adapters before roles that share their base
         for role, spec in sorted(here.items(), key=lambda each: not each[1].trained):
             base = None if role in written else self._base(role, here)
             if base is not None:
                 shared[role] = base
             self._engines[role, self._meshes[role]] = base or self._build(spec, self._meshes[role])
-        # Which of its role's weights a copy has, as the driver counts them; None while they are on
-        # their way.
+        # Number of the weights that each copy has, assigned by the driver; None during a
+        # transfer.
         self._weights: dict[Place, int | None] = {}
         for role, mesh in experiment.copies():
             if rank in mesh.ranks:
@@ -83,12 +82,12 @@ class Roles:
                 self._copy(source, target, eta=1.0, partly=True)
         for sync in experiment.graph.syncs:
             if self._alike(sync.source, sync.target):
-                # refused now rather than after the first step
+                # raise ConfigError now rather than after the first step
                 self._common(sync.source, sync.target, partly=False)
 
     @property
     def places(self) -> list[Place]:
-        """All that is here."""
+        """(role, mesh) of all engines on this rank."""
         return list(self._engines)
 
     def _build(self, spec: ModelSpec, mesh: Mesh) -> Engine:
@@ -104,13 +103,14 @@ class Roles:
         return engine
 
     def _alike(self, source: str, target: str) -> bool:
-        """Whether both roles are here on the same mesh, so that each rank copies what it holds."""
+        """Return whether both roles are on the same mesh, so that each rank copies its own part."""
         here = self._meshes.get(source)
         return here is not None and here == self._meshes.get(target)
 
     def _base(self, role: str, specs: Mapping[str, ModelSpec]) -> Engine | None:
-        """The engine of a trained role with its adapters off, where that is what `role` asks for,
-        on the same devices, and the engine offers it.
+        """Return a trained role's engine without adapters if `role` can share it, else None.
+
+        The base must match, the mesh must have the same parts, and the engine must support it.
         """
         for trained, spec in specs.items():
             engine = self._engines.get((trained, self._meshes[trained]))
@@ -131,9 +131,10 @@ class Roles:
         *,
         or_newer: bool = False,
     ) -> Engine:
-        """The role's engine, on its own mesh unless said, with its weights where they can be used.
+        """Return the role's engine on `mesh` (default: the role's own), with its weights loaded.
 
-        Raises `RunError` where a copy has not the `weights` that it is to have.
+        Raises `RunError` if a copy does not have the required `weights`, or newer ones with
+        `or_newer`.
         """
         place = self._place(role, mesh)
         has = self._weights.get(place)
@@ -147,29 +148,28 @@ class Roles:
         return self._engines[place]
 
     def offload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
-        """Move weights or optimizer state to host memory; nothing happens where they are there
-        already. Engines bring back what they need by themselves.
+        """Move weights or optimizer state to host memory, if they are not there.
+
+        Engines move back whatever they need themselves.
         """
         place = self._place(role, mesh)
         self._engines[place].offload(what)
         self._away.add((place, what))
 
     def onload(self, role: str, what: What, mesh: Mesh | None = None) -> None:
-        """The way back."""
+        """Move offloaded weights or optimizer state back to the device."""
         place = self._place(role, mesh)
         if (place, what) in self._away:
             self._engines[place].onload(what)
             self._away.discard((place, what))
 
     def at(self, place: Place) -> Engine | None:
-        """The engine as it lies, in host memory too; None where it is not here."""
+        """Return the engine without moving its weights; None if it is not on this rank."""
         return self._engines.get(place)
 
     @contextmanager
     def refreshing(self, place: Place, weights: int | None) -> Iterator[Engine | None]:
-        """The engine that gets other weights, as `at`; where it is a copy it cannot be used until
-        they are all there.
-        """
+        """Yield the engine whose weights are replaced; a copy is unusable until the block ends."""
         copy = place in self._weights
         if copy:
             self._weights[place] = None
@@ -178,20 +178,24 @@ class Roles:
             self._weights[place] = weights
 
     def sync(self, sync: ParamSync) -> int:
-        """target = eta * source + (1 - eta) * target; the target's new version, which is the
-        source's.
+        """Set target = eta * source + (1 - eta) * target; return the target's new version.
+
+        It equals the source's version.
         """
         return self._copy(sync.source, sync.target, sync.eta, partly=False)
 
     def save_state(self, folder: Path) -> None:
-        """Every role's own weights; engines leave out frozen weights that nobody wrote to."""
+        """Save the state of each role's own engine, without frozen weights that never changed."""
         for role in self._meshes:
             directory = folder / role
-            directory.mkdir(parents=True, exist_ok=True)  # all ranks of a role share it
+            directory.mkdir(parents=True, exist_ok=True)  # shared by all ranks of the role
             self._engine(role).save_state(directory)
 
     def load_state(self, folder: Path) -> None:
-        """Raises `CheckpointError` where a role's state is not there."""
+        """Load the state of each role's own engine.
+
+        Raises `CheckpointError` if a role's state is missing.
+        """
         for role in self._meshes:
             if not (folder / role).is_dir():
                 if folder.is_dir():
@@ -205,9 +209,11 @@ class Roles:
             self.engine(role).load_state(folder / role)
 
     def describe(self) -> dict[str, Mapping[str, Any]]:
+        """Return the description of each role's own engine."""
         return {role: self._engine(role).description for role in self._meshes}
 
     def describe_copies(self) -> dict[Place, Mapping[str, Any]]:
+        """Return the description of each copy."""
         return {
             place: engine.description
             for place, engine in self._engines.items()
@@ -215,7 +221,7 @@ class Roles:
         }
 
     def trained_names(self, role: str) -> frozenset[str] | None:
-        """Parameters of the role's own engine that train steps change; None where it does not tell."""
+        """Return the parameters that train steps change; None if the engine does not know."""
         engine = self._engine(role)
         return engine.trained_names if isinstance(engine, Trains) else None
 
@@ -226,7 +232,7 @@ class Roles:
         return role, mesh or self._meshes[role]
 
     def _copy(self, source: str, target: str, eta: float, *, partly: bool) -> int:
-        """Move parameters by name."""
+        """Copy parameters between two engines on this rank; return the target's version."""
         names = self._common(source, target, partly=partly)
         giver = self.engine(source)
         taker = self.engine(target)
@@ -242,10 +248,10 @@ class Roles:
 def common(
     source: str, have: Mapping[str, Any], target: str, want: Mapping[str, Any], *, partly: bool
 ) -> list[str]:
-    """Parameters that two roles both have; all of them unless `partly` (a new head keeps what it
-    was initialised to).
+    """Return the names of parameters that both roles have.
 
-    `have` and `want` are whole shapes by name, or rectangles where both lie alike. Raises
+    All parameters must match unless `partly` (a new head keeps its initialization). `have` and
+    `want` map names to full shapes, or to local slices if both meshes are equal. Raises
     `ConfigError` naming the parameters that differ.
     """
     names = [name for name in want if name in have and have[name] == want[name]]

@@ -1,6 +1,4 @@
-"""Samples as text: a few a step for samples.jsonl, all completions where the run's product is what
-it generates.
-"""
+"""Samples as text: a few per step for samples.jsonl, or all completions for generations.jsonl."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from weft.graph.mfc import MFCDef
 from weft.runtime.group import WorkerGroup
 from weft.runtime.pieces import Pieces
 
-SHOWN = 4  # completions of a step between two that are shown in detail
+SHOWN = 4  # completions shown for an ordinary step
 GROUPS = 3
-COMPLETIONS = 8  # ids of a detailed step, and completions of each
-# of a completion: tokens that are told one by one; characters of a text that is kept
+COMPLETIONS = 8  # completions per id shown for a detailed step, which has GROUPS ids
+# per completion: maximum of tokens listed one by one; maximum of characters kept
 TOKENS = 256
 TEXT = 8000
-# a key with one value a completion -> its name in a row
+# key with one value per completion -> its name in a row
 NAMES = {"rewards": "reward", "scores": "score"}
-# columns of the data that say what is right
+# dataset columns with the reference answer
 REFERENCES = ("answer", "ground_truth", "solution", "target")
 BY_TOKEN = ("logprobs", "ref_logprobs", "loss_mask", "versions")
 PAIRS = ("rank", "comparison")
@@ -38,8 +36,9 @@ def detailed(step: int) -> bool:
 
 
 class Samples:
-    """Reads a few samples of a step, while their tensors are still there: completions of a graph
-    that generates, else rows that were trained on.
+    """Read a few samples of a step before its tensors are dropped.
+
+    These are completions if the graph generates, otherwise rows that were trained on.
     """
 
     def __init__(
@@ -49,9 +48,7 @@ class Samples:
         tokenizer: Tokenizer,
         last: int | None = None,
     ) -> None:
-        """`last` is the run's last step, which is always shown in detail; None where nobody knows
-        it before it is over.
-        """
+        """Create a reader; step `last`, if known, is always shown in detail."""
         self._last = last
         self._group = group
         self._tokenizer = tokenizer
@@ -66,11 +63,11 @@ class Samples:
     def rows(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None = None
     ) -> list[dict[str, Any]]:
-        """Samples of the step numbered `step`, which was made on `ids`.
+        """Return samples of step `step`, which used `ids`.
 
-        In a detailed step these are whole groups: a row a completion, with values by token. In
-        between they are the first completions of up to `SHOWN` ids that were generated. `seen` is
-        what training saw of a few ids: their log-probs or scores.
+        A detailed step has whole groups, one row per completion with values per token. Other steps
+        have the first completion of up to `SHOWN` ids. `seen` has the training call's log-probs or
+        scores of a few ids.
         """
         if self._generates and not self._in_detail(step):
             batch = self._fetch(ids[:SHOWN], self._keys)
@@ -82,8 +79,9 @@ class Samples:
         return [] if chosen is None else list(self._detailed(chosen))
 
     def generations(self, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Every completion of these ids: id, prompt, completion, completion_ids, logprobs,
-        finish_reason.
+        """Return a row for every completion of these ids.
+
+        Fields: id, prompt, completion, completion_ids, logprobs, finish_reason.
         """
         batch = self._fetch(ids, ["logprobs", "finished"])
         logprobs: Sequence[Any] = [None] * batch.num_sequences()
@@ -108,11 +106,12 @@ class Samples:
         return step == self._last or detailed(step)
 
     def _fetch(self, ids: Sequence[str], optional: Sequence[str]) -> SequenceSample:
-        """What was generated for `ids`, under the usual names: `completion` where the graph calls
-        it `mixed_completion`.
+        """Fetch generated keys under their usual names, undoing the graph's key remapping.
+
+        For example, `completion` where the graph names it `mixed_completion`.
         """
         own = [name for name, key in self._names.items() if key == "completion"] or ["completion"]
-        # the data's own key of that name is of no use beside it
+        # skip dataset keys that remapped keys replace
         replaced = set(self._names.values())
         batch = self._group.fetch(
             ids, ["prompt", *own], [key for key in optional if key not in replaced]
@@ -147,7 +146,7 @@ class Samples:
         return batch.update(seen.select(ids=told).to("cpu"))
 
     def _detailed(self, batch: SequenceSample) -> Iterator[dict[str, Any]]:
-        """A row for each completion, with what is known of its tokens."""
+        """Yield a row per completion, with values per token."""
         counts = batch.lengths["completion"].tolist()
         held = {
             key: batch.sequences(key)
@@ -172,9 +171,10 @@ class Samples:
     def _by_token(
         self, tokens: Sequence[int], values: Mapping[str, Sequence[float]]
     ) -> dict[str, Any]:
-        """`tokens` as texts, and by token `logprobs`, `trained` (1 or 0) and `advantages`, where
-        they differ from token to token; `advantage`, their mean, and `log_ratio`, the sum of
-        log-probs over the reference's.
+        """Return token texts with `logprobs`, `trained` (0 or 1) and `advantages` per token.
+
+        The per-token `trained` and `advantages` are left out if all tokens have the same value.
+        `advantage` is their mean; `log_ratio` is the sum of log-probs minus reference log-probs.
         """
         made: dict[str, Any] = {"tokens": self._pieces(tokens[:TOKENS])}
         if "logprobs" in values:
@@ -193,13 +193,13 @@ class Samples:
         return made
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(number of the completion in the batch, its row)."""
+        """Yield (index of the completion in the batch, its row)."""
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
         else:
             prompt_ids = []
         prompt_ids = prompt_ids or [[] for _ in batch.ids]
-        bos = self._tokenizer.bos_id  # what the tokenizer begins with is no part of a row's prompt
+        bos = self._tokenizer.bos_id  # not part of the prompt in the row
         prompts = [
             self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens)
             for tokens in prompt_ids
@@ -233,20 +233,20 @@ class Samples:
 
 
 def _short(text: str) -> str:
-    """A text without its middle where it is very long."""
+    """Cut out the middle of a very long text."""
     if len(text) <= TEXT:
         return text
     return f"{text[: TEXT // 2]} [...] {text[-TEXT // 2 :]}"
 
 
 def _reference(values: Sequence[Any]) -> dict[str, Any]:
-    """The answer that the data hold, as a row tells it."""
+    """Return {"answer": first usable reference value}, or an empty mapping."""
     found = next((value for value in values if isinstance(value, str | int | float)), None)
     return {} if found is None else {"answer": _short(str(found))}
 
 
 def _loss(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Cross-entropy of the trained tokens, a mean over them."""
+    """Return the mean cross-entropy of the trained tokens."""
     mask = values.get("loss_mask", [1.0] * len(values["logprobs"]))
     trained = [-value for value, counts in zip(values["logprobs"], mask, strict=True) if counts]
     return {"loss": sum(trained) / len(trained)} if trained else {}

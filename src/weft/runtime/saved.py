@@ -1,5 +1,6 @@
-"""Where in a recovery point its workers' state lies: one device's beside its engines, of many
-devices in a folder each.
+"""File layout of the workers' state in a recovery point.
+
+A single device writes into the point itself; several devices write one folder each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ENGINES = "engines"
 INTERFACES = "interfaces.bin"
 STORE = "store"
 NUMERICS = "numerics.bin"
-DRIVER = "driver"  # rows and what host functions made, of many devices
+DRIVER = "driver"  # with several devices: the driver's rows and outputs of host functions
 
 
 def rank_folder(point: Path, rank: int) -> Path:
@@ -24,21 +25,21 @@ def rank_folder(point: Path, rank: int) -> Path:
 
 
 def rank_folders(point: Path) -> list[Path]:
-    """The folder of every device, by rank: `point` itself where one device wrote it."""
+    """Return the folders of all devices by rank; only `point` if one device wrote it."""
     if (point / INTERFACES).is_file():
         return [point]
     return sorted(point.glob("rank*"), key=lambda path: int(path.name.removeprefix("rank")))
 
 
 def write_samples(folder: Path, store: TensorStore) -> None:
-    """Every tensor that an id still needs."""
+    """Write all tensors of the store."""
     (folder / STORE).mkdir(parents=True)
     for number, sample in enumerate(store.batches()):
         (folder / STORE / f"{number}.bin").write_bytes(sample.to_bytes())
 
 
 def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
-    """What `write_samples` wrote, in its order."""
+    """Yield the samples that `write_samples` wrote, in order."""
     for folder in folders:
         held = (folder / STORE).iterdir() if (folder / STORE).is_dir() else ()
         for path in sorted(held, key=lambda p: int(p.stem)):
@@ -46,7 +47,7 @@ def read_samples(folders: Iterable[Path]) -> Iterator[SequenceSample]:
 
 
 def read_interfaces(point: Path) -> dict[str, Any]:
-    """The state of every call's interface; all ranks of a role have the same."""
+    """Return the state of each call's interface; ranks of a role have equal states."""
     states: dict[str, Any] = {}
     for folder in rank_folders(point):
         states = {**read_state(folder / INTERFACES), **states}

@@ -1,6 +1,4 @@
-"""How long a run is and when something is due: steps and optimizer steps of the real run,
-frequencies by step, epoch, time.
-"""
+"""Length of a run, optimizer steps of its roles, and frequencies by step, epoch or time."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ from weft.experiment import Experiment
 
 @dataclass(frozen=True)
 class Horizon:
-    """`num_ids` ids an epoch; `firings[node]` a node's firings an epoch.
+    """Length of a run, with `num_ids` ids and `firings[node]` firings per epoch.
 
-    `steps` is the run's length: `max_steps` of one that trains, however many epochs that takes,
-    else `total_train_epochs`. Filters that drop ids can only make it shorter.
+    `steps` is `max_steps` for a run that trains, over as many epochs as needed; otherwise it is
+    limited by `total_train_epochs`. Filters that drop ids can only shorten the run.
     """
 
     num_ids: int
@@ -31,7 +29,7 @@ class Horizon:
 
     @classmethod
     def of(cls, experiment: Experiment, loader: Loader) -> Horizon:
-        """Raises `ConfigError` where the run would have no step."""
+        """Compute the length of the run. Raises `ConfigError` if it has no steps."""
         num_ids = loader.num_ids
         batches = loader.batches_per_epoch
         control = experiment.control
@@ -57,14 +55,14 @@ class Horizon:
         return cls(num_ids, firings, per_epoch, steps)
 
     def updates(self, experiment: Experiment, node: str) -> tuple[int, int]:
-        """(optimizer steps an epoch, optimizer steps in all) of a training node."""
+        """Return (optimizer steps per epoch, total optimizer steps) of a training node."""
         per_epoch = self.firings[node] * experiment.updates_per_firing.get(node, 1)
-        share = self.steps / self.steps_per_epoch  # epochs that the run has, counted in steps
+        share = self.steps / self.steps_per_epoch  # number of epochs, as a fraction
         firings = math.ceil(self.firings[node] * share - 1e-9)
         return per_epoch, firings * experiment.updates_per_firing.get(node, 1)
 
     def trained_updates(self, experiment: Experiment, node: str) -> int:
-        """Those of a training node's optimizer steps that its role is not frozen in."""
+        """Return the optimizer steps of a training node in which its role is not frozen."""
         per_epoch, total = self.updates(experiment, node)
         optimizer = experiment.roles[
             next(n.role for n in experiment.trained_nodes() if n.name == node)
@@ -72,9 +70,7 @@ class Horizon:
         return optimizer.schedule(total, per_epoch).total_steps
 
     def specs(self, experiment: Experiment) -> dict[str, ModelSpec]:
-        """The roles' specs with what a backend needs of the run; trained ones with the schedule of
-        the real run.
-        """
+        """Return the roles' specs with run options; trained roles also get their schedule."""
         control = experiment.control
         specs = {
             role: replace(
@@ -95,9 +91,7 @@ class Horizon:
 
 @dataclass
 class Every:
-    """Whether something that is wanted every so many steps, epochs or seconds is due; any of the
-    three suffices.
-    """
+    """Schedule by steps, epochs or seconds; any of the three suffices."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -107,10 +101,11 @@ class Every:
 
     @property
     def wanted(self) -> bool:
+        """True if any frequency is set."""
         return self.steps is not None or self.epochs is not None or self.secs is not None
 
     def due(self, step: int, epochs_done: int) -> bool:
-        """Ask once after each step."""
+        """Return whether the action is due; call once after each step."""
         by_step = self.steps is not None and step % self.steps == 0
         by_epoch = (
             self.epochs is not None and epochs_done // self.epochs > self.last_epochs // self.epochs

@@ -1,6 +1,4 @@
-"""Folders for what a process needs while it lives, under the system's own for such things; what
-dead ones left is removed.
-"""
+"""Temporary folders of a process, and removal of those left by killed processes."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ LOCK = "owner.lock"
 
 
 class Scratch:
-    """A folder `weft-PID-...` of this process.
+    """Temporary folder `weft-PID-...` of this process.
 
-    The system lets go of its lock when the process ends, however it ends.
+    Its lock is released by the operating system when the process ends, even if it is killed.
     """
 
     def __init__(self) -> None:
@@ -26,15 +24,16 @@ class Scratch:
         lock = self.path / f"{LOCK}.tmp"
         self._file = lock.open("w", encoding="utf-8")
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        lock.rename(self.path / LOCK)  # nobody sees it without its lock
+        lock.rename(self.path / LOCK)  # renamed once locked, so that it never appears unlocked
 
     def remove(self) -> None:
+        """Remove the folder and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._file.close()
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove the folders of this user's processes that were killed; these."""
+    """Remove folders of this user's dead processes and return their paths."""
     gone = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         held = _abandoned(folder)
@@ -46,8 +45,9 @@ def remove_leftovers() -> list[Path]:
 
 
 def _abandoned(folder: Path) -> IO[str] | None:
-    """The lock of a folder that nobody else holds, taken; None for another user's, and for one in
-    use or being made.
+    """Lock the folder and return the lock file, if its owner is dead.
+
+    Returns None for folders of other users, in use, or being created.
     """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes on: the first lets the step end, a second one ends at once."""
+"""Handling of Ctrl-C and SIGTERM: the first lets the step finish, the second stops at once."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from weft.errors import DevicesLost, Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 AGAIN: dict[int, str] = {signal.SIGINT: "Ctrl-C again"}
-NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # as people call them
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C"}  # display names
 
 
 class Signals:
-    """`number` is that of the first signal that was heard; None before one was."""
+    """Signal handlers; `number` is the first signal received, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     @contextmanager
     def heard(self, step: Callable[[], int], tell: Callable[[str], None]) -> Iterator[None]:
-        """Within, signals are heard, where this is the main thread; `step` is the number of the one
-        under way, `tell` shows a line to people from inside a handler.
+        """Handle signals within the block, if this is the main thread.
+
+        `step` returns the number of the running step; `tell` shows a line and is called from the
+        handler.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -49,8 +51,9 @@ class Signals:
                 signal.signal(number, handler)
 
     def between(self, step: int, again: str, lost: DevicesLost | None = None) -> Interrupted:
-        """A run that was asked to stop and did so after `step`, or in the next one, where it lost
-        its devices. `again`: how it can be resumed.
+        """Return the error of a run that was stopped by a signal after `step`.
+
+        `lost` is set if the devices were lost in the next step. `again` says how to resume.
         """
         assert self.number is not None, "a signal was heard"
         how = f"stopped by {NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
@@ -59,8 +62,9 @@ class Signals:
         )
 
     def at_once(self, step: int, again: str) -> Interrupted | None:
-        """A run that a second signal has ended in the middle of `step`; None where no signal was
-        heard.
+        """Return the error of a run that a second signal stopped during `step`.
+
+        Returns None if no signal was received.
         """
         if self.number is None:
             return None
@@ -69,9 +73,7 @@ class Signals:
 
 @contextmanager
 def quiet(library: str) -> Iterator[None]:
-    """What a library prints and the signal handlers that it sets as it comes and goes are not the
-    user's.
-    """
+    """Suppress a library's output and restore the signal handlers that it replaces."""
     logging.getLogger(library).setLevel(logging.ERROR)
     main = threading.current_thread() is threading.main_thread()
     if main:

@@ -1,7 +1,7 @@
-"""Where a batch is split, before a group gets it and nowhere else: into minibatches, and each of
-them over the data-parallel ranks, balanced by tokens. And how the parts' results become one again.
+"""Splitting of batches into minibatches and data-parallel parts, balanced by tokens.
 
-Pure. The Master splits descriptions; who holds the tensors takes the parts' data by `take`.
+Also the reverse: joining the outputs of the parts. The master splits metadata; workers get the data
+of their parts with `take`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from weft.data import arrays
 from weft.data.sample import SequenceSample
 from weft.interfaces.base import Minibatches, Unit
 
-OWNER = "completion_of"  # metadata of single completions: the id that each was dealt out from
+OWNER = "completion_of"  # metadata column of single completions: the id of their group
 
 
 def split(
     batch: SequenceSample, wanted: Minibatches, ranks: int, *, seed: int, role: str, step: int
 ) -> list[list[SequenceSample]]:
-    """Parts by [minibatch][rank], the minibatches of every epoch one after the other.
+    """Return the parts by [minibatch][rank], with the minibatches of all epochs in sequence.
 
-    All epochs but the first have an order of their own, the same after a restart and on every
-    layout.
+    Epochs after the first are shuffled; the order is the same after a restart and on every layout.
     """
     parts: list[SequenceSample] = []
     for epoch in range(wanted.epochs):
@@ -40,11 +39,10 @@ def split(
 
 
 def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceSample]:
-    """`count` parts of consecutive ids, as equal in number as can be; before any cut by tokens,
-    ranks or micro-batches.
+    """Split into `count` minibatches of consecutive ids, as equal in number as possible.
 
-    Groups stay whole where that gives parts of one size, or where the loss needs it; else
-    completions are dealt out singly.
+    Groups stay whole if this gives equal sizes or if the loss needs whole groups; otherwise single
+    completions are distributed.
     """
     if count == 1:
         return [batch]
@@ -55,10 +53,10 @@ def minibatches(batch: SequenceSample, count: int, unit: Unit) -> list[SequenceS
 
 
 def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSample]:
-    """A part of consecutive ids for every rank, the largest with as few tokens as can be.
+    """Split into one part of consecutive ids per rank, minimizing the tokens of the largest.
 
-    Groups stay whole, unless there are fewer than ranks and the loss does not compare their
-    completions; then some ranks may still get nothing.
+    Groups stay whole unless there are fewer groups than ranks and the loss does not compare their
+    completions. Some parts may be empty.
     """
     if ranks == 1:
         return [batch]
@@ -69,8 +67,9 @@ def over_ranks(batch: SequenceSample, ranks: int, unit: Unit) -> list[SequenceSa
 
 
 def single_completions(batch: SequenceSample) -> SequenceSample:
-    """The same completions, one an id (`id[k]`), each with its prompt; what an id holds once is
-    repeated for each.
+    """Return the batch with one completion per id (`id[k]`), each with its prompt.
+
+    Values that an id has once are repeated for each completion.
     """
     counts = np.diff(batch.offsets["completion"])
     if (counts == 1).all():
@@ -99,12 +98,12 @@ def single_completions(batch: SequenceSample) -> SequenceSample:
 
 
 def owners(parts: Sequence[SequenceSample]) -> list[str]:
-    """The ids of the batch that was split, in the order of its parts."""
+    """Return the original ids of the split batch, in the order of its parts."""
     return list(dict.fromkeys(id for part in parts for id in part.metadata.get(OWNER, part.ids)))
 
 
 def take(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[SequenceSample]:
-    """The described parts of a batch, with its data."""
+    """Return the parts that are given as metadata, with the data of `batch`."""
     if any(OWNER in part.metadata for part in parts):
         single = single_completions(batch)
     else:
@@ -118,8 +117,6 @@ def take(batch: SequenceSample, parts: Sequence[SequenceSample]) -> list[Sequenc
 
 
 def join(outputs: Sequence[SequenceSample | None], ids: Sequence[str]) -> SequenceSample | None:
-    """The outputs of all ranks as one sample, in the order of the batch that was split; None where
-    a call makes none.
-    """
+    """Join the outputs of all ranks in the order of `ids`; None if there are no outputs."""
     made = [each for each in outputs if each is not None and each.num_ids]
     return SequenceSample.gather(made).select(ids=ids) if made else None

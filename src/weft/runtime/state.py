@@ -1,6 +1,4 @@
-"""The state of loaders, interfaces and host functions on disk: nested plain values with arrays in
-them, without pickle.
-"""
+"""Files with nested plain values and arrays, without pickle, for `state_dict` results."""
 
 from __future__ import annotations
 
@@ -15,15 +13,14 @@ from array_api_compat import is_array_api_obj
 from weft.data import codec
 from weft.errors import RunError
 
-# a mapping with this one key stands for an array: its name among the tensors, and its kind
+# {ARRAY: [name of the tensor, "numpy" or "torch"]} represents an array
 ARRAY = "$array"
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write nested mappings, lists, texts, numbers, numpy arrays and tensors; floats survive
-    exactly.
+    """Write nested mappings, lists, strings, numbers, numpy arrays and tensors.
 
-    Raises `RunError` naming the place of a value that is none of these.
+    Floats are exact. Raises `RunError` naming the location of any other value.
     """
     tensors: dict[str, torch.Tensor] = {}
     values = _pack(state, "state", tensors)
@@ -31,7 +28,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> Any:
-    """What `write_state` wrote; tuples have become lists."""
+    """Read a file of `write_state`; tuples are returned as lists."""
     tensors, values = codec.decode(path.read_bytes())
     return _unpack(values, tensors)
 
@@ -46,7 +43,7 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
         return [_pack(each, f"{place}[{i}]", tensors) for i, each in enumerate(value)]
     if isinstance(value, np.generic):
         return value.item()
-    if is_array_api_obj(value):  # a state comes back as the kind that it was
+    if is_array_api_obj(value):  # the kind of array is restored
         tensors[place] = torch.as_tensor(value)
         return {ARRAY: [place, "numpy" if isinstance(value, np.ndarray) else "torch"]}
     if value is None or isinstance(value, bool | int | float | str):

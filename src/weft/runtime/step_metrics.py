@@ -1,4 +1,4 @@
-"""What the calls of one step measured, joined into one line of metrics.jsonl."""
+"""Metrics of one step's firings, joined into one line of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Measured:
-    """The metrics of one firing, the ids it was about, and its seconds."""
+    """Metrics of one firing, its number of ids and its duration in seconds."""
 
     metrics: Mapping[str, float]
     num_ids: int
@@ -17,18 +17,19 @@ class Measured:
 
 @dataclass
 class StepMetrics:
-    """The firings of a step, in the order of the line.
+    """Measurements of a step's firings, by node in output order.
 
-    Most nodes fire once a step; behind a filter some fire more often.
+    Most nodes fire once per step; with a refilling filter some fire several times.
     """
 
     firings: dict[str, list[Measured]] = field(default_factory=dict)
 
     def add(self, node: str, measured: Measured) -> None:
+        """Add one firing."""
         self.firings.setdefault(node, []).append(measured)
 
     def close(self) -> dict[str, float]:
-        """`time/{node}` and `{node}/{metric}` of everything since the last call."""
+        """Return `time/{node}` and `{node}/{metric}` since the last call."""
         line: dict[str, float] = {
             f"time/{node}": sum(f.seconds for f in fired) for node, fired in self.firings.items()
         }
@@ -39,9 +40,11 @@ class StepMetrics:
 
 
 def join(fired: Iterable[Measured]) -> dict[str, float]:
-    """Counts (`num_*`) add up, `*_max` and `*_min` are the largest and smallest, `learning_rate`
-    and `version` are the last, all else is a mean over ids. A metric that some firings lack is
-    joined over those that have it.
+    """Join the metrics of several firings.
+
+    Counts (`num_*`) are summed, `*_max` and `*_min` take the largest and smallest value,
+    `learning_rate` and `version` the last; other metrics are averaged over ids. Firings without a
+    metric are ignored.
     """
     parts = list(fired)
     joined: dict[str, float] = {}

@@ -1,7 +1,4 @@
-"""Batches by id and key: a worker's tensors, or the Master's descriptions of them.
-
-Reading joins what is asked for.
-"""
+"""Store of batches by id and key: tensors in a worker, metadata in the master."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from weft.graph.blocks import Blocks
 
 @dataclass
 class _Batch:
-    """A batch that was put; without its tensors once nobody reads them."""
+    """Stored batch; its tensors are removed once no id needs them."""
 
     sample: SequenceSample
 
@@ -28,7 +25,7 @@ class _Batch:
         return {id: index for index, id in enumerate(self.sample.ids)}
 
     def values(self, name: str, ids: Sequence[str]) -> Sequence[Any]:
-        """A column of the metadata, of these ids."""
+        """Return a metadata column for these ids."""
         column = self.sample.metadata[name]
         if self.sample.ids == ids:
             return column
@@ -37,27 +34,24 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Held:
-    """Which batches hold the keys and the metadata of a block of ids."""
+    """Batches with the keys and metadata of a block of ids."""
 
-    keys: dict[str, int] = field(default_factory=dict)  # key -> number of the batch
-    columns: dict[str, int] = field(default_factory=dict)  # of the metadata -> number of the batch
+    keys: dict[str, int] = field(default_factory=dict)  # key -> batch number
+    columns: dict[str, int] = field(default_factory=dict)  # metadata column -> batch number
 
     def read(self) -> tuple[set[int], set[int]]:
-        """The batches whose tensors it needs, and those whose metadata."""
+        """Return the batches needed for tensors, and those needed for metadata."""
         return set(self.keys.values()), set(self.columns.values())
 
 
 class TensorStore:
-    """Holds every batch that some id still needs.
-
-    Nothing is copied on the way in. Threads may share it.
-    """
+    """Thread-safe store of all batches that some id still needs. Batches are not copied."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._ids = Blocks(_Held, self._copy)
         self._batches: dict[int, _Batch] = {}
-        # batch -> blocks that `read` it
+        # for tensors and metadata: batch -> number of blocks that need it
         self._readers: tuple[Counter[int], Counter[int]] = (Counter(), Counter())
         self._next = 0
 
@@ -68,10 +62,11 @@ class TensorStore:
         return len(self._ids)
 
     def keys(self, id: str) -> list[str]:
+        """Return the keys of an id."""
         return list(self._ids[id].keys)
 
     def put(self, sample: SequenceSample) -> SequenceSample:
-        """Take in a batch; a key that an id has already is replaced. Returns the description."""
+        """Add a batch, replacing keys that an id already has; return its metadata."""
         with self._lock:
             number = self._next
             self._next = self._next + 1
@@ -87,10 +82,10 @@ class TensorStore:
     def fetch(
         self, ids: Sequence[str], keys: Iterable[str], optional: Iterable[str] = ()
     ) -> SequenceSample:
-        """These keys of these ids, in this order, with all their metadata; `optional` keys where
-        every id has them.
+        """Return these keys of these ids, in this order, with all their metadata.
 
-        Raises `DataError` for an id or a key that is not here.
+        An `optional` key is included if every id has it. Raises `DataError` for a missing id or
+        key.
         """
         with self._lock:
             ids = tuple(ids)
@@ -117,9 +112,7 @@ class TensorStore:
             )
 
     def batches(self) -> Iterator[SequenceSample]:
-        """Everything that is held: ids with the same keys and metadata in one batch each, in the
-        order they came.
-        """
+        """Yield all contents; ids with equal keys and metadata columns form one batch."""
         alike: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for id, held in self._ids.items():
             alike.setdefault((tuple(held.keys), tuple(held.columns)), []).append(id)
@@ -127,7 +120,7 @@ class TensorStore:
             yield self.fetch(ids, keys)
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Forget these ids; a batch that no id needs any more is freed."""
+        """Remove these ids and free batches that no id needs."""
         with self._lock:
             for held, _, empty in self._ids.discard(ids):
                 if empty:
@@ -142,16 +135,14 @@ class TensorStore:
         return new
 
     def _count(self, held: _Held, before: tuple[set[int], set[int]]) -> None:
-        """After a block has come to read other batches than before."""
+        """Update the reference counts of batches after a block has changed."""
         for readers, old, new in zip(self._readers, before, held.read(), strict=True):
             readers.update(new - old)
             readers.subtract(old - new)
         self._free(set().union(*before))
 
     def _free(self, numbers: Iterable[int]) -> None:
-        """Let go of batches that no block reads, and of the tensors of those that are read for
-        their metadata alone.
-        """
+        """Drop unreferenced batches, and tensors of batches referenced for metadata only."""
         for number in numbers:
             tensors, metadata = (readers[number] > 0 for readers in self._readers)
             if not tensors and not metadata:
@@ -161,9 +152,9 @@ class TensorStore:
                 self._batches[number].sample = SequenceSample(whole.ids, {}, {}, {}, whole.metadata)
 
     def _parts(self, ids: Sequence[str]) -> dict[_Held, list[str]]:
-        """What is held of these ids, with those that it is of.
+        """Return the blocks of these ids, with the ids in each.
 
-        Raises `DataError` for an id that is not here.
+        Raises `DataError` for a missing id.
         """
         parts = {}
         for block, chosen in self._ids.parts(ids).items():
@@ -175,7 +166,7 @@ class TensorStore:
     def _metadata(
         self, ids: tuple[str, ...], parts: Mapping[_Held, list[str]]
     ) -> dict[str, tuple[Any, ...]]:
-        """Every column that some id has; None for ids without."""
+        """Return all metadata columns of any id; ids without a value get None."""
         found: dict[str, tuple[Any, ...]] = {}
         for name in dict.fromkeys(name for held in parts for name in held.columns):
             if len(parts) == 1:
@@ -202,7 +193,7 @@ class TensorStore:
         origin: Sequence[int],
         keys: list[str],
     ) -> SequenceSample:
-        """These keys, which the batches `origin` hold of each of the blocks."""
+        """Return these keys; `origin` gives the batch number for each block."""
         by_batch: dict[int, list[str]] = {}
         for number, chosen in zip(origin, parts.values(), strict=True):
             by_batch.setdefault(number, []).extend(chosen)

@@ -1,8 +1,7 @@
-"""What a run's process tells the one that supervises it (`weft.launch.supervise`): which calls are
-under way, and its end.
+"""Messages from a run's process to its supervisor (`weft.launch.supervise`).
 
-A process that ends without having told so was ended by something else: by Ray, whose library ends
-whoever uses a raylet that is gone, or by the system.
+They report running calls and the end of the process. A process that ends without a report was
+killed by Ray, whose library ends processes that use a lost raylet, or by the system.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from weft.runtime.processes import die_with_parent
 if TYPE_CHECKING:
     from weft.runtime.device_process import Report
 
-# The descriptor to write to, how many processes of the run were lost before, and the supervisor:
-# "5:0:4711". Processes further down have it too, and are not meant.
+# DESCRIPTOR:RESTARTS:PID, where PID is the supervisor's: "5:0:4711". Descendants of the run's
+# process inherit the variable and ignore it, since their parent has another pid.
 SUPERVISED = "WEFT_SUPERVISED"
 
 
 class Wire:
-    """One line of JSON for each thing told; nothing where nobody supervises."""
+    """Send messages as lines of JSON; do nothing if the process has no supervisor."""
 
     def __init__(self, descriptor: int | None = None, restarts: int = 0) -> None:
         self.restarts = restarts
@@ -35,6 +34,7 @@ class Wire:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Wire:
+        """Return the connection that the environment describes."""
         told = environment.get(SUPERVISED, "").split(":")
         if told[2:] == [str(os.getppid())]:
             return cls(int(told[0]), int(told[1]))
@@ -42,12 +42,14 @@ class Wire:
 
     @property
     def supervised(self) -> bool:
+        """True if the process has a supervisor."""
         return self._descriptor is not None
 
     @classmethod
     def begin(cls, environment: Mapping[str, str]) -> Wire:
-        """Called first by every command: one that a supervisor started ends with it, and does not
-        hand the wire on.
+        """Connect to the supervisor; every command calls this first.
+
+        A supervised process ends with its supervisor and does not pass the descriptor on.
         """
         wire = cls.of(environment)
         if wire._descriptor is not None:
@@ -58,7 +60,7 @@ class Wire:
     def began(
         self, number: int, call: str, firing: int, ranks: Sequence[int], where: Sequence[str]
     ) -> None:
-        """The job `number` is a call on these ranks; told once however often it is said."""
+        """Report, once, that job `number` is a call on these ranks."""
         with self._lock:
             if self._descriptor is None or number in self._waits_for:
                 return
@@ -66,12 +68,13 @@ class Wire:
             self._tell({"began": number, "call": call, "firing": firing, "where": list(where)})
 
     def heard(self, rank: int, reports: Sequence[Report]) -> None:
+        """Report calls that a rank has finished."""
         for report in reports:
             if report.kind in ("finished", "failed"):
                 self.over(report.number, rank)
 
     def over(self, number: int, rank: int) -> None:
-        """On one of its ranks."""
+        """Note that a rank finished a call; report the call once all ranks have."""
         with self._lock:
             if number not in self._waits_for:
                 return
@@ -81,21 +84,22 @@ class Wire:
                 self._tell({"over": number})
 
     def anew(self) -> None:
-        """The devices were let go of, and their calls with them."""
+        """Report that the devices were released, with all calls."""
         with self._lock:
             self._waits_for.clear()
             self._tell({"anew": True})
 
     def gone(self, what: str) -> None:
-        """What Ray has lost, told before it may end this process."""
+        """Report which part of Ray is lost, before Ray can end this process."""
         with self._lock:
             self._tell({"gone": what})
 
     def ends(self, code: int) -> None:
+        """Report the exit code."""
         with self._lock:
             self._tell({"ends": code})
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         if self._descriptor is not None:
-            with suppress(OSError):  # the supervisor is gone, and this process with it in a moment
+            with suppress(OSError):  # the supervisor has died; this process is about to be killed
                 os.write(self._descriptor, json.dumps(what).encode() + b"\n")

@@ -1,6 +1,4 @@
-"""A look every second at what a run depends on and cannot hear: whether somebody still listens at
-some addresses.
-"""
+"""Watching of network addresses that a run depends on, by connecting to each every second."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from collections.abc import Mapping
 EVERY_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 BEGIN_SECONDS = 20.0
-# What begins a connection of HTTP/2 (RFC 9113, section 3.4): a fixed text, and from both sides a
-# frame of settings, here an empty one. Its fourth byte is its kind.
+# Start of an HTTP/2 connection (RFC 9113, section 3.4): a fixed text, then a SETTINGS frame
+# from either side, here an empty one. The fourth byte of a frame is its type.
 FRAME = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + FRAME
 
 
 class Watch:
-    """`places` are (host, port) by name.
+    """Watch `places`, (host, port) by name.
 
-    `gone` says who has not answered for `seconds`; None while all do.
+    `gone` describes the first that has not answered for `seconds`, or is None.
     """
 
     def __init__(self, places: Mapping[str, tuple[str, int]], seconds: float) -> None:
@@ -33,12 +31,13 @@ class Watch:
         threading.Thread(target=self._look, name="weft-watch", daemon=True).start()
 
     def check(self, *names: str) -> None:
-        """Look at some of them now, or at all."""
+        """Check the named addresses now, by default all."""
         for name in names or self._places:
             if self.gone is None and not listens(self._places[name]):
                 self.gone = self._told(name)
 
     def close(self) -> None:
+        """Stop watching."""
         self._over.set()
 
     def _look(self) -> None:
@@ -56,9 +55,10 @@ class Watch:
 
 
 def check_listens(address: str) -> None:
-    """Raises `OSError` where the address is HOST:PORT and nobody listens there, or somebody who
-    does not speak HTTP/2, as Ray's head does: Ray itself would try for minutes, and print each
-    time.
+    """Raise `OSError` if no HTTP/2 server, such as Ray's head, listens at HOST:PORT.
+
+    Ray itself would retry for minutes and print every attempt. Other forms of addresses are not
+    checked.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in address:

@@ -1,6 +1,4 @@
-"""The ways that parameters take between engines on different meshes: planned once, and known to the
-ranks of both.
-"""
+"""Cached reallocation plans between meshes."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class Way:
-    """From one engine's ranks to another's, for these parameters.
+    """Plan for transferring parameters from one engine's ranks to another's.
 
-    `moved` are the bytes that go from device to device each time, `across` those of them that go
-    from machine to machine.
+    `moved` is the number of bytes sent between devices per transfer; `across` is the part of it
+    sent between machines.
     """
 
     key: str
@@ -40,7 +38,10 @@ class Way:
 
 
 class Ways:
-    """`built` says what each rank holds, `hosts` on which machine it is."""
+    """Create and cache plans.
+
+    `built` describes the parameters of each rank; `hosts` names the machine of each rank.
+    """
 
     def __init__(
         self,
@@ -55,10 +56,10 @@ class Ways:
         self._hosts = hosts
         self._meshes = experiment.meshes()
         self._ways: dict[tuple[Place, Place, tuple[str, ...]], Way] = {}
-        self.unready: dict[str, BaseException] = {}  # why ranks do not know a way, by its key
+        self.unready: dict[str, BaseException] = {}  # plan key -> error of its preparation
 
     def prepare(self, source: Place, target: Place, names: Sequence[str], eta: float = 1.0) -> Way:
-        """The way, which its ranks know of."""
+        """Return the plan, prepared on all participating ranks."""
         between = source, target, tuple(names)
         if between not in self._ways:
             chosen = frozenset(names)
@@ -81,7 +82,7 @@ class Ways:
         return self._ways[between]
 
     def trained(self, place: Place) -> list[str]:
-        """The parameters that train steps of the role change; all where its engine does not tell."""
+        """Return the parameters that train steps change; all if no engine reports them."""
         role = place[0]
         mesh = self._meshes[place[0]]
         names = self.common((role, mesh), place, partly=False)
@@ -90,13 +91,13 @@ class Ways:
         return [name for name in names if name in trained] if trained else names
 
     def common(self, source: Place, target: Place, *, partly: bool) -> list[str]:
-        """Parameters to move. Raises `ConfigError` where they differ."""
+        """Return the parameters to transfer. Raises `ConfigError` if the roles differ."""
         return common(
             source[0], self._shapes(source), target[0], self._shapes(target), partly=partly
         )
 
     def _shapes(self, place: Place) -> dict[str, tuple[int, ...]]:
-        """Parameters' whole shapes: as far as any rank's part reaches."""
+        """Return full parameter shapes, from the ends of all ranks' slices."""
         found: dict[str, tuple[int, ...]] = {}
         for parts in self.held(place).values():
             for name, part in parts.items():
@@ -105,7 +106,7 @@ class Ways:
         return found
 
     def held(self, place: Place, names: Iterable[str] | None = None) -> dict[int, dict[str, Slice]]:
-        """What each rank has of every parameter, or of those named."""
+        """Return the parameter slices of each rank, optionally only those in `names`."""
         held = {rank: self._built[rank].slices[place] for rank in place[1].ranks}
         return {
             rank: {name: part for name, part in parts.items() if names is None or name in names}
@@ -113,8 +114,10 @@ class Ways:
         }
 
     def _itemsize(self, source: str, target: Place, eta: float) -> int:
-        """Bytes of an element on its way: float32 masters of what is trained, rounded first where
-        the target would do it.
+        """Return the bytes per element sent.
+
+        Trained parameters are sent from float32 master weights, unless the target has fewer bits
+        and `eta` is 1: then they are rounded before sending.
         """
         trained = self._experiment.roles[source].trained
         own, wanted = (

@@ -1,6 +1,4 @@
-"""Makes one model function call at a time: tensors in, hooks before, the interface's method, hooks
-after, tensors out.
-"""
+"""Worker: runs model function calls with their hooks, from stored inputs to stored outputs."""
 
 from __future__ import annotations
 
@@ -33,8 +31,10 @@ from weft.topology import Mesh
 
 
 class Worker:
-    """`tokenizers` are by role; `specs` hold the schedules of the real run; `cache` is the folder
-    of cached outputs. Of many devices it is one, `rank`, and has the roles that are on it.
+    """Run the model function calls of one device, `rank`.
+
+    `tokenizers` are by role, `specs` include the learning rate schedules, `cache` is the folder of
+    cached outputs.
     """
 
     def __init__(
@@ -71,13 +71,12 @@ class Worker:
         weights: int | None = None,
         updates: Updates | None = None,
     ) -> MFCResult:
-        """Run the call `name` on these minibatches.
+        """Run the call `name` on these minibatches and return outputs as metadata.
 
-        The result's outputs are descriptions; `early` is told of those that are made before the
-        end. `weights` are those that a copy of the role has to have, `updates` what the call may
-        take up in its middle.
+        `early` receives outputs made before the end. `weights` is the version number required of
+        the role's copy; `updates` are commands that the call may run between its steps.
 
-        An error of the run is told with node, role and ids; any other gets them as a note.
+        A `RunError` names node, role and ids; other errors get them as a note.
         """
         node = self.calls[name]
         ids = owners(minibatches)
@@ -143,7 +142,7 @@ class Worker:
         *,
         or_newer: bool = False,
     ) -> Model:
-        """The handle that an interface gets, of the role's own engine unless said."""
+        """Return the interface's handle to the role's engine on `mesh`, by default its own."""
         control = self._experiment.control
         tokenizers = self._tokenizers
         return Model(
@@ -159,13 +158,11 @@ class Worker:
         )
 
     def mesh_of(self, name: str) -> Mesh:
-        """Where the call `name` is made."""
+        """Return the mesh of the call `name`."""
         return self._meshes[name]
 
     def save(self, role: str, directory: Path) -> None:
-        """A Hugging Face directory: by the interface that trains the role where it implements
-        `save`, else by the engine.
-        """
+        """Write a Hugging Face directory, by the training interface's `save` if it has one."""
         for name, node in self.calls.items():
             if node.role == role and node.trains and implements(node.interface, "save"):
                 self._interfaces[name].save(self.model(role, 0), directory)
@@ -173,9 +170,9 @@ class Worker:
         self.roles.engine(role).save_model(directory, self._tokenizers[role])
 
     def save_state(self, point: Path, own: Path | None = None) -> None:
-        """Engines, interfaces with a state, and every tensor that an id still needs.
+        """Save engines, stateful interfaces and all stored tensors.
 
-        All but the engines goes into `own`, the folder of this one of many devices.
+        All but the engines is written to `own`, this device's folder (default: `point`).
         """
         own = own or point
         self.roles.save_state(point / ENGINES)
@@ -188,9 +185,7 @@ class Worker:
         write_samples(own, self.store)
 
     def load_state(self, point: Path, held: Sequence[Path]) -> None:
-        """Take up a recovery point that any number of devices wrote, with the tensors that are in
-        the folders `held`.
-        """
+        """Load a recovery point of any number of devices, with the tensors in folders `held`."""
         self.roles.load_state(point / ENGINES)
         for name, state in read_interfaces(point).items():
             if self._rank in self._meshes[name].ranks:
@@ -208,9 +203,7 @@ class Worker:
                 self.roles.offload(model.role, hook.what, mesh)
 
     def _cached(self, node: MFCDef, name: str, model: Model, batch: SequenceSample) -> MFCResult:
-        """Outputs from the cache on disk; the interface is called on ids that are not there, and
-        its metrics are theirs.
-        """
+        """Return cached outputs; run the interface on missing ids, whose metrics are returned."""
         if name not in self._caches:
             folder = f"{name.replace('/', '-')}-{fingerprint(node, model.engine)}"
             self._caches[name] = OutputCache(self._cache / folder)
