@@ -1,12 +1,10 @@
-"""Firings that are decided and have not begun: which of them may.
+"""Order in which decided firings start. Pure; the caller owns clocks and threads.
 
-Pure; clocks and threads are the caller's.
-
-What runs, on which ids and in which order is decided by `ready`, ahead of the work. A firing begins
-the moment that what it reads is there. Calls begin in the order they were decided in, so that a
-group is asked for the same things in the same order whatever finishes first; where a call may run
-on old weights (`max_staleness`) that holds for the calls of each role, and where such calls have a
-copy of the weights to themselves, for these calls and for the others of their role.
+`ready` decides ahead of time which nodes run, on which ids and in which order. A firing starts as
+soon as its inputs exist. Calls start in the order in which they were decided, so requests to a
+group have a deterministic order whatever finishes first. If calls tolerate staleness
+(`max_staleness`), the order holds per role; if such calls have their own copy of the weights, it
+holds separately for them and for the role's other calls.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ from weft.graph.ready import Buffer, Firing
 
 @dataclass(frozen=True)
 class Beginning:
-    """A firing that may begin.
+    """Firing that can start.
 
-    `version`: a call with a lane of its own uses the weights of after so many firings of its
-    training node, whatever that has made since; an interruptible one those or newer ones. `keeps`:
-    it trains, and calls that wait are to use the weights that it finds.
+    `version`: the call has its own copy of the weights and uses those after so many firings of its
+    training node; an interruptible call may use newer ones. `keeps`: the firing trains, and waiting
+    calls need the weights from before it.
     """
 
     firing: Firing
@@ -36,16 +34,17 @@ class Beginning:
 @dataclass(frozen=True)
 class _Decided:
     firing: Firing
-    after: Mapping[str, int]  # node -> how many of its firings must be over
-    lane: str | None  # firings of one lane begin in order; host functions have none
-    version: int | None  # of the weights that a call with a lane of its own uses
-    wants: tuple[str, int] | None  # (training node, version), where it must not have newer ones
+    after: Mapping[str, int]  # node -> required number of finished firings
+    lane: str | None  # firings with the same lane start in order; None for host functions
+    version: int | None  # version of the weights for a call with its own lane
+    wants: tuple[str, int] | None  # (training node, version) if newer weights are not allowed
 
 
 class Agenda:
-    """`over[node]` counts the firings of a node that are over, with the syncs that follow them; the
-    caller counts. `lanes` are those of calls that need not begin in one order with the others of
-    their role (`weft.runtime.lanes`).
+    """Firings that are decided and have not started.
+
+    `over[node]` counts finished firings including their syncs; the caller updates it. `lanes` are
+    the calls that start independently of others of their role (`weft.runtime.lanes`).
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class Agenda:
         return bool(self._waiting)
 
     def add(self, firing: Firing, buffer: Buffer) -> None:
-        """A firing that `buffer.start` was told of.
+        """Add a firing, after `buffer.start`.
 
-        It begins after the ones before it of the same node, after what made its keys, and after the
-        training that its role's weights come from.
+        It starts after earlier firings of the same node, after the producers of its keys, and after
+        the training that its role's weights come from.
         """
         node = self._graph.node(firing.node)
         after = {firing.node: firing.step}
@@ -91,7 +90,7 @@ class Agenda:
         self._waiting.append(_Decided(firing, after, lane, version, wants))
 
     def take(self) -> list[Beginning]:
-        """Those that may begin now, in the order in which they are to; they leave the agenda."""
+        """Remove and return the firings that can start now, in order."""
         begin: list[_Decided] = []
         left: list[_Decided] = []
         held = set[str]()

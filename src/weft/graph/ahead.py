@@ -1,9 +1,7 @@
-"""Sampling ahead of training, where version edges let calls use older weights: what is decided on
-before training is. Pure.
+"""Sampling ahead of training, for calls that tolerate stale weights. Pure.
 
-With `max_staleness=k` the order is: batches 0 to k are sampled, batch 0 trains, batch k + 1 is
-sampled, batch 1 trains, ... So the samples of a batch come of weights that are k steps old, and
-which weights these are never depends on what is over first.
+With `max_staleness=k`, batches 0 to k are sampled, batch 0 trains, batch k + 1 is sampled, batch 1
+trains, and so on. Samples thus come from weights that are k steps old, independent of timing.
 """
 
 from __future__ import annotations
@@ -15,14 +13,15 @@ from weft.graph.ready import Buffer, Firing, wants_rows
 
 
 def runs_ahead(graph: DataflowGraph) -> bool:
-    """Whether any call may use weights that are older than the newest."""
+    """Return whether any call tolerates stale weights."""
     return any(edge.max_staleness for edge in graph.version_edges)
 
 
 def first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
-    """Those to decide on first: calls that may lag, since others of their role would hold them up;
-    then those that do not train, since a call that is decided on after a training step waits for
-    its weights; then training.
+    """Return the firings to decide on first.
+
+    First calls that tolerate staleness, since others of their role would delay them; then all that
+    do not train, since calls decided on after a training step wait for its weights; then training.
     """
     lagging = _lagging(graph)
     sampling = [firing for firing in firings if firing.node in lagging]
@@ -36,9 +35,9 @@ def may_load(
     follow: str,
     steps_left: int | None,
 ) -> bool:
-    """Whether another batch of rows would let a call run further ahead.
+    """Return whether another batch of rows would let a call run further ahead.
 
-    None beyond those that the node `follow` takes in the steps that are left.
+    Returns False if enough rows for the remaining steps of the node `follow` are loaded.
     """
     size = graph.node(follow).batch_size
     waiting = [block for block in buffer.entries.blocks if follow not in block.known.started]
@@ -53,8 +52,9 @@ def may_load(
 
 
 def oldest(buffer: Buffer, firings: Sequence[Firing]) -> Firing:
-    """The firing on the ids that came first, so that what is sampled ahead holds nothing up; else
-    the one decided on first.
+    """Return the firing with the oldest ids, so that samples made ahead delay nothing.
+
+    Ties go to the one decided on first.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

@@ -1,6 +1,4 @@
-"""What is known of ids, kept once for all ids that come together: bookkeeping costs as much as
-there are blocks of them.
-"""
+"""State per id, stored once for all ids that share it, so that cost grows with groups of ids."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Block(Generic[T]):
-    """Ids of which the same is known."""
+    """Ids that share the state `known`."""
 
     ids: dict[str, None]
     known: T
 
 
 class Blocks(Generic[T]):
-    """Every id in one block.
+    """Map from ids to shared states.
 
-    `new` makes what is known of ids at first, `copy` what is known of those that go their own way.
+    `new` makes the state of new ids, `copy` that of ids split off from their block.
     """
 
     def __init__(self, new: Callable[[], T], copy: Callable[[T], T]) -> None:
@@ -32,7 +30,7 @@ class Blocks(Generic[T]):
         self._all: dict[Block[T], None] = {}
 
     def __iter__(self) -> Iterator[str]:
-        """The ids, in the order in which they came."""
+        """Iterate over the ids in order of arrival."""
         return iter(self._of)
 
     def __contains__(self, id: object) -> bool:
@@ -45,15 +43,16 @@ class Blocks(Generic[T]):
         return self._of[id].known
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Every id with what is known of it, in the order in which they came."""
+        """Iterate over (id, state) in order of arrival."""
         return ((id, block.known) for id, block in self._of.items())
 
     @property
     def blocks(self) -> Collection[Block[T]]:
+        """All blocks."""
         return self._all.keys()
 
     def ids_of(self, blocks: Collection[Block[T]]) -> list[str]:
-        """The ids that these blocks hold, in the order in which they came."""
+        """Return the ids in these blocks, in order of arrival."""
         if len(blocks) == 1:
             return [id for block in blocks for id in block.ids]
         held = set(blocks)
@@ -62,9 +61,7 @@ class Blocks(Generic[T]):
         return []
 
     def parts(self, ids: Sequence[str]) -> dict[Block[T] | None, list[str]]:
-        """The blocks that hold these ids, each with those that it holds, in their order; under None
-        those that none holds.
-        """
+        """Group these ids by block, keeping their order; unknown ids are under None."""
         get = self._of.get
         parts = dict[Block[T] | None, list[str]]()
         first = get(ids[0]) if ids else None
@@ -83,7 +80,7 @@ class Blocks(Generic[T]):
         return parts
 
     def apart(self, ids: Sequence[str]) -> list[T]:
-        """What is known of these ids and of no others, to be changed."""
+        """Return the states of exactly these ids, splitting blocks where needed; may be modified."""
         found = []
         for block, chosen in self.parts(ids).items():
             if block is not None and len(chosen) == len(block.ids):
@@ -101,10 +98,7 @@ class Blocks(Generic[T]):
         return found
 
     def discard(self, ids: Iterable[str]) -> Iterator[tuple[T, list[str], bool]]:
-        """Forget these ids.
-
-        What was known of them, which they are, and whether no other id is left of which it is.
-        """
+        """Remove these ids; yield (state, removed ids, whether the block is empty)."""
         for block, chosen in self.parts([id for id in ids if id in self._of]).items():
             assert block is not None
             for id in chosen:

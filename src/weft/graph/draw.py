@@ -1,9 +1,8 @@
-"""A dataflow graph as one SVG: calls coloured by role, host functions as hexagons, keys on the
-edges. Pure text, no graphviz.
+"""SVG drawing of a dataflow graph, without graphviz.
 
-Solid lines carry keys; pale ones carry keys to a node that also hangs on the same source over
-others (their keys show on hover). Dashed lines say who waits for whose new weights, dotted ones
-where parameters are moved between roles.
+Calls are colored by role, host functions are hexagons, edges are labeled with keys. Solid lines
+carry keys; pale lines do too, to a node that is also reachable through others (keys shown on
+hover). Dashed lines show which calls wait for new weights, dotted lines parameter syncs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.observe.palette import DARK, GREY, Hue, role_hues
 
 WIDTH = 156
-HEIGHT = 54  # of a node
+HEIGHT = 54  # height of a node
 GAP_X = 34
-GAP_Y = 62  # between nodes
-BEND = 44  # room of an edge that passes a layer
+GAP_Y = 62  # vertical gap between nodes
+BEND = 44  # width of an edge that passes a layer
 MARGIN = 22
 LANE = 22
 LABEL_LENGTH = 26
@@ -31,13 +30,13 @@ Point = tuple[float, float]
 
 
 def to_svg(graph: DataflowGraph) -> str:
-    """The graph as a self-contained SVG text that follows the viewer's light or dark scheme."""
+    """Return the graph as a self-contained SVG that follows the viewer's light or dark scheme."""
     return _Drawing(graph).svg()
 
 
 @dataclass(frozen=True)
 class _Lane:
-    """A line that leaves the layers: from the side of `source` up or down to the side of `target`."""
+    """Line outside of the layers, from the side of `source` up or down to the side of `target`."""
 
     source: str
     target: str
@@ -106,8 +105,9 @@ class _Drawing:
         return self._y(self._placed.layer[name])
 
     def _ends(self, pair: Pair) -> tuple[Point, Point]:
-        """Where an edge leaves its source and meets its target; edges of one node stand side by
-        side, in the order they go.
+        """Return the points where an edge leaves its source and meets its target.
+
+        Edges at a node are spread out in the order of their directions.
         """
         source, target = pair
         outs = sorted({self._toward(p, 0) for p in self._edges if p[0] == source})
@@ -135,9 +135,7 @@ class _Drawing:
         return [*points, end]
 
     def _choose_sides(self) -> list[int]:
-        """-1 left, 1 right for each lane: the side that its two ends are nearer to; turn about
-        where both are as near.
-        """
+        """Return -1 (left) or 1 (right) per lane: the side nearer to its ends, alternating on ties."""
         sides: list[int] = []
         for lane in self._lanes:
             middle = (
@@ -161,7 +159,7 @@ class _Drawing:
         return f'<path class="{style}" d="{path}" marker-end="url(#{arrow})"><title>{escape(told)}</title></path>'
 
     def _label(self, pair: Pair) -> str:
-        """The keys, beside the end where lines stand further apart."""
+        """Return the label with the edge's keys, near the end where lines are further apart."""
         points = self._points(pair)
         fan_out = sum(1 for p in self._edges if p[0] == pair[0] and p not in self._pale)
         fan_in = sum(1 for p in self._edges if p[1] == pair[1] and p not in self._pale)
@@ -174,7 +172,7 @@ class _Drawing:
                 share = 0.34
         else:
             share = 0.5
-        eased = share * share * (3 - 2 * share)  # how far a smooth line has gone sideways
+        eased = share * share * (3 - 2 * share)  # horizontal progress of the curve at this height
         x = x0 + (x1 - x0) * eased
         y = y0 + (y1 - y0) * share + 4
         keys = self._edges[pair].keys
@@ -239,7 +237,7 @@ class _Drawing:
         return list(self._hues).index(node.role) if isinstance(node, MFCDef) else -1
 
     def _legend(self, y: float) -> Iterator[str]:
-        """What the kinds of lines mean, those that are drawn."""
+        """Yield the legend of the line styles in use."""
         kinds = [("edge", "keys")] if self._edges else []
         kinds += [("edge pale", "keys read later")] if self._pale else []
         kinds += (
@@ -266,7 +264,7 @@ class _Drawing:
 
 
 def describe(node: Node | None) -> str:
-    """One node in words: what it reads and makes."""
+    """Describe a node in words, with the keys that it reads and makes."""
     if node is None:
         return "dataset: the rows"
     if isinstance(node, HostFunction):
@@ -277,7 +275,7 @@ def describe(node: Node | None) -> str:
 
 
 def shortened(keys: Sequence[str]) -> str:
-    """Keys that fit on an edge: `prompt, completion +3`."""
+    """Return a label of keys that fits on an edge: `prompt, completion +3`."""
     shown = list(keys)
     while (
         len(shown) > 1
@@ -289,7 +287,7 @@ def shortened(keys: Sequence[str]) -> str:
 
 
 def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
-    """Version edges, and parameter syncs in place of the version edges that they bring about."""
+    """Yield the version edges, each replaced by the parameter sync that causes it, if any."""
     roles = {node.name: node.role for node in graph.nodes if isinstance(node, MFCDef)}
     syncs = {(sync.after, sync.target): sync for sync in graph.syncs}
     for edge in graph.version_edges:
@@ -313,13 +311,13 @@ def _lanes(graph: DataflowGraph) -> Iterator[_Lane]:
 
 
 def _fan(index: int, count: int) -> float:
-    """Sideways place of one of `count` lines at a node."""
+    """Return the horizontal offset of one of `count` lines at a node."""
     step = min(16.0, (WIDTH - 60) / max(1, count - 1))
     return (index - (count - 1) / 2) * step
 
 
 def _smooth(points: Sequence[Point]) -> str:
-    """A line that leaves and arrives downwards."""
+    """Return a smooth path that leaves and arrives vertically."""
     path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if abs(x1 - x0) < 0.5:
@@ -354,7 +352,7 @@ def _cylinder(x: float, y: float) -> str:
 
 
 def _fit(text: str, letter: float) -> str:
-    """Squeeze a text that is wider than its node."""
+    """Return attributes that squeeze a text wider than its node."""
     room = WIDTH - 20
     if len(text) * letter > room:
         return f' textLength="{room}" lengthAdjust="spacingAndGlyphs"'
@@ -386,7 +384,7 @@ STYLE = (
 
 
 def _scheme(hues: Mapping[str, Hue], ground: str) -> str:
-    """Colours on light or dark ground."""
+    """Return the color rules for a light or dark background."""
     dark = ground == "dark"
     paper, ink, quiet, line, pale = (
         ("#191b21", "#eceef2", "#a3a9b6", "#868d9b", "#4a505d")

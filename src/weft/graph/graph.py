@@ -1,6 +1,4 @@
-"""The dataflow graph: which node makes the keys that another wants, and which weights a node waits
-for.
-"""
+"""Dataflow graph: key edges between nodes, and version edges from training to calls."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class Edge:
-    """`consumer` reads `keys` that `producer` makes; `producer` is `dataset` for keys that come
-    with the rows.
-    """
+    """`consumer` reads `keys` of `producer`, which is `dataset` for keys of the rows."""
 
     producer: str
     consumer: str
@@ -27,9 +23,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class VersionEdge:
-    """`consumer` runs on weights that `producer` makes: at most `max_staleness` firings of
-    `producer` may lie between the weights that `consumer` used for an id and those that `producer`
-    finds when it comes to that id.
+    """`consumer` runs on weights that `producer` trains or syncs.
+
+    At most `max_staleness` firings of `producer` may lie between the weights that `consumer` used
+    for an id and those that `producer` starts from when it processes that id.
     """
 
     producer: str
@@ -39,13 +36,12 @@ class VersionEdge:
 
 @dataclass(frozen=True)
 class DataflowGraph:
-    """Nodes, joined by the keys they make and want.
+    """Nodes connected by the keys that they make and read.
 
-    `dataset_keys` are what the rows bring; a node's own key goes first.
+    `dataset_keys` are the keys of the rows; a key made by a node takes precedence.
 
-    Raises `GraphError` on construction: two nodes of one name, a key made twice, a key nobody makes
-    (named with the node that wants it and all keys that exist), a cycle, a parameter sync from or
-    after something that is not there.
+    Raises `GraphError` on construction for duplicate names, a key made twice, a missing key (naming
+    the node that reads it and all keys), a cycle, or a parameter sync from or after a missing node.
     """
 
     nodes: Sequence[Node]
@@ -66,18 +62,17 @@ class DataflowGraph:
         object.__setattr__(self, "version_edges", tuple(_version_edges(self.nodes, self.syncs)))
 
     def node(self, name: str) -> Node:
-        """The node called `name`. Raises `ConfigError` with the nearest names."""
+        """Return the node called `name`. Raises `ConfigError` with the nearest names."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise unknown_name("node", name, [n.name for n in self.nodes])
 
     def insert_after(self, name: str, new: Node) -> DataflowGraph:
-        """The graph with `new` behind the node `name`: a key that both make is read by `new` and
-        comes from it from now on.
+        """Return the graph with `new` after the node `name`, replacing the keys that both make.
 
-        The first node's goes on the edge `{key}_before_{new.name}`. A `batch_size` of 0 is that of
-        the first. Raises `GraphError` where `new` reads nothing of it.
+        `new` reads the replaced keys from the edges `{key}_before_{new.name}`. A `batch_size` of 0
+        is set to that of the node. Raises `GraphError` if `new` reads none of the node's keys.
         """
         old = self.node(name)
         shared = [key for key in new.output_keys if key in old.output_keys]
@@ -109,12 +104,12 @@ class DataflowGraph:
         return replace(self, nodes=nodes)
 
     def producers(self, consumer: str) -> tuple[str, ...]:
-        """Nodes that `consumer` reads a key from, required or optional, in topological order."""
+        """Return the nodes whose keys `consumer` reads, also optionally, in topological order."""
         found = {e.producer for e in self.edges if e.consumer == consumer} - {DATASET}
         return tuple(name for name in self.order if name in found)
 
     def waits_for(self, consumer: str) -> tuple[VersionEdge, ...]:
-        """The version edges into `consumer`."""
+        """Return the version edges into `consumer`."""
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def refills(self, edge: VersionEdge) -> HostFunction | None:
@@ -191,7 +186,7 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
 
 
 def _makers(nodes: Sequence[Node]) -> dict[str, str]:
-    """Key on an edge -> the node that makes it."""
+    """Return key on an edge -> node that makes it."""
     makers: dict[str, str] = {}
     for node in nodes:
         for key in node.outputs:
@@ -235,9 +230,7 @@ def _missing_key(
 
 
 def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """Names so that makers come before readers; nodes that could stand in any order keep the one
-    they were given in.
-    """
+    """Sort the names topologically; independent nodes keep the given order."""
     waiting = {
         n.name: {e.producer for e in edges if e.consumer == n.name} - {DATASET} for n in nodes
     }
@@ -254,8 +247,9 @@ def _topological(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[str, ...
 
 
 def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError:
-    """Walk back from any node that waits until one repeats; every node left has a producer that is
-    left, too.
+    """Return the error for a cycle, found by walking back from any remaining node.
+
+    Every remaining node has a remaining producer.
     """
     path = [next(iter(waiting))]
     while path.count(path[-1]) < 2:
@@ -269,7 +263,7 @@ def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError
 
 
 def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
-    """A sync without `after` follows the node that trains its source."""
+    """Check a sync and set `after` to the node that trains the source, if it is empty."""
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     after = sync.after or next((n.name for n in calls if n.role == sync.source and n.trains), "")
     if after not in {n.name for n in nodes}:
@@ -294,7 +288,7 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
 
 
 def _version_edges(nodes: Sequence[Node], syncs: Sequence[ParamSync]) -> Iterable[VersionEdge]:
-    """From every node that changes a role's weights to the role's other calls."""
+    """Yield an edge from each node that changes a role's weights to each other call of it."""
     calls = [n for n in nodes if isinstance(n, MFCDef)]
     changes = {(n.name, n.role): None for n in calls if n.trains} | {
         (s.after, s.target): None for s in syncs

@@ -1,6 +1,4 @@
-"""Where the nodes of a drawn graph stand: layers from top to bottom, few crossings, edges around
-what is in their way.
-"""
+"""Layered layout of a drawn graph: top to bottom, with few crossings and edges around nodes."""
 
 from __future__ import annotations
 
@@ -9,14 +7,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SWEEPS = 12
-LOOSE = 0.1  # pull of a bundled edge
+LOOSE = 0.1  # weight of a bundled edge when columns are aligned
 Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """`x` of each node's middle and its `layer` from 0; for each edge the (x, layer) it passes
-    between its ends.
+    """Positions: `x` of each node's center, `layer` from 0, and the bends of each edge.
+
+    A bend is the (x, layer) that an edge passes between its ends.
     """
 
     x: Mapping[str, float]
@@ -33,14 +32,14 @@ def place(
 ) -> Placed:
     """Lay out an acyclic graph.
 
-    `names` are in topological order; widths say how much room a node or a passing edge takes. Edges
-    in `bundled` that have one source share a trunk and branch off above their targets.
+    `names` are in topological order; the widths are those of a node and of a passing edge. Edges in
+    `bundled` with the same source share a trunk and branch above their targets.
     """
     layer = longest_paths(names, edges)
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     for name in names:
         rows[layer[name]].append(name)
-    links: dict[Pair, float] = {}  # -> how strongly it pulls its ends into one column
+    links: dict[Pair, float] = {}  # link -> weight with which its ends are aligned
     passing: dict[Pair, list[str]] = {}
     for edge in edges:
         source, target = edge
@@ -60,7 +59,7 @@ def place(
 
 
 def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Layer of each node: one below the lowest node it reads from."""
+    """Return the layer of each node: one below the lowest node that it reads from."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(
@@ -70,7 +69,7 @@ def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]
 
 
 def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
-    """Edges whose target can also be reached from their source over another node."""
+    """Return the edges whose target is also reachable from their source through another node."""
     pairs = set(edges)
     below: dict[str, set[str]] = {}
     for name in reversed(names):
@@ -82,9 +81,7 @@ def implied(names: Sequence[str], edges: Iterable[Pair]) -> set[Pair]:
 
 
 def _order(rows: list[list[str]], links: Sequence[Pair]) -> None:
-    """Sort each row by the mean place of its neighbours, down and up; keep the order with the
-    fewest crossings.
-    """
+    """Sort each row by the mean position of its neighbors, in sweeps; keep the best order found."""
     best = [list(row) for row in rows]
     fewest = _crossings(rows, links)
     for sweep in range(SWEEPS):
@@ -124,8 +121,9 @@ def _coordinates(
     widths: Mapping[str, float],
     bend_width: float,
 ) -> dict[str, float]:
-    """x of every node and bend: near the mean of its neighbours, in the row's order, without
-    overlap, from 0 on.
+    """Return the x of every node and bend, from 0.
+
+    Each is near the mean of its neighbors, in the row's order, without overlap.
     """
     room = {name: widths.get(name, bend_width) for row in rows for name in row}
     x: dict[str, float] = {}
@@ -159,8 +157,9 @@ def _mean(values: Sequence[float], default: float) -> float:
 def _spread(
     row: Sequence[str], wished: Mapping[str, float], room: Mapping[str, float], x: dict[str, float]
 ) -> None:
-    """The places nearest to the wished ones (least squares) that keep order and room: runs that
-    touch move as one.
+    """Set positions nearest to the wished ones (least squares) that keep order and width.
+
+    Nodes that would overlap are merged into blocks that move together.
     """
     blocks: list[tuple[list[str], float]] = []  # names, x of the first one
     for name in row:

@@ -1,6 +1,4 @@
-"""The nodes of a dataflow graph: model function calls and host functions, and the hooks around a
-call.
-"""
+"""Nodes of a dataflow graph: model function calls with their hooks, and host functions."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ Method = Literal["generate", "inference", "train_step", "evaluate"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Hook: move the role's weights (or optimizer state) to host memory, or back before the call."""
+    """Hook that offloads weights or optimizer state to host memory, or loads them before the call."""
 
     what: Literal["weights", "optimizer"] = "weights"
 
 
 @dataclass(frozen=True)
 class Call:
-    """Hook: call a user's function by registered name (`register_function`) as `fn(model, **args)`."""
+    """Hook that calls a registered function (`register_function`) as `fn(model, **args)`."""
 
     function: str
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -28,8 +26,9 @@ class Call:
 
 @dataclass(frozen=True)
 class ParamSync:
-    """Move parameters between roles: target = eta * source + (1 - eta) * target, after each firing
-    of the node `after`.
+    """Update of a role's parameters after each firing of the node `after`.
+
+    target = eta * source + (1 - eta) * target.
     """
 
     source: str
@@ -43,7 +42,7 @@ class ParamSync:
 
 
 Hook = Offload | Call
-# The hooks that have a name of their own; any other is a user's function.
+# Built-in hooks by name; other names are registered functions.
 HOOKS: Mapping[str, Offload] = {
     "offload": Offload("weights"),
     "offload_optimizer": Offload("optimizer"),
@@ -55,10 +54,7 @@ def _on_edges(keys: Sequence[str], remap: Mapping[str, str]) -> tuple[str, ...]:
 
 
 class OnEdges:
-    """The keys of a node as they are called on the graph's edges.
-
-    The node's own fields hold the names it uses itself.
-    """
+    """Key names of a node on the graph's edges; the node's fields have its own key names."""
 
     input_keys: Sequence[str]
     output_keys: Sequence[str]
@@ -68,32 +64,32 @@ class OnEdges:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Keys on the graph's edges that this node needs."""
+        """Required input keys, as named on the graph's edges."""
         return _on_edges(self.input_keys, self.input_key_remap)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Keys on the graph's edges that it reads where there are any."""
+        """Optional input keys, as named on the graph's edges; read if they exist."""
         return _on_edges(self.optional_keys, self.input_key_remap)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Keys on the graph's edges that this node makes."""
+        """Output keys, as named on the graph's edges."""
         return _on_edges(self.output_keys, self.output_key_remap)
 
 
 @dataclass(frozen=True)
 class MFCDef(OnEdges):
-    """One model function call: which role does what, with which keys, on how many ids at a time.
+    """Model function call: one method of a role, its keys, and its number of ids per firing.
 
     `input_keys` and `output_keys` are the interface's names; a remap gives the name on the graph's
-    edge (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read where some node or the dataset
-    makes them. `batch_size` 0 takes the loader's batches as they come (batches laid out by a token
-    budget). `cache` keeps the outputs of a frozen role's inference on disk, so that an id is
-    computed once a run (or once for all runs that share `dataset.cache_dir`). `layout` and
-    `device_mesh` are as those of a role, for this call alone; where a call trains they are the
-    role's (`Experiment.mesh_of`). `max_staleness` is how many train steps its weights may be
-    behind; an `interruptible` call may be given newer ones in its middle.
+    edge (`{"logprobs": "ref_logprobs"}`). `optional_keys` are read if a node or the dataset makes
+    them. `batch_size` 0 takes the loader's batches as they are (batches laid out by a token
+    budget). `cache` stores the outputs of a frozen role's inference on disk, so that an id is
+    computed once per run (or once for all runs that share `dataset.cache_dir`). `layout` and
+    `device_mesh` override the role's for this call; a call that trains uses the role's
+    (`Experiment.mesh_of`). `max_staleness` is the number of train steps by which its weights may be
+    outdated; an `interruptible` call may get newer weights while it runs.
     """
 
     name: str
@@ -124,15 +120,15 @@ class MFCDef(OnEdges):
 
 @dataclass(frozen=True)
 class HostFunction(OnEdges):
-    """A node without a role: CPU code on a whole batch.
+    """Node without a role: CPU code on a whole batch.
 
     `function` is a registered name (see `docs/host-functions.md`).
 
-    It may return fewer ids than it got (a filter); the loader refills. `refill_rounds` lets calls
-    before a filter that wait for new weights take whole batches until the training node has a full
-    one, so many rounds a step at most; 0 lets them take as many ids as are missing, in rounds that
-    get smaller and smaller. `tokenizer_role` names the role whose tokenizer `context.tokenizer` is,
-    for functions that read text.
+    It may return fewer ids than it got (a filter); the loader refills. With `refill_rounds` above
+    0, calls before a filter that wait for new weights take whole batches until the training node
+    has a full one, in at most so many rounds per step; with 0 they take only as many ids as are
+    missing, in ever smaller rounds. `tokenizer_role` names the role whose tokenizer is
+    `context.tokenizer`, for functions that read text.
     """
 
     name: str

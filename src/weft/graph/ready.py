@@ -1,7 +1,4 @@
-"""Which node may run next, and on which ids.
-
-Pure: the whole of the scheduling, without a tensor or a clock in sight.
-"""
+"""Scheduling: which nodes can run next, and on which ids. Pure, without tensors or clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from weft.graph.mfc import HostFunction
 
 @dataclass(frozen=True)
 class Firing:
-    """One run of a node: on these ids, in loader order. `step` counts the node's firings from 0."""
+    """One run of a node on these ids, in loader order. `step` counts the node's firings from 0."""
 
     node: str
     ids: tuple[str, ...]
@@ -27,11 +24,9 @@ class Firing:
 
 @dataclass
 class Entry:
-    """What is known of an id: the keys that exist, the nodes that took it, each with its firing's
-    number, and those that are through.
-    """
+    """State of an id: existing keys, nodes that took it (with their firing's number), nodes done."""
 
-    batch: int = 0  # which of the loader's batches brought it
+    batch: int = 0  # number of the loader's batch
     keys: set[str] = field(default_factory=set)
     started: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
@@ -42,13 +37,10 @@ class Entry:
 
 @dataclass
 class Buffer:
-    """(id, key) descriptions in loader order; never tensors.
+    """State of all ids of the current epoch, in loader order; no tensors.
 
-    Ids of one epoch at a time, so an id is here at most once.
-
-    `closed`: the loader has given all ids of this epoch. `fired` counts the firings of each node,
-    `finished` those that are through, `marks[node]` the firings of all nodes up to the last one of
-    this.
+    `closed`: the loader has returned all ids of the epoch. `fired` and `finished` count the started
+    and finished firings per node; `marks[node]` is a copy of `fired` at the last firing of `node`.
     """
 
     entries: Blocks[Entry] = field(default_factory=lambda: Blocks(Entry, Entry.copy))
@@ -57,15 +49,14 @@ class Buffer:
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
-    # of the entries here, how many a node has started on
+    # number of current ids that each node has taken
     taken: Counter[str] = field(default_factory=Counter)
-    through: Counter[str] = field(default_factory=Counter)  # and how many are through it
+    through: Counter[str] = field(
+        default_factory=Counter
+    )  # number of current ids that each node has finished
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
-        """Take in one batch of the loader.
-
-        An id that is still here is a broken loader: ids are unique in an epoch.
-        """
+        """Add a batch of the loader, whose ids must be unique in the epoch."""
         new = self.entries.parts(ids).get(None, [])
         assert len(set(new)) == len(ids), (
             f"the loader gave id {next(id for id in ids if id in self.entries or ids.count(id) > 1)!r} twice in one epoch"
@@ -81,7 +72,7 @@ class Buffer:
             own.done = entry.done
 
     def start(self, firing: Firing) -> None:
-        """Note that a node took its ids."""
+        """Record that a node took its ids."""
         for entry in self.entries.apart(firing.ids):
             entry.started[firing.node] = firing.step
         self.taken[firing.node] += len(firing.ids)
@@ -89,11 +80,11 @@ class Buffer:
         self.marks[firing.node] = dict(self.fired)
 
     def rounds(self, node: str, since: str) -> int:
-        """Firings of `node` since the last firing of `since`."""
+        """Return the number of firings of `node` since the last firing of `since`."""
         return self.fired.get(node, 0) - self.marks.get(since, {}).get(node, 0)
 
     def drop(self, ids: Iterable[str]) -> None:
-        """Forget ids that nobody needs any more; none of them may be in a firing under way."""
+        """Remove ids that no node needs; none may be in a running firing."""
         for entry, chosen in self._discard(ids):
             assert entry.started.keys() == entry.done, f"id {chosen[0]!r} is still in a firing"
 
@@ -108,15 +99,17 @@ class Buffer:
     def finish(
         self, firing: Firing, kept: Collection[str], keys: Iterable[str], num_nodes: int
     ) -> list[str]:
-        """Note what a firing made.
+        """Record that a firing has finished; return the ids that no node needs any more.
 
-        Ids outside `kept` were filtered out. Returns the ids that nobody needs any more.
+        Ids outside `kept` were filtered out.
         """
         made = set(keys)
         keep = set(kept)
         gone = set[str]()
         self.finished[firing.node] = self.finished.get(firing.node, 0) + 1
-        dropped = set(self.entries.parts(firing.ids).get(None, ()))  # by another filter, meanwhile
+        dropped = set(
+            self.entries.parts(firing.ids).get(None, ())
+        )  # removed by another filter in the meantime
         if dropped:
             here: Sequence[str] = [id for id in firing.ids if id not in dropped]
         else:
@@ -134,7 +127,7 @@ class Buffer:
         return leave
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; only between steps, with nothing in flight."""
+        """Return the state as plain values; no firing may be running."""
         rows = [[id, e.batch, sorted(e.keys), sorted(e.done)] for id, e in self.entries.items()]
         counts = {
             "fired": dict(self.fired),
@@ -143,6 +136,7 @@ class Buffer:
         return {"entries": rows, **counts, "closed": self.closed, "num_batches": self.num_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
         self.entries = Blocks(Entry, Entry.copy)
         self.taken = Counter()
         self.through = Counter()
@@ -162,17 +156,17 @@ class Buffer:
 def ready(
     graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], running: Collection[Firing]
 ) -> list[Firing]:
-    """Every firing that may start now, oldest ids first, then in the graph's order.
+    """Return every firing that can start now, oldest ids first, then in the graph's order.
 
-    Nothing is changed.
+    Changes nothing.
 
-    A node fires when `batch_size` ids hold its inputs and its version edges leave room for them; it
-    takes the oldest. Where nothing runs, nothing is full and the loader cannot help (`wants_rows`),
-    the first node in the graph's order that has any ids fires with what there is: the short last
-    batch of an epoch, or the refill behind a filter.
+    A node fires when `batch_size` ids have its inputs and its version edges allow them; it takes
+    the oldest ids. If nothing is running, no batch is full and the loader cannot help
+    (`wants_rows`), the first node in the graph's order that has any ids fires with these: the short
+    last batch of an epoch, or the refill behind a filter.
 
-    `versions[node]` counts the firings of `node` whose weights are in place; a node of `running`
-    does not fire again before it is through.
+    `versions[node]` counts the firings of `node` whose weights are available; a node in `running`
+    does not fire again before it has finished.
     """
     busy = {firing.node for firing in running}
     reaches = {name: _reach(graph, buffer, versions, name) for name in graph.order}
@@ -194,8 +188,9 @@ def wants_rows(
     versions: Mapping[str, int],
     among: Collection[str] | None = None,
 ) -> bool:
-    """Whether another batch of the loader could help a node that reads rows alone to fire: any, or
-    one of `among`.
+    """Return whether another batch of rows could help a node that reads only rows to fire.
+
+    `among` restricts the nodes considered.
     """
     names = graph.order if among is None else among
     return any(_reach(graph, buffer, versions, name).wants_rows for name in names)
@@ -203,9 +198,7 @@ def wants_rows(
 
 @dataclass(frozen=True)
 class _Reach:
-    """The ids a node could take now, oldest first; whether they make a full batch; whether more
-    rows would help.
-    """
+    """Oldest ids that a node can take now, whether the batch is full, and whether rows would help."""
 
     ids: tuple[str, ...]
     full: bool
@@ -244,8 +237,8 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
 
 
 def _most(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """The most ids that a version edge ever lets pass before new weights; 0 where the loader's
-    batches decide.
+    """Return the most ids that a version edge allows before new weights; 0 for the loader's
+    batches.
     """
     return (edge.max_staleness + 1) * graph.node(edge.producer).batch_size
 
@@ -258,11 +251,11 @@ def _allowed(
     able: Sequence[str],
     another: int = 0,
 ) -> int:
-    """How many of `able`, the oldest ones, the node may take before its weights would be too old
-    for them; with `another` id of the loader's next batch after them.
+    """Return how many of `able` the node may take before its weights would be too old.
 
-    Ids that the node took and the training node has not yet taken fill the firings that come before
-    new weights; so do firings of the training node under way (started, weights not in place).
+    `another` adds an id of the loader's next batch at the end. Firings before the next weights are
+    filled by ids that the node took and the training node has not; running firings of the training
+    node (started, weights not available) count too.
     """
     count = len(able) + another
     for edge in edges:
@@ -286,7 +279,7 @@ def _allowed(
 
 
 def _pending(buffer: Buffer, edge: VersionEdge) -> list[Block[Entry]]:
-    """Ids that the call took and the training node has not yet taken."""
+    """Return the blocks of ids that the call took and the training node has not yet taken."""
     blocks = buffer.entries.blocks
     return [
         b
@@ -306,8 +299,10 @@ def _refilled(
     missing: int,
     pending: Sequence[Block[Entry]],
 ) -> int:
-    """How many ids a call may take for a training node that lacks `missing`: behind a filter that
-    refills, a whole batch once all pending ones are through it, and nothing after its rounds.
+    """Return how many ids a call may take for a training node that lacks `missing` ids.
+
+    Behind a filter that refills, this is a whole batch once the filter has processed all pending
+    ids, and 0 after its last round.
     """
     filter = graph.refills(edge)
     if filter is None or not missing:
@@ -323,8 +318,9 @@ def _refilled(
 
 
 def surplus(graph: DataflowGraph, buffer: Buffer, producer: str) -> list[str]:
-    """Ids that a refill brought beyond what `producer` took, which fired just now: their weights
-    would be too old for it.
+    """Return ids of a refill beyond the batch of `producer`, which has just fired.
+
+    Their weights would be too old for its next firing.
     """
     found: dict[str, None] = {}
     for edge in graph.version_edges:
@@ -335,7 +331,7 @@ def surplus(graph: DataflowGraph, buffer: Buffer, producer: str) -> list[str]:
 
 
 def exhausted(graph: DataflowGraph, buffer: Buffer) -> HostFunction | None:
-    """A filter whose rounds are over without a single id that passed it."""
+    """Return a filter that has used all its rounds without keeping any id, or None."""
     for edge in graph.version_edges:
         filter = graph.refills(edge)
         spent = (

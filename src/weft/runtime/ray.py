@@ -1,8 +1,7 @@
-"""The one file that knows Ray: devices are its actors, messages its calls.
+"""Ray transport: devices are Ray actors, messages are calls of them. No other module imports ray.
 
-It starts a Ray of its own or joins one.
-
-It imports no torch, so that a device's process gets its environment before anything reads it.
+A Ray cluster is started or joined. This module does not import torch, so that the environment of a
+device's process is set before torch reads it.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ if TYPE_CHECKING:
     from weft.runtime.device_process import Activity, Command, Report, Want, Where
     from weft.runtime.dispatch import Given, Lost
 
-START_SECONDS = 300.0  # for the devices' processes to be there, with all that they import
-PLACE_SECONDS = 600.0  # for a cluster to have the devices free
-POLL_SECONDS = 1.0  # a device that has nothing to tell says so this often
-# One that does not even say that counts as dead, after the shortest deadline of a call where that
-# is less.
+START_SECONDS = 300.0  # for all device processes to start, including imports
+PLACE_SECONDS = 600.0  # for the cluster to have enough free devices
+POLL_SECONDS = 1.0  # a device without reports answers after this time
+# A silent device counts as dead after this many seconds, or after the shortest call deadline
+# if that is less.
 SILENT_SECONDS = 300.0
 LEAST_SILENT_SECONDS = 30.0
 EXPORT_SECONDS = 600.0
-ACTIVITY_SECONDS = 5.0  # for a device to say what it is doing; one that stands still does not
+ACTIVITY_SECONDS = 5.0  # for a device to report its activity; a frozen process does not
 HERE = "Ray's raylet on this machine"
-# Ray's own processes count as gone when nobody listens for so long; after 60 s Ray would end this
-# process.
+# Ray's head or raylet counts as lost if its port refuses connections for so long; after 60 s Ray
+# would end this process.
 OWN_GONE_SECONDS = 2.0
 GONE_SECONDS = 20.0
-# A device's threads: commands come in one by one; others fetch tensors, and the driver hears
-# reports, whatever it computes.
+# Threads of an actor: one receives commands; the others serve tensors and reports while the device
+# computes.
 THREADS = {"control": 1, "io": 4, "poll": 1}
 
 
@@ -84,9 +83,9 @@ def _late(seconds: float) -> DevicesLost:
 
 
 class _Device:
-    """The actor of a device.
+    """Ray actor of one device.
 
-    `weft.runtime.device_process` is imported by `prepare`, once the environment is there.
+    `prepare` imports `weft.runtime.device_process`, after setting the environment.
     """
 
     def __init__(self, rank: int) -> None:
@@ -94,9 +93,7 @@ class _Device:
 
     @ray.method(concurrency_group="control")
     def prepare(self, environment: Mapping[str, str], folder: str, paths: Sequence[str]) -> Where:
-        """Become a process of the run: its environment, working directory and import paths; returns
-        where it is.
-        """
+        """Set environment, working directory and import paths, create the process and describe it."""
         os.environ.update(environment)
         if not os.path.isdir(folder):
             raise ConfigError(
@@ -152,7 +149,7 @@ class _Device:
 class RayDevices:
     """Implements `weft.runtime.dispatch.Devices`.
 
-    `close` ends the actors, and the Ray that was started for them.
+    `close` kills the actors, and the Ray cluster if it was started for them.
     """
 
     def __init__(
@@ -163,7 +160,7 @@ class RayDevices:
         cluster: Cluster,
         group: Any,
     ) -> None:
-        """`nodes` are the ids of the machines that the actors are on, by rank."""
+        """Create the group of devices; `nodes` are the ids of the actors' machines, by rank."""
         self._actors = list(actors)
         self.where = list(where)
         self._nodes = list(nodes)
@@ -171,7 +168,7 @@ class RayDevices:
         self._group = group
         self._wire = Wire.of(os.environ)
         self._wire.anew()
-        # what is asked for -> its rank, and since when
+        # pending request for reports -> (rank, start time)
         self._polls: dict[Any, tuple[int, float]] = {}
         for rank in range(len(actors)):
             self._poll(rank)
@@ -213,7 +210,7 @@ class RayDevices:
                 self._wire.heard(rank, reports)
             except RayError as error:
                 self._cluster.answers()
-                # what became of it says more than what became of a device
+                # the loss of Ray explains more than the loss of a device
                 self._cluster.check_there()
                 node = self._cluster.find_lost_node(self._nodes[rank])
                 if node is not None:
@@ -266,10 +263,10 @@ class RayDevices:
 
 
 class Cluster:
-    """A Ray that this process is joined to.
+    """Ray cluster that this process has joined.
 
-    `scratch` is the folder of one that it started itself. A device that says nothing for `silent_s`
-    counts as dead.
+    `scratch` is the folder of a cluster started by this process. A device without answer for
+    `silent_s` seconds counts as dead.
     """
 
     def __init__(self, scratch: Scratch | None = None, processes: Iterable[Process] = ()) -> None:
@@ -287,26 +284,29 @@ class Cluster:
 
     @property
     def gone(self) -> str | None:
-        """What of Ray itself is gone."""
+        """Description of the lost part of Ray, or None."""
         return self._watch.gone
 
     def answers(self) -> bool:
-        """Whether Ray is there, at this moment: who asks one that is not waits for a minute, and is
-        ended by it then.
+        """Check now whether Ray is alive.
+
+        A request to a dead Ray blocks for a minute, after which Ray ends this process.
         """
         self._watch.check()
         return self.gone is None
 
     def check_here(self) -> None:
-        """Raises `DevicesLost` where the raylet of this machine is gone: Ray ends a process that
-        uses its store then.
+        """Raise `DevicesLost` if this machine's raylet does not answer.
+
+        Ray ends a process that uses the object store of a dead raylet.
         """
         self._watch.check(HERE)
         self.check_there()
 
     def check_there(self) -> None:
-        """Raises `DevicesLost` where it is known that something of Ray is gone; Ray may end this
-        process in a moment.
+        """Raise `DevicesLost` if part of Ray is known to be lost; reports it first.
+
+        The supervisor is told because Ray can end this process at any moment.
         """
         if self.gone is not None:
             Wire.of(os.environ).gone(self.gone)
@@ -314,19 +314,19 @@ class Cluster:
 
     @classmethod
     def start(cls, cpus: int, gpus: int) -> Cluster:
-        """A Ray of this process alone, on this machine, which ends with it.
+        """Start a private Ray cluster on this machine, which ends with this process.
 
-        Called from the main thread: the end of a thread would be the end of what it started. Raises
-        `RunError` where it does not start.
+        Must be called from the main thread, since the cluster's processes end with the thread that
+        started them. Raises `RunError` if Ray does not start.
         """
         remove_leftovers()
         scratch = Scratch()
         before = frozenset(descendants())
-        # Its token is in this environment alone, which the processes that it starts inherit.
+        # The token is only in this environment, which the cluster's processes inherit.
         wanted = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            # what is left of a Ray whose head is gone ends after this
+            # remaining processes of a cluster without head end after this time
             "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         }
         os.environ.update({name: value for name, value in wanted.items() if name not in os.environ})
@@ -343,7 +343,7 @@ class Cluster:
                     logging_level=logging.ERROR,
                     configure_logging=False,
                 )
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray raises no specific class
             kill(descendants() - before)
             scratch.remove()
             raise RunError(f"Ray did not start on this machine: {_reason(error)}") from error
@@ -351,12 +351,12 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Raises `ConfigError` where no cluster answers at the address."""
+        """Join the cluster at `address`. Raises `ConfigError` if none answers there."""
         try:
-            check_listens(address)  # Ray itself would try for minutes
+            check_listens(address)  # fail at once; Ray itself would retry for minutes
             with quiet("ray"):
                 if ray.is_initialized():
-                    ray.shutdown()  # the attempt before this one could not
+                    ray.shutdown()  # left over from a failed attempt
                 ray.init(
                     address=address,
                     log_to_driver=False,
@@ -364,10 +364,12 @@ class Cluster:
                     configure_logging=False,
                 )
             return cls()
-        except Exception as error:  # a head that has just come back fails in many ways, some of them assertions of Ray's
+        except (
+            Exception
+        ) as error:  # a head that has just restarted fails in many ways, including Ray's assertions
             with quiet("ray"), suppress(Exception):
-                # what is half connected, to a head without a node yet, would refuse the next
-                # attempt
+                # a partial connection, to a head that has no node yet, would make the next
+                # attempt fail
                 ray.shutdown()
             raise ConfigError(
                 f"ray_address={address!r}: no Ray cluster answers there ({_reason(error)}); start "
@@ -376,16 +378,15 @@ class Cluster:
             ) from error
 
     def nodes(self) -> list[Node]:
-        """The machines that are up: this one first, then by address, so that device 0 is where the
-        run was started.
+        """Return the machines that are up: this one first, the others by address.
+
+        Device 0 is then on the machine where the run was started.
         """
         up = [Node.of(node) for node in ray.nodes() if node["Alive"]]
         return in_order(up, ray.get_runtime_context().get_node_id())
 
     def find_lost_node(self, id: str) -> Node | None:
-        """Return the machine with this id if Ray has given it up, or if its raylet does not listen
-        any more.
-        """
+        """Return the machine with this id if Ray lists it as dead or its raylet does not listen."""
         for listed in ray.nodes():
             if listed["NodeID"] == id:
                 raylet = (listed["NodeManagerAddress"], listed["NodeManagerPort"])
@@ -393,17 +394,18 @@ class Cluster:
         return None
 
     def launch(self, count: int, device: str, environment: Mapping[str, str]) -> Launch:
-        """Begin to start a process for each of `count` devices, neighbours on one node where that
-        can be; see `Launch`.
-        """
+        """Start the processes of `count` devices, packed onto few machines; see `Launch`."""
         return Launch(self, count, device, environment)
 
     def remember(self, pids: Collection[int]) -> None:
-        """Note processes of devices, for `close`: those of this machine that Ray has started."""
+        """Remember local device processes, so that `close` can kill them."""
         self._processes |= {process for process in descendants() if process.pid in pids}
 
     def wait(self, promises: Sequence[Any], seconds: float) -> list[Any]:
-        """Those that are late. Raises `DevicesLost` as soon as Ray itself is gone."""
+        """Wait for the promises and return the late ones.
+
+        Raises `DevicesLost` as soon as Ray is known to be lost.
+        """
         late = list(promises)
         end = time.monotonic() + seconds
         while late and time.monotonic() < end:
@@ -412,21 +414,20 @@ class Cluster:
         return late
 
     def close(self) -> None:
-        """Leave; a Ray of our own ends with all its processes and files."""
+        """Disconnect; a cluster started by this process is stopped and its files are removed."""
         self._watch.close()
         with quiet("ray"):
             ray.shutdown()
         if self._scratch is not None:
-            kill(self._processes)  # helpers outlive a Ray that has lost a part
+            kill(self._processes)  # helper processes survive if part of Ray was lost
             self._scratch.remove()
 
 
 class Launch:
-    """Processes for `count` devices that start while the caller does something else; `devices`
-    waits for them.
+    """Device processes that start in the background; `devices` waits for them.
 
-    Each has its share of its node's CPUs as threads, unless `OMP_NUM_THREADS` is set. Who does not
-    want them any more closes the `cluster`.
+    Each device uses its share of the machine's CPUs as threads, unless `OMP_NUM_THREADS` is set. To
+    cancel, close the `cluster`.
     """
 
     def __init__(
@@ -436,17 +437,17 @@ class Launch:
         self._device = device
         self._environment = environment
         self._actors: list[Any] = []
-        self._nodes: list[str] = []  # ids of the machines that the actors are on, by rank
-        self._asked: list[Any] = []  # where each of them is
+        self._nodes: list[str] = []  # ids of the actors' machines, by rank
+        self._asked: list[Any] = []  # pending descriptions of the processes
         bundle = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
         self._group = placement_group([bundle] * count, strategy="PACK")
         if self._has_place(POLL_SECONDS):
             self._begin()
 
     def devices(self) -> RayDevices:
-        """Wait until all are there and have met.
+        """Wait until all processes have started and joined the process group.
 
-        Raises `RunError` where they do not start in time.
+        Raises `RunError` if they do not start in time.
         """
         if not self._actors:
             if not self._has_place(PLACE_SECONDS):
@@ -474,9 +475,9 @@ class Launch:
         return RayDevices(actors, where, self._nodes, cluster, self._group)
 
     def _has_place(self, seconds: float) -> bool:
-        """Wait until the devices are free for this run.
+        """Wait until the placement group is ready, and return whether it is.
 
-        (`PlacementGroup.ready` would start a process to find out.)
+        `PlacementGroup.ready` is not used because it would start a process.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -491,10 +492,9 @@ class Launch:
         return False
 
     def _find_place(self) -> bool:
-        """Take in which machine has which device.
+        """Look up the machine of each device; return False while one of them is not up.
 
-        Return false while one of the machines is not up: a machine that was lost may have come back
-        under another id, and Ray moves the devices there.
+        A lost machine may have returned under another id, to which Ray moves the devices.
         """
         nodes = self.cluster.nodes()
         self._on: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
@@ -502,8 +502,8 @@ class Launch:
         return {node.id for node in self._up} == set(self._on.values())
 
     def _begin(self) -> None:
-        """Start the actors, and ask each where it is: it imports what a device needs before it
-        answers.
+        """Start the actors and ask each for its description, which it sends once it has imported
+        torch.
         """
         threads = threads_of(self._on, self._up)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
@@ -528,10 +528,10 @@ class Launch:
 def _ask(
     cluster: Cluster, promises: Sequence[Any], what: str, seconds: float, nodes: Sequence[str]
 ) -> list[Any]:
-    """One answer a rank, of ranks on `nodes`.
+    """Return one answer per rank; `nodes` are the machines of the ranks.
 
-    Raises `DevicesLost` naming the ranks that gave none and a node that is lost, or what the device
-    raised.
+    Raises `DevicesLost` naming the ranks that did not answer or the lost machine, or the error that
+    a device raised.
     """
     late = cluster.wait(promises, seconds)
     if late:

@@ -173,8 +173,8 @@ class Samples:
     ) -> dict[str, Any]:
         """Return token texts with `logprobs`, `trained` (0 or 1) and `advantages` per token.
 
-        The per-token `trained` and `advantages` are left out if all tokens have the same value.
-        `advantage` is their mean; `log_ratio` is the sum of log-probs minus reference log-probs.
+        `trained` is left out if all tokens are trained, `advantages` if they are equal. `advantage`
+        is the mean; `log_ratio` is the sum of log-probs minus reference log-probs.
         """
         made: dict[str, Any] = {"tokens": self._pieces(tokens[:TOKENS])}
         if "logprobs" in values:

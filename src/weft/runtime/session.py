@@ -1,6 +1,4 @@
-"""A run from its first step to its last: steps, evaluation, checkpoints, recovery points, and the
-way it ends.
-"""
+"""Session: a run from its first step to its last, with evaluation, checkpoints and recovery points."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ from weft.runtime.schedule import Every, Horizon
 from weft.runtime.signals import Signals
 
 RECOVERY_SECONDS = (
-    # a step that ends this long after the last recovery point makes one, wherever checkpoints are
-    # rarer
+    # a recovery point is written after the first step that ends this long after the last one,
+    # even if checkpoints are rarer
     600.0
 )
 CLOSE_SECONDS = 10.0
@@ -47,12 +45,12 @@ LAST_BITS = "its numbers may differ in their last bits from those of a run that 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a session is made of.
+    """Components of a session.
 
-    `plan` is shown before the first step; `farewell` makes of the run's peak of memory, in GiB, a
-    line for its end, and says whether people need to see it; `ending` are the last lines of a run
-    that is finished. `plan_shown`: people have seen the plan already, before the devices started.
-    `data`: has rows that are tokenized meanwhile.
+    `plan` is shown before the first step, unless `plan_shown`: then the user saw it before the
+    devices started. `farewell` formats the peak memory, in GiB, as a line for the end of the run
+    and says whether it should be shown. `ending` are the last lines of a finished run. `data` has
+    rows that are tokenized in the background.
     """
 
     experiment: Experiment
@@ -65,17 +63,14 @@ class Parts:
     plan: Plan = field(default_factory=Plan)
     farewell: Callable[[float], tuple[str, bool]] | None = None
     ending: Sequence[str] = ()
-    hardware: str = ""  # a line on what a device is, for the report
+    hardware: str = ""  # description of the device, for the report
     plan_shown: bool = False
     fixed_prompts: FixedPrompts | None = None
     data: LoadedData | None = None
 
 
 class Session:
-    """Drives the master and keeps the schedule.
-
-    Everything between two steps happens in `_between`.
-    """
+    """Run the master and everything scheduled between steps (`_between`)."""
 
     def __init__(self, parts: Parts, show: Show | None = None) -> None:
         self._parts = parts
@@ -90,37 +85,36 @@ class Session:
         evaluates = parts.evaluator is not None or parts.fixed_prompts is not None
         self._due = frequencies(self._control, evaluates=evaluates)
         self._saved_step = self._point_step = self._evaluated_step = 0
-        self._under_way = 0  # the step that is being made, or whose line is being written
+        self._under_way = 0  # running step, or step whose metrics are being written
         self._signals = Signals()
         self._profiling = Profiling(
             self._control.profile_steps, self._group, self._directory.path / PROFILE, self._tell
         )
         self._show = show or Show()
-        self._notes: list[str] = []  # until there is an observer to tell
+        self._notes: list[str] = []  # messages collected until the observer is open
         self._recorder: FiringRecorder | None = None
         self._observer: Observer | None = None
-        self._peak: float | None = None  # GiB of memory, of the last line
+        self._peak: float | None = None  # peak memory in GiB at the last step
 
     @property
     def step(self) -> int:
-        """Completed steps."""
+        """Number of completed steps."""
         return self._master.position.step
 
     @property
     def plan(self) -> Plan:
-        """What is shown before the first step."""
+        """Plan that is shown before the first step."""
         return self._parts.plan
 
     # -- begin and end
 
     def open(self, *, goes_on: bool, instead_of: Session | None = None) -> None:
-        """Begin to write: nothing in the directory is touched before.
+        """Restore or start the run and open its files; nothing is written before this call.
 
-        `goes_on`: the directory holds this run already. `instead_of`: this process's session of the
-        run that has lost its devices.
+        `goes_on`: the directory has this run already. `instead_of`: session of this process that
+        has lost its devices and is replaced.
 
-        Raises `UserError` where the recovery point that is asked for is not there, or a logger
-        cannot start.
+        Raises `UserError` if the requested recovery point is missing or a logger cannot start.
         """
         point = self._find_point(own=instead_of is not None) if goes_on else None
         if point is None and self._control.resume_from is not None:
@@ -151,48 +145,48 @@ class Session:
         )
 
     def close(self, status: Status, error: BaseException | None = None) -> None:
-        """Write down how the run ended; let go of the workers, without waiting for them where the
-        run did not end well.
+        """Record how the run ended and release the workers.
+
+        Workers are not waited for if the run failed or was stopped.
         """
         self._group.close(CLOSE_SECONDS if status == "finished" else 0.0)
         self._close_data()
         if self._observer is None:
             return
-        if status != "finished":  # first: what follows may meet a full disk
+        if status != "finished":  # first, because later writes may fail on a full disk
             self._directory.set_status(status, self.step)
         if self._parts.farewell is not None and self._peak is not None:
             line, needed = self._parts.farewell(self._peak)
             (self._observer.note if needed or self._show.verbose else self._observer.log)(line)
-        if error is not None:  # whoever started the run shows it
+        if error is not None:  # only logged: the caller shows the error
             name = "" if isinstance(error, WeftError) else f"{type(error).__name__}: "
             self._observer.log(f"error: {name}{error}")
         self._observer.close(status, self._parts.ending if status == "finished" else ())
-        # before the status: a run killed in here goes on, and ends with one
+        # before the status, so that a run killed here is resumed and ends with a report
         self._observer.last_report(status)
         if status == "finished":
             self._directory.set_status(status, self.step)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl."""
+        """Return the lines of metrics.jsonl."""
         return list(read_rows(self._directory.path / METRICS))
 
     def let_go(self, why: str) -> None:
-        """Of the devices, without waiting for them; the view stays until another session takes its
-        place.
-        """
+        """Release the devices without waiting; keep the terminal view for the next session."""
         self._tell(why)
         self._group.close(0.0)
         self._close_data()
 
     def retire(self) -> None:
-        """End the view of a session that another one takes the place of."""
+        """Close the view of a session that is replaced."""
         assert self._observer is not None, "the session is open"
         self._observer.close("interrupted")
 
     def _find_point(self, *, own: bool) -> RecoveryPoint | None:
-        """The recovery point of this directory to go on from; what a killed process left
-        half-written is removed first. `own`: one that this process wrote, whatever the run began
-        from.
+        """Clean up after a killed process and return the newest recovery point of the directory.
+
+        Returns None if `resume_from` names a point of this run, unless `own`: this process has
+        written newer points.
         """
         self._points.mend()
         self._checkpoints.mend()
@@ -202,14 +196,11 @@ class Session:
             and named is not None
             and self._directory.path.resolve() in Path(named).expanduser().resolve().parents
         ):
-            return None  # one of its own, asked for by name
+            return None  # resume_from names a point of this run; the caller uses that
         return self._points.newest(self._notes.append)
 
     def _take_up(self, point: RecoveryPoint) -> None:
-        """Restore a recovery point.
-
-        Says what would keep the bits from being those of a run that was never stopped.
-        """
+        """Restore a recovery point; warn of numerical settings that differ from the saved ones."""
         state = self._master.load(point.directory)
         for name, every in self._due.items():
             every.load_state_dict(state["due"][name])
@@ -248,10 +239,10 @@ class Session:
     # -- the run
 
     def run(self) -> None:
-        """To the end.
+        """Run to the last step.
 
-        Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` where the run cannot
-        go on.
+        Raises `Interrupted` after Ctrl-C or SIGTERM, `RunError` or `UserError` if the run cannot
+        continue.
         """
         assert self._observer is not None, "the session is open"
         with (
@@ -282,8 +273,10 @@ class Session:
             self._end()
 
     def _end(self) -> None:
-        """What the last step lacks where nobody knew that it was the last: filters dropped all ids
-        that came after it.
+        """Evaluate and save after the last step, if not done.
+
+        This happens if filters drop all remaining ids, so the last step was not known to be the
+        last.
         """
         assert self._observer is not None, "the session is open"
         measured = self._evaluate()
@@ -303,9 +296,9 @@ class Session:
         return position.epochs_done >= self._parts.experiment.most_epochs
 
     def _between(self, result: StepResult) -> None:
-        """After a step: measure, write the line, save, write a recovery point.
+        """Evaluate, write metrics, save and write a recovery point after a step, as scheduled.
 
-        A signal ends the run here.
+        Raises `Interrupted` if a signal was received.
         """
         due = {
             name: every.due(result.step, result.epochs_done) for name, every in self._due.items()
@@ -391,15 +384,15 @@ class Session:
             self._parts.data.close()
 
     def interrupted_at_once(self) -> Interrupted | None:
-        """What to say of a run that a second signal has ended in the middle of a step; None where
-        none was heard.
-        """
+        """Return the error of a run that a second signal stopped during a step, or None."""
         return self._signals.at_once(self._under_way, resumable(self._control, self._point_step))
 
 
 def resumable(control: Control, point: int, step: int | None = None) -> str:
-    """How to go on with a run whose last recovery point is that of the step `point` (0: there is
-    none), where it stopped after `step`.
+    """Return a sentence on how to resume the run.
+
+    `point` is the step of the last recovery point (0: none), `step` the one after which the run
+    stopped.
     """
     if control.recover_mode == "disabled":
         return "with recover_mode=disabled it cannot be resumed"
@@ -409,8 +402,9 @@ def resumable(control: Control, point: int, step: int | None = None) -> str:
 
 
 def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
-    """Write what a run's directory holds from the beginning, and return the configuration, without
-    its secrets. `anew`: a process begins to work on the run.
+    """Write the files of a starting run; return its configuration without secrets.
+
+    With `anew`, also record this process in run.json.
     """
     directory = parts.directory
     config = masked(parts.experiment.resolved())
@@ -428,8 +422,9 @@ def write_beginning(parts: Parts, step: int, *, anew: bool) -> dict[str, Any]:
 
 
 def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
-    """What happens between steps, and when: `evaluate` (every epoch unless asked otherwise),
-    `save`, `milestone`, `cut`.
+    """Return the schedules of `evaluate`, `save`, `milestone` and `cut` (recovery points).
+
+    Evaluation is once per epoch by default.
     """
     evaluate = Every(control.eval_freq_steps, control.eval_freq_epochs, control.eval_freq_secs)
     if evaluates and not evaluate.wanted:
@@ -440,12 +435,12 @@ def frequencies(control: Control, *, evaluates: bool) -> dict[str, Every]:
         "milestone": Every(control.save_milestone_freq_steps, control.save_milestone_freq_epochs),
         "cut": Every(
             control.recover_freq_steps, secs=RECOVERY_SECONDS
-        ),  # of recovery points; the name that they have it by
+        ),  # recovery points; the key is stored in them
     }
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What the run was computed with and is no more."""
+    """Describe numerical settings that differ from those of the saved run."""
     return "; ".join(
         f"{name} {then.get(name)} then, {value} now"
         for name, value in now.items()
