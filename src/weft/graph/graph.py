@@ -127,7 +127,7 @@ class DataflowGraph:
         return filters[0] if filters else None
 
     def _after(self, name: str) -> set[str]:
-        """Every node that reads what `name` makes, directly or through others."""
+        """Return every node that reads keys of `name`, directly or through others."""
         found = set[str]()
         front = [name]
         while front:
@@ -138,10 +138,11 @@ class DataflowGraph:
         return found
 
     def model_calls(self) -> tuple[MFCDef, ...]:
+        """Return the model function calls, without host functions."""
         return tuple(n for n in self.nodes if isinstance(n, MFCDef))
 
     def required_dataset_keys(self) -> dict[str, str]:
-        """Key -> the first node that cannot do without it, for keys that must come with the rows."""
+        """Return required key -> first node that reads it, for keys that no node makes."""
         made = set(_makers(self.nodes))
         required: dict[str, str] = {}
         for node in self.nodes:

@@ -237,8 +237,9 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
 
 
 def _most(graph: DataflowGraph, edge: VersionEdge) -> int:
-    """Return the most ids that a version edge allows before new weights; 0 for the loader's
-    batches.
+    """Return the most ids that a version edge allows before new weights.
+
+    Returns 0 if the loader's batches determine the batch size.
     """
     return (edge.max_staleness + 1) * graph.node(edge.producer).batch_size
 

@@ -1,6 +1,4 @@
-"""Running experiments: `run` a configuration (`dry_run`: as far as its plan), `start` a registered
-experiment, `stop` a run.
-"""
+"""Running of experiments: `run`, `dry_run`, `start` for registered ones, and `stop`."""
 
 from weft.launch.run import RunResult, dry_run, run
 from weft.launch.start import check_machines, registered, scheduling, start

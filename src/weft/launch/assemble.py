@@ -1,6 +1,4 @@
-"""From an experiment to a session that can run: tokenizers, data, engines, in the order in which
-mistakes are cheapest.
-"""
+"""Construction of a session from an experiment; cheap checks come first."""
 
 from __future__ import annotations
 
@@ -70,9 +68,9 @@ def assemble(
     show: Show | None = None,
     cluster: Cluster | None = None,
 ) -> Session:
-    """The session of a run; see `parts_of`.
+    """Build the session of a run; see `parts_of`.
 
-    `show`: how it is shown. The plan of several devices is shown before they start.
+    `show` configures its output. The plan of a run on several devices is shown before they start.
     """
     show = show or Show()
     announce = None if anew else show.announce
@@ -93,13 +91,14 @@ def parts_of(
     announce: Callable[[Plan, str], None] | None = None,
     cluster: Cluster | None = None,
 ) -> Parts:
-    """Raises `UserError` for anything that can be known to be wrong before the first step; writes
-    nothing.
+    """Build all components of a session.
 
-    `mode` local with one device is this process; else there is a process a device, and they start
-    while the data are read. `anew`: in place of devices that were lost. `quiet`: reading the data
-    shows no progress. `announce` gets the plan of several devices, and what comes next. `cluster`:
-    the Ray to start them in, if it runs already; closed where anything is wrong.
+    With `mode` local and one device, the run is in this process; otherwise each device has a
+    process, which starts while the data are read. `anew`: replace devices that were lost. `quiet`:
+    show no progress of reading the data. `announce` is called with the plan of several devices and
+    a line on what comes next. `cluster`: running Ray cluster to start them in; closed on errors.
+
+    Raises `UserError` for anything detectable before the first step; writes nothing.
     """
     control = experiment.control
     alone = mode == "local" and experiment.num_devices == 1
@@ -180,7 +179,7 @@ def parts_of(
 def checked_without_data(
     experiment: Experiment, device: torch.device
 ) -> tuple[Experiment, dict[str, Tokenizer]]:
-    """(the experiment with its dtypes, its tokenizers), with torch set up for it.
+    """Configure torch and check the experiment; return it with dtypes, and its tokenizers.
 
     Raises `UserError`.
     """
@@ -196,7 +195,7 @@ def checked_without_data(
 def _launch(
     experiment: Experiment, mode: str, undo: ExitStack, cluster: Cluster | None, *, anew: bool
 ) -> Launch:
-    """Begin to start the devices, which `undo` ends."""
+    """Start the devices; `undo` stops them."""
     if anew:
         launch = launch_devices_anew(experiment, mode)
     else:
@@ -206,7 +205,7 @@ def _launch(
 
 
 def _cache(experiment: Experiment, directory: RunDirectory) -> Path:
-    """Where what calls made is kept: with the rows, where runs share these."""
+    """Return the folder of cached outputs, inside `dataset.cache_dir` if it is set."""
     shared = experiment.dataset.cache_dir
     if shared is None:
         return directory.path / "cache"
@@ -220,8 +219,9 @@ def plan_before(
     tokenizers: Mapping[str, Tokenizer],
     data: LoadedData,
 ) -> Plan:
-    """What the plan of a run on several devices is before they are there: of devices like this
-    machine's.
+    """Return the plan of a run on several devices before they start.
+
+    It assumes that all devices are like this machine's.
     """
     target = Target.of(experiment, mode)
     facts = facts_of(experiment, target.device, tokenizers)
@@ -237,6 +237,7 @@ def plan_before(
 
 
 def starting(experiment: Experiment) -> str:
+    """Return a line on the processes that are about to start."""
     count = experiment.num_devices
     if count > 1:
         return f"starting {count} processes, one for each device"
@@ -244,8 +245,10 @@ def starting(experiment: Experiment) -> str:
 
 
 def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
-    """The experiment with the dtype of every role: its own, else that of the role that reads the
-    data, so that a policy and its reference compute alike.
+    """Return the experiment with the dtype of every role set.
+
+    The default is the dtype of the role that reads the data, so that a policy and its reference
+    have the same.
     """
     main = experiment.roles[experiment.data_role]
     if main.path is None or main.backend in NO_NETWORK:
@@ -260,7 +263,7 @@ def with_dtypes(experiment: Experiment, device: torch.device) -> Experiment:
 
 
 def check_layouts(experiment: Experiment) -> None:
-    """That every network can have the layouts that its role and calls ask for.
+    """Check that every network supports the layouts of its role and calls.
 
     Raises `ConfigError` naming the option.
     """
@@ -275,7 +278,7 @@ def check_layouts(experiment: Experiment) -> None:
     }
     for name, mesh in reversed(
         wanted.items()
-    ):  # a call's own option before its role's, which is the same where it trains
+    ):  # check calls first: an error should name a call's own option
         spec = experiment.roles[roles[name]]
         try:
             if spec.backend == "torch":
@@ -295,9 +298,9 @@ def check_layouts(experiment: Experiment) -> None:
 
 
 def check_longest(experiment: Experiment, rows: int) -> None:
-    """That every call can hold the longest sequence: `rows` tokens, and what is sampled after them.
+    """Check that every call can process the longest sequence.
 
-    Raises `ConfigError`.
+    This is a row of `rows` tokens plus the tokens sampled after it. Raises `ConfigError`.
     """
     check_cache(experiment, rows)
     calls = experiment.graph.model_calls()
@@ -324,9 +327,9 @@ def check_longest(experiment: Experiment, rows: int) -> None:
 
 
 def check_cache(experiment: Experiment, rows: int) -> None:
-    """That the keys and values of one sequence fit in what the user leaves them.
+    """Check that the KV cache of one sequence fits in `gen.kv_cache_gb`.
 
-    `rows` as above. Raises `ConfigError`.
+    `rows` as in `check_longest`. Raises `ConfigError`.
     """
     for call in calls_of(experiment).values():
         asked = call.args.get("kv_cache_gb")
@@ -336,7 +339,7 @@ def check_cache(experiment: Experiment, rows: int) -> None:
         layout = experiment.mesh_of(call).layout
         config = read_config(check_spec(spec), spec.type)[1]
         each = token_bytes(config, DTYPES[dtype_of(spec)]) / (layout.tensor * layout.pipeline)
-        # where rows have completions, only these tell their prompts
+        # rows have completions here, so the length of the prompts is not known
         if "share" in call.args:
             prompt = 1
         else:
@@ -353,9 +356,9 @@ def check_cache(experiment: Experiment, rows: int) -> None:
 
 
 def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) -> None:
-    """That the model has every id at which a completion is to end.
+    """Check that stop ids are in the model's vocabulary.
 
-    Raises `ConfigError` with the size of its vocabulary.
+    Raises `ConfigError` with its size.
     """
     for call in calls_of(experiment).values():
         spec = experiment.roles[call.role]
@@ -374,7 +377,7 @@ def check_stop_ids(experiment: Experiment, tokenizers: Mapping[str, Tokenizer]) 
 
 
 def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Every role's tokenizer, which has what the interfaces need. Raises `UserError`."""
+    """Load and check every role's tokenizer. Raises `UserError`."""
     tokenizers = load_tokenizers(experiment)
     check_tokens(experiment, tokenizers)
     check_stop_ids(experiment, tokenizers)
@@ -382,10 +385,10 @@ def checked_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 
 
 def check_configs(experiment: Experiment) -> None:
-    """That the config.json of every role describes a network.
+    """Check that every role's config.json describes a network.
 
-    Raises `CheckpointError` naming the option and the file, before a tokenizer is read: its library
-    reads config.json too, and blames the tokenizer.
+    Raises `CheckpointError` naming the option and the file. It runs before tokenizers are loaded,
+    since their library reads config.json too and would blame the tokenizer.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.backend not in (OWN_RUN, OTHERS_RUN):
@@ -398,7 +401,7 @@ def check_configs(experiment: Experiment) -> None:
 
 
 def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
-    """Every role's tokenizer; roles that name the same one share it.
+    """Load every role's tokenizer; roles with the same one share it.
 
     Raises `UserError`, as `check_configs` does.
     """
@@ -421,7 +424,7 @@ def load_tokenizers(experiment: Experiment) -> dict[str, Tokenizer]:
 def fixed_prompts_of(
     experiment: Experiment, tokenizers: Mapping[str, Tokenizer]
 ) -> SequenceSample | None:
-    """The prompts of `eval_prompts` in the form of the run's rows; None where there are none.
+    """Return the prompts of `eval_prompts` as samples of the run's format, or None.
 
     Raises `DataError`.
     """

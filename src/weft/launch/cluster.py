@@ -1,6 +1,4 @@
-"""Where a run's devices come from: a Ray of its own on this machine, or one that is there; and that
-there are enough.
-"""
+"""Allocation of a run's devices: in a private Ray cluster on this machine, or in an existing one."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from weft.observe.memory import ALLOCATOR, growing_segments
 if TYPE_CHECKING:
     from weft.runtime.ray import Cluster, Launch, Node
 
-# What processes on other machines get of this one's environment; nothing of it is ever printed.
+# Environment variables passed to processes on other machines; their values are never printed.
 PASSED = (
     "WANDB_API_KEY",
     "OPENAI_API_KEY",
@@ -31,23 +29,24 @@ PASSED = (
 PASSED_PREFIXES = ("WEFT_", "HF_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 
 
-MOST_A_CORE = 64  # processes, one a device, that a processor's core is given
-# that a cluster has to give devices again in place of lost ones
+MOST_A_CORE = 64  # maximum number of processes (one per device) per CPU core
+# time for a cluster to replace lost devices
 RETURN_SECONDS = 300.0
 RETURN_POLL_SECONDS = 5.0
 
 
-# What the package ray reads when it is imported: its processes' messages stay in their logs; nobody
-# waits for its dashboard, which would only gather statistics of use, and those are off.
+# Variables that ray reads when it is imported: messages of its processes stay in their logs; the
+# dashboard, which would only collect usage statistics, is not waited for.
 RAY_READS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "0"}
 
-# What there is of a GPU in /dev: by NVIDIA's driver, by AMD's, under Windows.
+# Device files of GPUs in /dev: NVIDIA, AMD, WSL.
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 
 
 def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
-    """Replace lost devices as `launch_devices` starts them: a cluster may take its time to have
-    enough of them again. Raises `RunError` where it does not.
+    """Start devices in place of lost ones, retrying until the cluster has enough of them.
+
+    Raises `RunError` if it does not within `RETURN_SECONDS`.
     """
     end = time.monotonic() + RETURN_SECONDS
     while True:
@@ -60,14 +59,15 @@ def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
 
 
 def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = None) -> Launch:
-    """Begin to start a process for each device of the experiment, in `cluster` if `start_early` has
-    started one. Raises `ConfigError` before any process starts where there are too few devices; the
-    cluster is closed then.
+    """Start a process for each device of the experiment, in `cluster` if given (`start_early`).
+
+    Raises `ConfigError` before any process starts if there are too few devices, and closes the
+    cluster.
     """
     count = experiment.num_devices
     kind = device_kind(experiment)
     control = experiment.control
-    # torch has found a GPU of which the system shows no file
+    # torch found a GPU without device file, so the cluster was started for CPUs by mistake
     if cluster is not None and kind == "cuda":
         cluster.close()
         cluster = None
@@ -101,8 +101,9 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
 
 
 def starts_early(experiment: Experiment, mode: str) -> bool:
-    """Return whether the run has several devices and all are CPUs of this machine, as far as can be
-    known without torch.
+    """Return whether the run has several devices that are all CPUs of this machine.
+
+    Decided without importing torch.
     """
     device = experiment.control.device
     if mode != "local" or experiment.num_devices == 1:
@@ -113,7 +114,7 @@ def starts_early(experiment: Experiment, mode: str) -> bool:
 
 
 def start_early(experiment: Experiment) -> Cluster:
-    """Start the Ray of a run that `starts_early`, without a process of a device.
+    """Start the private Ray cluster of a run that `starts_early`, without device processes.
 
     Raises `ConfigError` for too many devices.
     """
@@ -121,7 +122,7 @@ def start_early(experiment: Experiment) -> Cluster:
 
 
 def check_ray(experiment: Experiment) -> None:
-    """Raises `ConfigError` where the package ray is not installed."""
+    """Set ray's environment variables. Raises `ConfigError` if ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, "
@@ -137,20 +138,20 @@ def _own_cluster(resources: tuple[int, int]) -> Cluster:
 
     try:
         return Cluster.start(*resources)
-    except RunError:  # its own wait of 30 s is short for a machine that is busy
+    except RunError:  # try again: ray waits only 30 s, which is short on a busy machine
         return Cluster.start(*resources)
 
 
 def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
-    """(CPUs, GPUs) of this machine that a Ray of the run's own is told of.
+    """Return the (CPUs, GPUs) of this machine for the run's private Ray cluster.
 
-    Raises `ConfigError` where they are too few.
+    Raises `ConfigError` if they are too few.
     """
     if kind == "cpu":
         check_processes(count)
     there = 0
     if kind == "cuda":
-        import torch  # not before: a run on CPUs starts Ray while torch is loaded
+        import torch  # imported late: a run on CPUs starts Ray while torch is loading
 
         there = torch.cuda.device_count()
     if control.n_gpus_per_node is None:
@@ -164,14 +165,12 @@ def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
             "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more "
             "machines with mode=ray"
         )
-    # a device on CPUs is a process, whatever cores there are
+    # a CPU device is a process, even if there are fewer cores
     return max(count, len(os.sched_getaffinity(0))), gpus
 
 
 def check_processes(count: int) -> None:
-    """Raises `ConfigError` for more processes, one a device, than the processors of this machine
-    could serve.
-    """
+    """Raise `ConfigError` if this machine has too few cores for `count` processes."""
     cores = len(os.sched_getaffinity(0))
     if count > (most := MOST_A_CORE * cores):
         raise ConfigError(
@@ -183,13 +182,13 @@ def check_processes(count: int) -> None:
 
 
 def device_kind(experiment: Experiment) -> str:
-    """`cuda` or `cpu`: what every device of a run of several is.
+    """Return the type of all devices of a run on several: `cuda` or `cpu`.
 
-    Raises `ConfigError` for a name of one device.
+    Raises `ConfigError` for the name of a single device.
     """
     name = experiment.control.device
     if name is None:
-        import torch  # as above
+        import torch  # imported late, as in local_resources
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
@@ -202,9 +201,7 @@ def device_kind(experiment: Experiment) -> str:
 
 
 def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
-    """Raises `ConfigError` saying what each machine has where all of them together have fewer
-    devices than the run takes.
-    """
+    """Raise `ConfigError`, listing the machines, if they have too few devices together."""
     has = [f"{node.host}: {node.gpus if kind == 'cuda' else node.cpus}" for node in nodes]
     found = sum(min(node.gpus, node.cpus) if kind == "cuda" else node.cpus for node in nodes)
     if found < count:
@@ -218,7 +215,7 @@ def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
 
 
 def environment() -> Mapping[str, str]:
-    """What the processes of devices need of this one's environment."""
+    """Return the environment variables that device processes need."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Why numbers of a run are not finite, where the weights that it began with tell."""
+"""Search for the cause of non-finite numbers in the initial weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weft.experiments._models import option_of
 
 
 def damaged_weights(experiment: Experiment) -> CheckpointError | None:
-    """What is wrong with the weights that a role was read from; None where all are finite.
+    """Return the error for a role whose weight files have non-finite values, or None.
 
-    Reads the files once more, so only where a run has failed.
+    Reads all files again, so it is called only after a run has failed.
     """
     for role, spec in experiment.roles.items():
         if spec.path is None or spec.init_from_scratch or spec.backend in NO_NETWORK:

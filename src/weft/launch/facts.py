@@ -1,6 +1,4 @@
-"""What engines would say of themselves if they were made: from config.json, before any device is
-there.
-"""
+"""Descriptions of engines before they are built, from config.json."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from weft.experiment import Experiment
 def facts_of(
     experiment: Experiment, device: torch.device, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Mapping[str, Any]]:
-    """What the engines of every role and of its copies would say of themselves."""
+    """Return the predicted engine descriptions of every role and its copies."""
     meshes = experiment.meshes()
     found = dict[str, Mapping[str, Any]]()
     for role, spec in experiment.roles.items():

@@ -1,5 +1,6 @@
-"""Started by torchrun, accelerate or deepspeed: weft starts its processes itself, and says the
-command that does the same.
+"""Detection of torchrun, accelerate and deepspeed.
+
+weft starts its processes itself, so a run started by these fails with the equivalent weft command.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from dataclasses import dataclass
 from weft.errors import ConfigError
 from weft.redaction import masked_words
 
-OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # what such launchers add to a command line
-# Options that say where a model is, and those by which ranks share one copy of it or have whole
-# ones, whatever a layout says.
+OWN_WORDS = re.compile(r"--local[-_]rank(=.*)?")  # options that these launchers add
+# Options that set a model's layout, and options that choose sharding or replication independently
+# of a layout.
 LAYOUT = re.compile(r"(^|\.)(layout|device_mesh|allocation_mode|parallel(\..*)?)$")
 SHARDING = re.compile(r"(^|\.)(zero_stage|deepspeed)$")
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What another launcher has started: this process is `rank` of `world`."""
+    """Process started by another launcher, as `rank` of `world`."""
 
     by: str
     rank: int
     world: int
     per_node: int
-    sharded: bool  # what it was asked for is ZeRO or FSDP, not copies
+    sharded: bool  # ZeRO or FSDP rather than plain data parallelism
     mixed_precision: str
 
     @property
     def nodes(self) -> int:
+        """Number of machines."""
         return max(1, self.world // self.per_node)
 
     def command(self, words: Sequence[str]) -> str:
-        """The command line of weft that does the same; `words` are those after `weft`."""
+        """Return the equivalent weft command; `words` are those after `weft`."""
         kept = [word for word in words if not OWN_WORDS.fullmatch(word)]
         own = {word.partition("=")[0].lstrip("-") for word in kept}
         if kept and kept[0] != "quickstart":
@@ -55,6 +57,7 @@ class Launched:
         return shlex.join(masked_words(["weft", *kept, *options]))
 
     def message(self, words: Sequence[str]) -> str:
+        """Return the error message with the equivalent command."""
         many = "one process" if self.world == 1 else f"{self.world} processes"
         if words:
             command = self.command(words)
@@ -68,7 +71,7 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """Who started this process, or None where it was nobody but a shell."""
+    """Return the launcher that started this process, or None if it was started directly."""
     accelerate = any(
         name.startswith("ACCELERATE_") and name != "ACCELERATE_CONFIG_FILE" for name in environ
     )
@@ -98,10 +101,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """For runs started from Python.
-
-    Raises `ConfigError` where another launcher started this process.
-    """
+    """Raise `ConfigError` if another launcher started this process; for runs started from Python."""
     found = launched(environ)
     if found is not None:
         raise ConfigError(found.message(()))

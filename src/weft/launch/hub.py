@@ -1,4 +1,4 @@
-"""What a run names and this machine has not: whether the hub has it, asked before torch is loaded."""
+"""Check that the hub has the models and data that are not on this machine, without torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from weft.experiments._models import option_of
 
 
 def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
-    """Ask the hub for every model, tokenizer and dataset that is not on this machine, and bring the
-    config.json of models; whether there was any to bring.
+    """Check missing models, tokenizers and datasets on the hub, and download config.json files.
 
-    Lengths that nobody sets come from there. Raises `CheckpointError` or `DataError` naming the
-    option where the hub does not have it, or does not answer. Without `data` models alone are asked
-    for.
+    Returns whether any file was downloaded; lengths that are not set are then read from it. Without
+    `data` only models are checked. Raises `CheckpointError` or `DataError` naming the option if the
+    hub lacks it or does not answer.
     """
     fileroot = experiment.control.fileroot
     fetched = False
@@ -31,7 +30,7 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
             if path is None or Path(path).expanduser().exists() or not (data or kind == "path"):
                 continue
             if not data and kind == "path" and kind_of_model.shipped_config(path) is not None:
-                continue  # a plan takes the config.json that comes with weft
+                continue  # a plan uses the config.json that is shipped with weft
             option = (
                 f"{option_of(experiment.config, role, path) if kind == 'path' else role}.{kind}"
             )
@@ -45,7 +44,7 @@ def fetch_configs(experiment: Experiment, *, data: bool = True) -> bool:
 
 
 def _datasets(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """(option, path) of all data that are named by a path."""
+    """Yield (option, path) of all data given by a path."""
     dataset = experiment.dataset
     for option in ("train_path", "valid_path", "path"):
         path = getattr(dataset, option)

@@ -1,6 +1,4 @@
-"""What a run will need of memory, from its configuration and the rows it has in hand; and what it
-then needed.
-"""
+"""Forecast of a run's memory, from its configuration and rows, and comparison with its real use."""
 
 from __future__ import annotations
 
@@ -33,18 +31,19 @@ from weft.topology import Mesh
 GIB = 2.0**30
 MIB = 2.0**20
 GPU = torch.device("cuda")  # any
-SLOT = 64  # tokens a slot of the cache begins with; it doubles
-# Python objects of a run beside its tensors: 17 to 23 MiB under SFT, DPO, GRPO and PPO, measured on
-# one small layer.
+SLOT = 64  # initial tokens per cache slot; doubled as needed
+# Python objects of a run, without tensors: 17 to 23 MiB for SFT, DPO, GRPO and PPO, measured on
+# one small layer
 PROGRAM = 20 * MIB
-# of a device's process on a CPU before it has a model: Python, torch and their libraries
+# process of a CPU device without a model: Python, torch and their libraries
 PROCESS = 0.4 * GIB
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a role is computed: a device, and the bytes of one that is not here, where they are
-    known; how many ranks share a batch, and the tokens of a pack.
+    """Device of a role, with the number of data and context parallel ranks.
+
+    `capacity` is the memory in bytes of a device that is not on this machine, if known.
     """
 
     device: torch.device
@@ -55,34 +54,36 @@ class Place:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes by role; `incomplete` are roles whose network does not tell its sizes, so that only
-    what they hold is known.
+    """Memory in bytes by role.
+
+    `incomplete` are roles of unknown network sizes, for which only weights and states are counted.
     """
 
     roles: Mapping[str, RoleMemory]
     device: torch.device
     incomplete: tuple[str, ...]
-    # GiB that the process held before the engines were made, as `held_memory` counts
+    # GiB used by the process before the engines are built, see `held_memory`
     baseline: float
-    # bytes of keys and values, by the call that samples
+    # maximum bytes of the KV cache, by generation call
     cache_limits: Mapping[str, int] = field(default_factory=dict)
-    # what a GPU would compute, where one device has all roles
+    # cases for the same roles on a GPU
     on_gpu: Mapping[str, Case] = field(default_factory=dict)
-    process: float = 0.0  # bytes of a device's own process, where it has one
+    process: float = 0.0  # bytes of a separate device process, or 0
 
     @property
     def total(self) -> float:
+        """Total bytes at the peak."""
         whole = memory.total(self.roles)
         held = sum(role.held for role in self.roles.values())
         if self.device.type != "cpu":
             return whole
-        # The heap keeps what is free, with holes between tensors of many sizes; a cache's room
-        # serves little else once it is free.
+        # The heap keeps freed memory, with gaps between tensors of many sizes; memory freed by a
+        # cache is rarely reused.
         caches = sum(role.cache for role in self.roles.values())
         return held + kernels.HOLES * (whole - held) + caches + PROGRAM + self.process
 
     def lines(self, on: Mapping[int, Sequence[str]] | None = None) -> Iterator[str]:
-        """For people, before the run; `on` says which roles each of several devices has."""
+        """Yield readable lines for the plan; `on` gives the roles on each of several devices."""
         on = on or {0: list(self.roles)}
         for name, role in self.roles.items():
             parts = [
@@ -105,7 +106,7 @@ class Forecast:
             )
 
     def of(self, names: Sequence[str]) -> Forecast:
-        """What these roles will hold."""
+        """Return the forecast for these roles only."""
         roles = {name: self.roles[name] for name in names if name in self.roles}
         return replace(
             self, roles=roles, incomplete=tuple(name for name in self.incomplete if name in roles)
@@ -113,26 +114,22 @@ class Forecast:
 
     @property
     def scope(self) -> str:
-        """What the total is of: a backend that does not tell a network's sizes leaves its
-        activations unknown.
-        """
+        """Limitation of the total: activations are unknown for roles with unknown sizes."""
         if self.incomplete:
             return f"without activations of {', '.join(self.incomplete)}"
         return "at most"
 
     def needed(self, most: float) -> float:
-        """GiB of `most` that the run itself needed.
+        """Return the GiB, out of the measured peak `most`, that the run itself needed.
 
-        Pages of files are left out on a CPU, unless its devices have processes of their own: how
-        much code of torch's libraries is read depends on the processor, and the system may drop it.
+        Without separate device processes, file pages are excluded on a CPU: the code pages of
+        torch's libraries vary with the processor, and the system can drop them.
         """
         alone = self.device.type == "cpu" and not self.process
         return most - self.baseline - (file_pages_gb() if alone else 0.0)
 
     def compared(self, most: float) -> str:
-        """For people, after the run, which held `most` GiB at most (`peak_memory_gb` of its last
-        line).
-        """
+        """Return a line that compares the measured peak, in GiB, with the forecast."""
         used = self.needed(most) * GIB
         scope = f" {self.scope}" if self.incomplete else ""
         return (
@@ -143,9 +140,7 @@ class Forecast:
 
 
 def held_memory(device: torch.device) -> float:
-    """Return the GiB that this process holds now: of the device's memory, or on a CPU of its own
-    without pages of files.
-    """
+    """Return the GiB that this process uses now: device memory, or RSS without file pages."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) / GIB
     if sys.platform != "linux":
@@ -163,8 +158,10 @@ def forecast(
     baseline: float = 0.0,
     capacity: float | None = None,
 ) -> Forecast:
-    """`facts` are the engines' descriptions by role, with those of its copies; `given` batches that
-    need most; `capacity` bytes of a GPU that is not here.
+    """Forecast the memory of a run.
+
+    `facts` are the engines' descriptions by role, including copies; `given` are the batches that
+    need the most memory; `capacity` is the size in bytes of a GPU that is not on this machine.
     """
     batches = [_completed(experiment, batch) for batch in given]
     meshes = experiment.meshes()
@@ -173,7 +170,7 @@ def forecast(
     on_gpu = dict[str, Case]()
     for role, spec in experiment.roles.items():
         if not facts[role].get("num_parameters"):
-            continue  # a tokenizer alone
+            continue  # only a tokenizer
         for mesh, own in {meshes[role]: facts[role], **facts[role].get("copies", {})}.items():
             calls = [
                 c
@@ -235,16 +232,16 @@ def _all_works(
 
 
 def _share(batch: SequenceSample, ranks: int) -> SequenceSample:
-    """What the rank with most of a batch gets of it."""
+    """Return the data-parallel part of a batch with the most tokens."""
     if ranks == 1 or batch.num_ids < ranks:
         return batch
     return max(batch.split(ranks), key=lambda part: int(part.token_costs().sum()))
 
 
 def _limit(call: MFCDef, place: Place) -> int | None:
-    """Bytes of keys and values that a call which samples may hold on a device; None where the
-    devices are those of other processes, which alone know what they have, and the user does not
-    say.
+    """Return the KV cache limit of a generation call in bytes.
+
+    Returns None if the user sets no limit and the device's memory is known only to other processes.
     """
     asked = call.args.get("kv_cache_gb")
     device = place.device
@@ -255,7 +252,7 @@ def _limit(call: MFCDef, place: Place) -> int | None:
 
 
 def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
-    """A role, or a copy of it, for people: `actor`, `actor (actor_gen)`."""
+    """Return a readable name of a role or copy: `actor`, `actor (actor_gen)`."""
     if mesh == experiment.meshes()[role]:
         return role
     calls = [
@@ -267,10 +264,10 @@ def place_name(experiment: Experiment, role: str, mesh: Mesh) -> str:
 
 
 def _leaves(spec: ModelSpec, calls: Sequence[MFCDef]) -> frozenset[What]:
-    """What of a role goes to host memory after each of its calls.
+    """Return the state of a role that is offloaded after each of its calls.
 
-    Weights that hooks alone move there, without the option, are on the device until the first call,
-    with all others': they count as if they stayed.
+    Weights offloaded only by hooks, without the option, are on the device with all others until the
+    first call, so they count as not offloaded.
     """
     after = [{hook.what for hook in call.post_hooks if isinstance(hook, Offload)} for call in calls]
     trains = [
@@ -291,7 +288,7 @@ def case_of(
     device: torch.device,
     leaves: frozenset[What] = frozenset(),
 ) -> Case:
-    """One role: its engine's `facts`, how it is computed on the device, and what is asked of it."""
+    """Return the estimate's input for one role, from its engine's `facts` and its work."""
     sizes = facts.get("sizes")
     if sizes is None:
         works = []
@@ -330,8 +327,9 @@ def _settings(
 
 
 def _completed(experiment: Experiment, batch: SequenceSample) -> SequenceSample:
-    """The batch as calls see it: prompts with as many completions as are sampled, all of the
-    greatest length, or where only a share of the ids is sampled of their own if that is greater.
+    """Return the batch with the completions that generation adds, of maximum length.
+
+    With mixed data, a completion of the dataset counts if it is longer.
     """
     for call in experiment.graph.model_calls():
         mixed = "share" in call.args
@@ -358,10 +356,10 @@ def _works(
     place: Place,
     shared: Mapping[str, Any],
 ) -> Iterator[Work]:
-    """What a call asks of its role's network, one a micro-batch.
+    """Yield the work of a call on its role's network, one per micro-batch.
 
-    `shared`: up to which length of its sequences the network computes a prefix of several sequences
-    once, and whether it does so in training.
+    `shared` gives the longest sequence for which shared prefixes are computed once, and whether
+    this applies to training.
     """
     if "completion" not in batch.data:
         return
@@ -378,7 +376,7 @@ def _works(
         )
         return
     limit = call.max_tokens_per_microbatch or experiment.control.max_tokens_per_microbatch
-    # what is too long is said where it happens: sampling may end earlier
+    # sequences over the limit are reported at run time: sampling can end earlier
     limit = max(limit, int(layout.lengths.max()))
     trains = call.method == "train_step"
     shares = bool(shared) and (shared["in_training"] or not trains)
@@ -410,6 +408,7 @@ def _works(
 
 
 def size(number: float) -> str:
+    """Format bytes in GiB or MiB."""
     if number >= 0.1 * GIB:
         return f"{number / GIB:.2f} GiB"
     return f"{number / MIB:.1f} MiB"

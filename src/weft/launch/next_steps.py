@@ -16,7 +16,7 @@ REPORT = "report.html"
 
 
 def next_lines(experiment: Experiment, run: Path) -> list[str]:
-    """Two to four lines; none for a run that saves no model."""
+    """Return two to four lines of follow-up commands; none if the run saves no model."""
     heads = {experiment.roles[role].head: role for role in reversed(experiment.saved_roles)}
     if "lm" in heads:
         commands = _after_policy(experiment, heads["lm"], run)
@@ -76,7 +76,7 @@ def _quickstart(name: str, trial: str, control: Control) -> str:
 
 
 def _free(control: Control, name: str) -> str:
-    """A trial's name that the experiment has not yet."""
+    """Return an unused trial name of the experiment."""
     folder = Path(control.fileroot).expanduser() / control.experiment_name
     return next(
         each

@@ -1,7 +1,4 @@
-"""The plan of a run: what will be computed, how much of it, on what, and what memory it takes.
-
-A short table, then details.
-"""
+"""Plan of a run as a short table with details: computations, counts, devices and memory."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from weft.observe.short_names import short
 from weft.runtime.schedule import Horizon
 from weft.topology import LETTERS, Layout, Mesh
 
-# lines for models at most, and fewer where there is much else: more share one, frozen ones first
+# maximum lines for models; further ones are merged, frozen ones first
 MODELS = 3
-PATH = 24  # signs of a path that are shown
-MERGED = re.compile(r"\d+ models, ")  # how the text of a line for several models begins
-WORTH_TELLING = 0.1  # of the device's memory: a run that needs less has no memory to think of
+PATH = 24  # maximum length of a path
+MERGED = re.compile(r"\d+ models, ")  # start of a line for several models
+WORTH_TELLING = 0.1  # share of the device's memory below which memory is not mentioned
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -37,10 +34,12 @@ def plan_of(
     data: LoadedData | None,
     expected: Forecast,
 ) -> Plan:
-    """`facts` are the engines' descriptions by role; `numerics` says threads, under `hardware`, in
-    a line, what a device is, and under `memory` its bytes (`hardware` alone for a device that is
-    not here); `expected` is the memory that the run will need. Without `data` and `horizon` the
-    data were not read.
+    """Return the plan of a run.
+
+    `facts` are the engines' descriptions by role. `numerics` has the number of threads, `hardware`
+    (a line on the device) and `memory` (its bytes); only `hardware` for devices that are not on
+    this machine. `expected` is the memory forecast. `data` and `horizon` are None if the data were
+    not read.
     """
     rows = [("nodes", " -> ".join(", ".join(names) for names in _levels(experiment)))]
     if horizon is None:
@@ -74,7 +73,7 @@ def plan_of(
 
 
 def _model_notes(experiment: Experiment) -> list[str]:
-    """Which run a model was taken from, and what its backend costs: everybody is told."""
+    """Return the notes of all models, such as the run it was taken from; always shown."""
     return list(dict.fromkeys(note for spec in experiment.roles.values() for note in spec.notes))
 
 
@@ -82,9 +81,7 @@ def _model_notes(experiment: Experiment) -> list[str]:
 
 
 def _levels(experiment: Experiment) -> list[list[str]]:
-    """The nodes in the order in which they run; those that need nothing of each other stand
-    together.
-    """
+    """Group the nodes into levels, in running order; nodes of a level are independent."""
     depth: dict[str, int] = {}
     for name in experiment.graph.order:
         depth[name] = max((depth[each] + 1 for each in experiment.graph.producers(name)), default=0)
@@ -110,14 +107,14 @@ def _unit(experiment: Experiment) -> str:
 
 
 def _sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
-    """The calls that sample, each with its number of completions of a prompt."""
+    """Yield the generation calls with their completions per prompt."""
     for call in experiment.graph.model_calls():
         if call.method == "generate":
             yield call, int(call.args.get("samples_per_prompt", 1))
 
 
 def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str]]:
-    """What a step, an epoch and the run have of steps, completions and optimizer steps."""
+    """Yield rows with the steps, completions and optimizer steps per step, epoch and run."""
     sampling = list(_sampling(experiment))
     step = [
         f"{many(call.batch_size, 'prompt')} x {samples} = "
@@ -153,7 +150,7 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
 
 
 def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
-    """Optimizer steps of the training nodes; roles with as many share a part."""
+    """Format the optimizer steps of training nodes, grouping roles with equal counts."""
     roles = {node.name: node.role for node in experiment.trained_nodes()}
     found: dict[int, list[str]] = {}
     for name, count in counts.items():
@@ -167,8 +164,10 @@ def _updates(experiment: Experiment, counts: Mapping[str, int]) -> list[str]:
 
 
 def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, str]]:
-    """A line a model, which roles with the same one share; of too many the frozen ones share one,
-    and then the last.
+    """Return a row per model, at most `most`.
+
+    Roles with the same model share a row. If there are too many, frozen models are merged into one
+    row, then the last ones.
     """
     found: dict[str, list[str]] = {}
     for role, spec in experiment.roles.items():
@@ -186,7 +185,7 @@ def _models(experiment: Experiment, facts: Facts, most: int) -> list[tuple[str, 
 def _merged(
     rows: Sequence[tuple[list[str], str]], kept: int, facts: Facts
 ) -> list[tuple[list[str], str]]:
-    """The first `kept` rows, and one for the rest."""
+    """Return the first `kept` rows and one that summarizes the rest."""
     names = [role for roles, _ in rows[kept:] for role in roles]
     total = sum(facts[role].get("num_parameters", 0) for role in names)
     if all("frozen" in text for _, text in rows[kept:]):
@@ -218,8 +217,9 @@ def _short(spec: ModelSpec, facts: Mapping[str, Any]) -> str:
 
 
 def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -> str | None:
-    """What each device will hold of its `room` bytes, which devices on a CPU share; None for one
-    alone that needs less than a tenth of it.
+    """Return the memory that each device needs, of `room` bytes (shared by CPU devices).
+
+    Returns None for a single device that needs less than a tenth of it.
     """
     parts = {rank: expected.of(names).total for rank, names in on.items()}
     several = len(on) > 1
@@ -245,8 +245,9 @@ def memory_row(expected: Forecast, on: Mapping[int, Sequence[str]], room: int) -
 
 
 def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool]]:
-    """What to say at the end of a run that held so many GiB of a device of `room` bytes, and
-    whether people need to hear it.
+    """Return a function from peak memory (GiB) to a final line and whether to show it.
+
+    `room` is the device's memory in bytes.
     """
     return lambda most: (
         expected.compared(most),
@@ -255,7 +256,7 @@ def farewell(expected: Forecast, room: int) -> Callable[[float], tuple[str, bool
 
 
 def _held(experiment: Experiment) -> dict[int, list[str]]:
-    """The places of roles on each device."""
+    """Return the roles and copies on each device."""
     named = _named(experiment)
     return {
         rank: [n for n, mesh in named.items() if rank in mesh.ranks]
@@ -281,7 +282,7 @@ def _layouts(experiment: Experiment) -> str:
 
 
 def _degrees(layout: Layout) -> str:
-    """Without the letters that say nothing: `d2f2t1p1c1e1` is `d2f2`, `d2f1t1p1c1e1` is `d2`."""
+    """Format a layout without degrees of 1: `d2f2t1p1c1e1` is `d2f2`, `d2f1t1p1c1e1` is `d2`."""
     degrees = {letter: getattr(layout, name) for letter, name in LETTERS.items()}
     return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "d1"
 
@@ -316,7 +317,7 @@ def _details(
     own = _model_notes(experiment)
     yield from (note for note in experiment.plan_notes if note not in own)
     yield from () if horizon is None else _node_counts(experiment, horizon)
-    said: dict[str, list[str]] = {}  # who is noted the same says it once
+    said: dict[str, list[str]] = {}  # note -> roles
     for role in experiment.roles:
         for note in facts[role].get("notes", ()):
             said.setdefault(note, []).append(role)
@@ -333,8 +334,9 @@ def _details(
 
 
 def _sources(data: LoadedData) -> list[str]:
-    """The table of the sources, where it tells more than the row of the plan: several, validation
-    rows, rows that were cut.
+    """Return the table of data sources, or one line for a single plain source.
+
+    The table is used for several sources, validation rows, or rows that were cut.
     """
     counts = data.counts
     plain = len(counts) == 1 and not counts[0].evaluation and not counts[0].notes("")
@@ -344,9 +346,7 @@ def _sources(data: LoadedData) -> list[str]:
 
 
 def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
-    """Lines on single nodes that the plan's table has not: which of several samples how much, and
-    which begins later.
-    """
+    """Yield lines on single nodes: differing numbers of samples, and later starts of training."""
     sampling = list(_sampling(experiment))
     if len(sampling) > 1:
         yield from (
@@ -365,9 +365,7 @@ def _node_counts(experiment: Experiment, horizon: Horizon) -> Iterator[str]:
 def _roles(
     experiment: Experiment, facts: Facts, models: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
-    """Lines on each role that the plan's table leaves out: the whole path, the learning rate, and
-    all of it where a row of the table is of several models.
-    """
+    """Yield details on each role: long paths, learning rates, and models merged in the table."""
     merged = [role for roles, text in models if MERGED.match(text) for role in roles.split(", ")]
     for role, spec in experiment.roles.items():
         path = spec.path or spec.tokenizer.path or ""
@@ -401,7 +399,7 @@ def many(count: int, what: str) -> str:
 
 
 def number(count: int) -> str:
-    """With commas from five digits on."""
+    """Format with commas from five digits on."""
     return f"{count:,}" if count >= 10_000 else str(count)
 
 

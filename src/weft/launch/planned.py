@@ -41,10 +41,10 @@ from weft.runtime.schedule import Horizon
 def planned(
     experiment: Experiment, mode: str, *, data: bool = True, width: int | None = None
 ) -> list[str]:
-    """The lines, `width` columns wide.
+    """Return the lines of the plan, `width` columns wide.
 
-    Raises `UserError` for all that a run would refuse before its first step, as far as neither
-    weights nor devices tell it.
+    Raises `UserError` for everything that a run would reject before its first step, apart from
+    errors that only weights or devices show.
     """
     roles = experiment.roles.items()
     control = experiment.control
@@ -85,7 +85,7 @@ def planned(
 
 
 def _without_verdict(plan: Plan) -> Plan:
-    """The plan without the memory that its verdict tells."""
+    """Return the plan without its memory lines, which the verdict repeats."""
     return replace(
         plan,
         hidden=["memory"],
@@ -94,8 +94,9 @@ def _without_verdict(plan: Plan) -> Plan:
 
 
 def assumed_batch(experiment: Experiment) -> tuple[SequenceSample, str]:
-    """(a batch of the longest rows that the options allow, what was assumed), where no data are
-    read.
+    """Return (batch of the longest rows that the options allow, note on the assumption).
+
+    Used if no data are read.
     """
     written = experiment.config.get("dataset") or {}
     search = experiment.config.get("search") or {}
@@ -131,7 +132,7 @@ def _forecast(
     batches: Sequence[SequenceSample],
     target: Target,
 ) -> tuple[Target, Forecast]:
-    """The smallest of the targets that holds the run, else the largest, and what is needed there."""
+    """Return the smallest target on which the run fits, else the largest, with its forecast."""
     for each in target.among():
         found = forecast(experiment, facts, batches, each.device, capacity=each.usable)
         assert each.usable is not None
@@ -141,7 +142,7 @@ def _forecast(
 
 
 def _most(experiment: Experiment, expected: Forecast) -> tuple[float, Forecast]:
-    """(bytes of the device that needs most, what is on it)"""
+    """Return (bytes of the device that needs the most, its forecast)."""
     places = [*experiment.meshes().items(), *experiment.copies()]
     named = {place_name(experiment, role, mesh): mesh for role, mesh in places}
     ranks = sorted({rank for mesh in named.values() for rank in mesh.ranks})

@@ -1,6 +1,4 @@
-"""A run to its end, whatever way: where devices are lost it comes back on others, from its last
-recovery point.
-"""
+"""Driving a run to its end, restarting it from the last recovery point if devices are lost."""
 
 from __future__ import annotations
 
@@ -12,12 +10,13 @@ from weft.errors import DevicesLost, Interrupted, NotFinite, RunError, WeftError
 if TYPE_CHECKING:
     from weft.runtime.session import Session
 
-RESTARTS = 3  # without a step beyond the last one that was seen
+RESTARTS = 3  # maximum restarts without a new step
 
 
 class Driven:
-    """A run in this process: `session`, or what `anew` makes in its place where it loses its
-    devices and `comes_back` is on. `damaged` may know why numbers are not finite.
+    """Run a session; if devices are lost and `comes_back` is on, replace it by `anew()`.
+
+    `damaged` is called to explain non-finite numbers.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class Driven:
         self._furthest = -1
 
     def run(self, *, goes_on: bool) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl.
+        """Run to the end and return the lines of metrics.jsonl.
 
-        Writes down how the run ended; trouble in doing so never hides what came before.
+        Records how the run ended; errors in doing so are added as notes to the first error.
         """
         try:
             self._to_the_end(goes_on=goes_on)
@@ -72,9 +71,7 @@ class Driven:
                 raise self._damaged() or error from error
 
     def _come_back(self, lost: DevicesLost) -> None:
-        """Put another session, at the last recovery point, in the place of the one that lost its
-        devices.
-        """
+        """Replace the session that lost its devices by one at the last recovery point."""
         while True:
             self._count(lost)
             attempt = f"restart {RESTARTS - self._left} of {RESTARTS}"
@@ -95,9 +92,7 @@ class Driven:
             return
 
     def _count(self, lost: DevicesLost) -> None:
-        """Raises `RunError` where the devices are lost again and again and no new step was made in
-        between.
-        """
+        """Count a restart. Raises `RunError` after too many restarts without a new step."""
         if self._session.step > self._furthest:
             self._left = RESTARTS
             self._furthest = self._session.step

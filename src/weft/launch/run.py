@@ -1,7 +1,4 @@
-"""From a configuration to a finished run, in this process.
-
-Torch is loaded after all that can be checked without it.
-"""
+"""Running a configuration in this process; everything that does not need torch is checked first."""
 
 from __future__ import annotations
 
@@ -36,15 +33,15 @@ MODES = ("local", "ray", "slurm")
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves: one mapping a step, and its directory."""
+    """Metrics of a finished run, one mapping per step, and its directory."""
 
     metrics: list[dict[str, Any]]
     directory: Path
 
     def checkpoint(self, role: str) -> Path:
-        """The newest checkpoint of a role, a Hugging Face directory.
+        """Return the newest checkpoint of a role, a Hugging Face directory.
 
-        Raises `CheckpointError` where there is none.
+        Raises `CheckpointError` if there is none.
         """
         folder = self.directory / "checkpoints"
         steps = [p for p in (folder / role).glob("step*") if p.name.removeprefix("step").isdigit()]
@@ -65,11 +62,10 @@ def run(
 ) -> RunResult:
     """Run an experiment to its end.
 
-    `mode` is `local`, this machine (with one device this process), or `ray`, a cluster that is
-    there; None takes the configuration's own. `show` says how much of the run people see, and
-    where. Raises `UserError` for input that cannot be used, before anything is trained or written;
-    `RunError` where the run fails; `Interrupted` after Ctrl-C or SIGTERM, once the step is over and
-    what a restart needs is on the disk.
+    `mode` is `local` for this machine (one device runs in this process), or `ray` for an existing
+    cluster; None uses the configuration's. `show` configures the output. Raises `UserError` for
+    invalid input, before anything is trained or written; `RunError` if the run fails; `Interrupted`
+    after Ctrl-C or SIGTERM, once the step is finished and a recovery point is written.
     """
     experiment, mode = _checked(config, mode)
     from weft.runtime.directory import RunDirectory, RunLock, admit
@@ -93,13 +89,13 @@ def dry_run(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """The whole plan of a run, and whether it fits the memory of its devices; writes nothing.
+    """Return the plan of a run, with a verdict on memory; writes nothing.
 
-    `width`: of the terminal.
+    `width` is that of the terminal.
 
-    No weights are read, and devices need not be here: `device=cuda` or `search.gpu` plan for a GPU.
-    Without `data` neither rows nor tokenizers are read: the sizes of a step are known, the number
-    of steps is not. Raises `UserError` as `run` does.
+    No weights are read and no devices are needed: `device=cuda` or `search.gpu` plan for a GPU.
+    Without `data`, neither rows nor tokenizers are read; sizes per step are known, the number of
+    steps is not. Raises `UserError` as `run` does.
     """
     experiment, mode = _checked(without_weights(config), mode, data=data)
     from weft.launch.planned import planned
@@ -113,13 +109,13 @@ def dry_run(
             experiment.resolved(),
             experiment.left_at_default,
         )
-    except ConfigError as error:  # of no weight for a plan
+    except ConfigError as error:  # does not matter for a plan
         lines.append(f"note: the run itself would be refused: {error}")
     return lines
 
 
 def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
-    """The configuration whose models' weights are not read, so that they need not be there."""
+    """Return the configuration with all models marked as planned, so no weights are read."""
     if isinstance(config, Experiment) or not is_dataclass(config) or isinstance(config, type):
         return config
     own = {spec.name: getattr(config, spec.name) for spec in fields(config)}
@@ -134,8 +130,9 @@ def without_weights(config: Buildable | Experiment) -> Buildable | Experiment:
 def _checked(
     config: Buildable | Experiment, mode: str | None, *, data: bool = True
 ) -> tuple[Experiment, str]:
-    """(the experiment, its mode) once all is checked that needs no torch; without `data` but for
-    the data.
+    """Return (experiment, mode) after all checks that don't need torch.
+
+    Without `data`, the data are not checked.
     """
     foreign.check(os.environ)
     experiment = built(config)
@@ -161,19 +158,19 @@ def _checked(
 def with_files(
     config: Buildable | Experiment, experiment: Experiment, *, data: bool = True
 ) -> Experiment:
-    """The experiment that `config` builds, with the config.json of its models brought from the hub.
+    """Return the experiment of `config`, after downloading missing config.json files of models.
 
-    Raises `UserError` where neither this machine nor the hub has a model, or with `data` the data.
+    Raises `UserError` if neither this machine nor the hub has a model or, with `data`, the data.
     """
     from weft.launch.hub import fetch_configs
 
     if fetch_configs(experiment, data=data) and not isinstance(config, Experiment):
-        return built(config)  # again, with what the models' own files say
+        return built(config)  # build again, with values from the downloaded files
     return experiment
 
 
 def built(config: Buildable | Experiment) -> Experiment:
-    """The experiment, with the names of the options that `config` leaves open and weft has settled."""
+    """Build the experiment and note which options left open in `config` were chosen by weft."""
     if isinstance(config, Experiment):
         return settled_roles(config)
     experiment = build_experiment(config)
@@ -190,7 +187,7 @@ def built(config: Buildable | Experiment) -> Experiment:
 
 
 def check_devices(experiment: Experiment) -> None:
-    """Raises `ConfigError` for layouts that take more devices than the run may use."""
+    """Raise `ConfigError` for layouts that need more devices than the run may use."""
     control = experiment.control
     count = experiment.num_devices
     if control.n_gpus_per_node is not None and count > (
@@ -205,9 +202,7 @@ def check_devices(experiment: Experiment) -> None:
 
 
 def check_no_masks(experiment: Experiment) -> None:
-    """Raises `ConfigError` for a configuration that was read back from where its secrets are not
-    stored.
-    """
+    """Raise `ConfigError` if the configuration has masked secrets, as stored configurations do."""
     hidden = list(masked_options(experiment.config))
     if hidden:
         raise ConfigError(
@@ -218,7 +213,7 @@ def check_no_masks(experiment: Experiment) -> None:
 
 
 def check_mode(mode: str) -> None:
-    """Raises `ConfigError` for a mode that does not exist, or not yet."""
+    """Raise `ConfigError` for an unknown mode, and for `slurm`, which needs a command line."""
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     if mode == "slurm":
@@ -250,21 +245,21 @@ def _run(
 
 
 def ray_while_torch_loads(experiment: Experiment, mode: str) -> Cluster | None:
-    """Start the Ray of a run on several CPUs while another thread imports `weft.launch.assemble`;
-    None for other runs.
+    """Start Ray while another thread imports `weft.launch.assemble`; None if not possible.
 
-    Ray has to start in the main thread: it ends with the thread that starts it.
+    Only for runs on several CPUs of this machine. Ray must start in the main thread, since it ends
+    with the thread that starts it.
     """
     from weft.launch.cluster import check_ray, start_early, starts_early
 
     if not starts_early(experiment, mode):
         return None
     check_ray(experiment)
-    # first: two threads that import one package may get in each other's way
+    # imported first, because two threads importing one package can interfere
     import_module("weft.runtime.ray")
 
     def load() -> None:
-        with suppress(Exception):  # who imports it next gets the error
+        with suppress(Exception):  # the next import raises the error
             import_module("weft.launch.assemble")
 
     loader = threading.Thread(target=load, name="weft-imports")

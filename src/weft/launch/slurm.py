@@ -1,8 +1,8 @@
-"""`mode=slurm`: one sbatch script that starts Ray on the nodes of a job and runs the same command
-there with `mode=ray`.
+"""`mode=slurm`: an sbatch script that starts Ray on a job's nodes and runs the command there.
 
-`start` writes and submits it, `plan` shows what it would do, `running_job` and `cancel` find and
-end it. Script, logs and the job's number lie in the run's directory, under `slurm/`.
+The command runs with `mode=ray`. `start` writes and submits the script, `plan` shows what it would
+do, `running_job` and `cancel` find and end the job. Script, logs and job number are in `slurm/` in
+the run's directory.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ FOLDER = "slurm"
 SCRIPT = "job.sh"
 JOB = "job.json"
 POLL_SECONDS = 0.5
-QUEUE_SECONDS = 60.0  # for a command of Slurm to answer
+QUEUE_SECONDS = 60.0  # timeout of a Slurm command
 MODULE = "weft.cli.main"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one job is asked to do, and on what. `command` are the words after `weft`."""
+    """Command and resources of a job. `command` are the words after `weft`."""
 
     name: str
     run: Path  # the run's directory
     command: Sequence[str]
     n_nodes: int = 1
     gpus_per_node: int = 0
-    devices_per_node: int = 1  # processes, each of which Ray wants a processor for
+    devices_per_node: int = 1  # device processes; Ray needs one CPU for each
     spec: SlurmSpec = field(default_factory=SlurmSpec)
     env: Mapping[str, str] = field(default_factory=dict)
-    module: str = MODULE  # what `python -m` runs with the command's words
+    module: str = MODULE  # module to run with the command's words
 
     @property
     def folder(self) -> Path:
@@ -64,10 +64,10 @@ def start(
     *,
     print_only: bool = False,
 ) -> str:
-    """Submit what `command` (the words after `weft`) runs, `config`; what to tell the user, or the
-    script alone.
+    """Submit `command` (the words after `weft`), which runs `config`.
 
-    Raises `UserError` for what can be known to be wrong before a node is asked for.
+    Returns a message for the user, or only the script with `print_only`. Raises `UserError` for
+    anything detectable before nodes are requested.
     """
     from weft.runtime.directory import RunDirectory, admit
 
@@ -106,14 +106,15 @@ def plan(
     data: bool = True,
     width: int | None = None,
 ) -> list[str]:
-    """The lines of `--dry-run`: the plan of the run that the job would make, on the devices that it
-    would ask for. Raises `UserError` as `start` does.
+    """Return the lines of `--dry-run` for the run on the devices that the job would request.
+
+    Raises `UserError` as `start` does.
     """
     from weft.runtime.directory import RunDirectory
 
     experiment = _experiment(without_weights(config), data=data)
     request = request_of(experiment, (), RunDirectory.of(experiment.control).path, asked)
-    # whatever the machine that submits the job has
+    # even if the submitting machine has no GPU
     if request.gpus_per_node and experiment.control.device is None:
         experiment = replace(experiment, control=replace(experiment.control, device="cuda"))
     count = request.gpus_per_node or request.devices_per_node
@@ -128,8 +129,9 @@ def plan(
 
 
 def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experiment:
-    """The experiment, checked as far as no torch is needed: nodes see the files that this machine
-    sees.
+    """Build and check the experiment without torch.
+
+    Assumes that the nodes see the same files as this machine.
     """
     experiment = built(config)
     import_user_code(experiment.control.imports)
@@ -138,9 +140,9 @@ def _experiment(config: Buildable | Experiment, *, data: bool = True) -> Experim
 
 
 def _check_networks(experiment: Experiment) -> None:
-    """That every network can have its layouts.
+    """Check that every network supports its layouts, reading only config.json.
 
-    Reads config.json alone. Raises `UserError` naming the option.
+    Raises `UserError` naming the option.
     """
     from weft.engine.backends.auto import chosen
     from weft.launch.assemble import check_configs, check_layouts
@@ -158,9 +160,10 @@ def _check_networks(experiment: Experiment) -> None:
 def request_of(
     experiment: Experiment, command: Sequence[str], run: Path, asked: Scheduling | None = None
 ) -> Request:
-    """What a job is asked for: by the options `slurm.*`, `n_nodes` and `n_gpus_per_node`, and where
-    these are silent by the experiment's `Scheduling`. Raises `ConfigError` where that holds fewer
-    devices than the layouts take.
+    """Return the request for a job.
+
+    The options `slurm.*`, `n_nodes` and `n_gpus_per_node` are completed by the experiment's
+    `Scheduling`. Raises `ConfigError` if the request has fewer devices than the layouts need.
     """
     control = experiment.control
     config = experiment.config
@@ -212,8 +215,8 @@ def request_of(
 
 
 def script(request: Request) -> str:
-    """The text of the sbatch script."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # for this alone
+    """Return the sbatch script."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only needed here
 
     spec = request.spec
     python = spec.python or ("python3" if spec.container else sys.executable)
@@ -282,8 +285,9 @@ def _directives(request: Request) -> list[str]:
 
 
 def _container(request: Request) -> tuple[str, str, str]:
-    """(kind, options of srun for pyxis, words before a command for apptainer), both empty without a
-    container.
+    """Return (kind, srun options for pyxis, command prefix for apptainer).
+
+    All are empty without a container.
     """
     spec = request.spec
     if spec.container is None:
@@ -310,10 +314,9 @@ def _container(request: Request) -> tuple[str, str, str]:
 
 
 def submit(request: Request) -> str:
-    """Write the script into the run's directory and hand it to sbatch; the number of the job.
+    """Write the script into the run's directory, submit it with sbatch and return the job's number.
 
-    Raises `ConfigError` where this run's job is still in the queue, sbatch is missing, or sbatch
-    refuses.
+    Raises `ConfigError` if the run's job is still in the queue, or if sbatch is missing or fails.
     """
     there = running_job(request.run)
     if there is not None:
@@ -351,9 +354,7 @@ def submit(request: Request) -> str:
 
 
 def running_job(run: Path) -> tuple[str, str] | None:
-    """(number, state such as PENDING or RUNNING) of the run's job, None where it has none in the
-    queue.
-    """
+    """Return (number, state such as PENDING or RUNNING) of the run's queued job, or None."""
     number = read_json(run / FOLDER / JOB).get("job")
     if not isinstance(number, str) or not number.isdecimal():
         return None
@@ -362,10 +363,10 @@ def running_job(run: Path) -> tuple[str, str] | None:
 
 
 def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
-    """End a job: one that waits at once, one that runs by SIGTERM, so that it writes a recovery
-    point first.
+    """Cancel a waiting job, or send SIGTERM to a running one and wait until it has ended.
 
-    Returns what happened. Raises `RunError` where it does not end in time.
+    A running job writes a recovery point first. Returns a readable result. Raises `RunError` if it
+    does not end in time.
     """
     state = _state(number)
     if state in ("PENDING", "CONFIGURING"):
@@ -385,7 +386,7 @@ def cancel(run: Path, number: str, *, deadline_s: float = 600.0) -> str:
 
 
 def _state(number: str) -> str | None:
-    """The state of a job that has not ended. Raises `RunError` where Slurm does not say."""
+    """Return the state of an unfinished job, else None. Raises `RunError` if Slurm does not answer."""
     if shutil.which("squeue") is None:
         raise RunError(
             f"job {number} is a Slurm job, and this machine has no squeue; ask on a login node of "
@@ -393,7 +394,7 @@ def _state(number: str) -> str | None:
         )
     done = _slurm("squeue", "--noheader", "--jobs", number, "--states=all", "--format=%T")
     if done.returncode:
-        if "Invalid job id" in done.stderr:  # long over, and forgotten
+        if "Invalid job id" in done.stderr:  # ended long ago and removed from Slurm's records
             return None
         raise RunError(f"squeue does not say the state of job {number}: {_first_line(done.stderr)}")
     state = done.stdout.strip()

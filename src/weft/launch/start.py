@@ -1,4 +1,4 @@
-"""Experiments registered by name: found, called for, given their trial's name."""
+"""Starting of experiments registered by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from weft.registry import experiments
 
 
 def registered(name: str, trial_name: str, *, allocation_mode: str | None = None) -> Experiment:
-    """Return the experiment that `register_experiment(name)` made, as the trial `trial_name` of
-    `name`.
+    """Return the experiment that `register_experiment(name)` registered, as trial `trial_name`.
 
     It is a function returning an `Experiment` (or a configuration that builds one), or a class with
     `initial_setup() -> Experiment` and optionally `scheduling_setup() -> Scheduling`. Either may be
     a `functools.partial`.
 
-    Raises `ConfigError` with the nearest names, or what is wrong with it.
+    Raises `ConfigError` with the nearest names, or with the problem of the registered object.
     """
     thing = experiments.get(name)
     made = thing()
@@ -61,9 +60,7 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
 
 
 def scheduling(name: str) -> Scheduling | None:
-    """Return what a registered class asks of the machines by `scheduling_setup()`; None where it
-    has none.
-    """
+    """Return the `scheduling_setup()` of a registered class, or None if it has none."""
     thing = experiments.get(name)
     if not inspect.isclass(_called(thing)) or not hasattr(_called(thing), "scheduling_setup"):
         return None
@@ -73,9 +70,7 @@ def scheduling(name: str) -> Scheduling | None:
 
 
 def _called(thing: Any) -> Any:
-    """Return the class or function that calling `thing` calls: that of a `functools.partial`, else
-    itself.
-    """
+    """Return the class or function behind any `functools.partial`."""
     return _called(thing.func) if isinstance(thing, partial) else thing
 
 
@@ -87,9 +82,9 @@ def start(name: str, trial_name: str, *, mode: str = "local") -> RunResult:
 
 
 def check_machines(name: str, mode: str = "local") -> list[str]:
-    """Notes on what a registered experiment asks for and `mode` ignores.
+    """Return notes on requested resources that `mode` ignores.
 
-    Raises `ConfigError` for more machines than it has.
+    Raises `ConfigError` if the experiment needs more machines than the mode has.
     """
     asked = scheduling(name)
     if asked is None:

@@ -1,4 +1,4 @@
-"""How a run stands: its own word, its process, its Slurm job."""
+"""Status of a run, from its directory, its process and its Slurm job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.launch import slurm
 
 
 def status_line(run: Path) -> str:
-    """One line for people, such as `runs/e/t: running, job 12 RUNNING`."""
+    """Return a readable line such as `runs/e/t: running, job 12 RUNNING`."""
     from weft.runtime.directory import owner
 
     said = run_status(run)
@@ -22,14 +22,14 @@ def status_line(run: Path) -> str:
 
 
 def run_status(run: Path) -> str:
-    """finished, stopped, failed, running, or not begun."""
+    """Return "finished", "stopped", "failed", "running" or "not begun"."""
     from weft.runtime.directory import RunDirectory
 
     return RunDirectory(run).status() or "not begun"
 
 
 def is_alive(run: Path) -> bool:
-    """Whether a process or a job works on the run or waits to."""
+    """Return whether a process or a Slurm job, running or queued, belongs to the run."""
     from weft.runtime.directory import owner
 
     return owner(run) is not None or slurm.running_job(run) is not None

@@ -1,6 +1,4 @@
-"""Stopping a run from outside: its Slurm job, or the process that holds its lock, is told, and
-waited for.
-"""
+"""Stopping of a run from another process, by its Slurm job or the process that locks it."""
 
 from __future__ import annotations
 
@@ -20,17 +18,16 @@ def stop(
 ) -> str:
     """Stop a run by its names, as `stop_run` does.
 
-    Raises `ConfigError` where there is no such run too.
+    Also raises `ConfigError` if there is no such run.
     """
     return stop_run(run_directory(experiment_name, trial_name, fileroot), deadline_s=deadline_s)
 
 
 def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
-    """Send SIGTERM to the run's job or process and wait until it is gone; it finishes its step and
-    writes a recovery point.
+    """Send SIGTERM to the run's job or process and wait until it has ended.
 
-    Returns what happened, for people. Raises `ConfigError` where nobody runs it, `RunError` where
-    it does not end in time.
+    The run finishes its step and writes a recovery point. Returns a readable result. Raises
+    `ConfigError` if the run is not running, `RunError` if it does not end in time.
     """
     from weft.runtime.directory import owner
 
@@ -54,9 +51,9 @@ def stop_run(run: Path, *, deadline_s: float = 600.0) -> str:
 
 
 def run_directory(experiment_name: str, trial_name: str, fileroot: str) -> Path:
-    """The directory of a run.
+    """Return the directory of a run.
 
-    Raises `ConfigError` with the runs that there are where it is not among them.
+    Raises `ConfigError`, listing the existing runs, if there is none.
     """
     run = Path(fileroot).expanduser() / experiment_name / trial_name
     if not run.is_dir():

@@ -1,7 +1,7 @@
-"""A run whose process Ray may end with itself is made in a child of the command's process, which
-starts another in its place.
+"""Supervision of a run in a child process, which is replaced if it is killed.
 
-It goes on at the last recovery point. A run that this process alone computes needs none of this.
+Runs that use Ray need this, since Ray can kill the process that uses it. The new child resumes from
+the last recovery point.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from weft.runtime.directory import RunDirectory
 from weft.runtime.processes import adopt_orphans, descendants, kill
 from weft.runtime.supervised import SUPERVISED
 
-LOOK_SECONDS = 1.0  # between two looks at whether the child is there
-END_SECONDS = 120.0  # that a child which has told how it ends may take to be gone
+LOOK_SECONDS = 1.0  # interval between checks of the child
+END_SECONDS = 120.0  # time for a child to exit after it has reported its exit code
 
 
 def uses_ray(experiment: Experiment, mode: str) -> bool:
+    """Return whether the run uses Ray, and thus needs supervision."""
     return mode == "ray" or experiment.num_devices > 1
 
 
 def _told_by(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
-    """The lines that a child writes, until it is gone: what it leaves behind may hold the other end
-    of the pipe for ever.
+    """Yield the lines that a child writes, until it has ended.
+
+    Waiting for the end of the pipe is not enough: orphans of the child can keep it open.
     """
     held = b""
     while True:
@@ -54,30 +56,28 @@ def _told_by(child: subprocess.Popen[bytes], pipe: int) -> Iterator[bytes]:
 
 
 class Supervisor:
-    """Runs the command of this process, which makes this experiment, in a child until one has told
-    how it ends.
-    """
+    """Run this process's command in a child, restarting it until one reports its exit code."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._directory = RunDirectory.of(experiment.control)
         self._child: subprocess.Popen[bytes] | None = None
-        self._asked: int | None = None  # the signal by which somebody has asked the run to end
-        self._calls: dict[int, dict[str, Any]] = {}  # under way, by the number of their job
-        self._gone: str | None = None  # of Ray
+        self._asked: int | None = None  # signal that asked the run to stop
+        self._calls: dict[int, dict[str, Any]] = {}  # running calls by job number
+        self._gone: str | None = None  # lost part of Ray
         self._code: int | None = None
 
     def run(self) -> int:
-        """The exit code.
+        """Run the children and return the exit code.
 
-        Raises `RunError` where the child was lost, and does not come back: who, where, in which
-        call.
+        Raises `RunError`, naming process, machine and calls, if a child was killed and is not
+        replaced.
         """
         lost = ""
         restarts = 0
         left = RESTARTS
         furthest = -1
-        adopt_orphans()  # what a lost child leaves behind is this process's to end
+        adopt_orphans()  # so that processes left by a killed child can be ended here
         with self._signals_passed_on():
             while True:
                 self._follow(restarts)
@@ -102,7 +102,7 @@ class Supervisor:
                 )
 
     def _follow(self, restarts: int) -> None:
-        """One child from its beginning to its end."""
+        """Run one child to its end."""
         self._calls = {}
         self._gone = None
         self._code = None
@@ -116,7 +116,7 @@ class Supervisor:
             self._pass_on(self._asked)
         try:
             for each in _told_by(self._child, ours):
-                with suppress(ValueError):  # a line that its end cut off
+                with suppress(ValueError):  # incomplete last line
                     self._hear(json.loads(each))
                 if self._code is not None:
                     break
@@ -143,8 +143,10 @@ class Supervisor:
 
     @contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
-        """The child is in a process group of its own, so that Ctrl-C comes to it once, by this
-        process; Ctrl-Z stops both, and fg lets both go on.
+        """Forward signals to the child within the block.
+
+        The child has its own process group, so it gets Ctrl-C only once, from this process. Ctrl-Z
+        stops both, and fg resumes both.
         """
 
         def hear(number: int, frame: FrameType | None) -> None:
@@ -176,13 +178,13 @@ class Supervisor:
             self._child.send_signal(number)
 
     def _pass_to_group(self, number: int) -> None:
-        """To the child and the processes it began, where it is still there."""
+        """Send a signal to the child's process group, if the child is alive."""
         if self._child is not None and self._child.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, number)
 
     def _told(self) -> str:
-        """Who was lost, where, and in which calls."""
+        """Describe the killed child: process, machine, signal and running calls."""
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:
@@ -205,7 +207,7 @@ class Supervisor:
         return f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; {why}"
 
     def _why_not(self, left: int, step: int) -> str | None:
-        """Why no other process takes its place."""
+        """Return why the child is not replaced, or None if it is."""
         if self._asked is not None:
             return "; it had been asked to stop, and the same command goes on from the last recovery point"
         if self._experiment.control.recover_mode != "auto":
@@ -215,7 +217,7 @@ class Supervisor:
         return None if self._directory.holds_run() else "; it had not begun"
 
     def _step(self) -> int:
-        """The last one of which metrics.jsonl has the line."""
+        """Return the last step in metrics.jsonl."""
         return max(
             (int(line["step"]) for line in read_rows(self._directory.path / METRICS)), default=0
         )

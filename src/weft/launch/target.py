@@ -1,4 +1,4 @@
-"""What a plan is made for: the devices at hand, or GPUs that this machine has not."""
+"""Devices that a plan is made for: those of this machine, or GPUs named by options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ OPTION = "name one with search.gpu=H100"
 
 @dataclass(frozen=True)
 class Target:
-    """`usable` bytes of each of `count` devices; None: of GPUs of which nobody says which they are."""
+    """Devices of a plan: `count` devices with `usable` bytes each.
+
+    `usable` is None for GPUs of unknown type.
+    """
 
     device: torch.device
     name: str
@@ -29,8 +32,10 @@ class Target:
 
     @classmethod
     def of(cls, experiment: Experiment, mode: str) -> Target:
-        """The GPU that `search.gpu` names, else what the option `device` asks for, else the best
-        that is here. Raises `ConfigError` for a name of neither.
+        """Return the GPU named by `search.gpu`, else the option `device`, else the best local
+        device.
+
+        Raises `ConfigError` for an unknown name.
         """
         asked = experiment.control.device
         count = experiment.num_devices
@@ -64,7 +69,9 @@ class Target:
         return cls(device, line, count, usable, line)
 
     def among(self) -> list[Target]:
-        """Itself; or a target for each size of GPU that is sold, the smallest first."""
+        """Return the target itself or, if the GPU is unknown, one per common GPU size, smallest
+        first.
+        """
         if self.usable is not None:
             return [self]
         said = "GPU of {gb} GB, the smallest that serves: none is here and none is named ({option})"
@@ -79,15 +86,15 @@ class Target:
         ]
 
     def verdict(self, needed: float, scope: str = "") -> str:
-        """For people: whether what a device needs is there."""
+        """Return a readable line on whether the memory needed by a device fits."""
         assert self.usable is not None
         many = f"each of {self.count} devices" if self.count > 1 else "the device"
         holds = "fits" if needed <= self.usable else "does NOT fit"
-        name = self.name.replace(f", {size(self.usable)}", "")  # which stands before it
+        name = self.name.replace(f", {size(self.usable)}", "")  # already shown
         return f"{holds}: {many} needs about {size(needed)}{scope} of {size(self.usable)}: {name}"
 
 
 def memory_of(gpu: str) -> float:
-    """GiB of a GPU that a run may fill: what such cards have less what driver and torch take."""
+    """Return the GiB of a GPU usable by a run: its memory less that of the driver and torch."""
     sold = GPUS[gpu][3]
     return next((gib for gb, gib in fits.GPUS if gb == sold), 0.97 * sold) - fits.TAKEN

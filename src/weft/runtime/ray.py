@@ -502,8 +502,9 @@ class Launch:
         return {node.id for node in self._up} == set(self._on.values())
 
     def _begin(self) -> None:
-        """Start the actors and ask each for its description, which it sends once it has imported
-        torch.
+        """Start the actors and request their descriptions.
+
+        An actor answers once it has imported everything a device needs.
         """
         threads = threads_of(self._on, self._up)
         actor_class = cast(Any, ray.remote)(concurrency_groups=THREADS, max_restarts=0)(_Device)
