@@ -225,7 +225,7 @@ class _Drawing:
             shape = f"<rect {box}/>"
             kind = f"role-{self._role_index(name)}"
             second = f"{node.role} · {node.method.replace('_', ' ')}"
-        drop = 5 if node is None else 0  # below the lid
+        drop = 5 if node is None else 0  # shift text below the cylinder's lid
         return (
             f'<g class="node {kind}"><title>{escape(describe(node))}</title>{shape}'
             f'<text class="name" x="{x:g}" y="{y + drop + 24:g}"{_fit(name, 7.6)}>{escape(name)}</text>'

@@ -113,8 +113,8 @@ class DataflowGraph:
         return tuple(e for e in self.version_edges if e.consumer == consumer)
 
     def refills(self, edge: VersionEdge) -> HostFunction | None:
-        """The filter between a call and the training node it waits for that makes the call sample
-        again, in whole batches.
+        """Return the filter between the edge's call and training node that refills in whole
+        batches.
         """
         between = self._after(edge.consumer) & {
             n for n in self.order if edge.producer in self._after(n)

@@ -161,7 +161,7 @@ def _spread(
 
     Nodes that would overlap are merged into blocks that move together.
     """
-    blocks: list[tuple[list[str], float]] = []  # names, x of the first one
+    blocks: list[tuple[list[str], float]] = []  # (names, x of the first name)
     for name in row:
         names = [name]
         first = wished[name]

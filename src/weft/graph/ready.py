@@ -174,7 +174,7 @@ def ready(
     if full or running:
         if len(full) > 1:
             position = {id: i for i, id in enumerate(buffer.entries)}
-            # stable: ties stay in the graph's order
+            # the sort is stable: ties keep the graph's order
             full.sort(key=lambda name: position[reaches[name].ids[0]])
         return [_firing(buffer, name, reaches[name].ids) for name in full]
     if any(reach.wants_rows for reach in reaches.values()):

@@ -30,7 +30,7 @@ from weft.topology import Mesh
 
 GIB = 2.0**30
 MIB = 2.0**20
-GPU = torch.device("cuda")  # any
+GPU = torch.device("cuda")  # any GPU
 SLOT = 64  # initial tokens per cache slot; doubled as needed
 # Python objects of a run, without tensors: 17 to 23 MiB for SFT, DPO, GRPO and PPO, measured on
 # one small layer
@@ -380,7 +380,9 @@ def _works(
     limit = max(limit, int(layout.lengths.max()))
     trains = call.method == "train_step"
     shares = bool(shared) and (shared["in_training"] or not trains)
-    entropy = trains and bool(call.args.get("entropy_coef"))  # without a weight it has no gradient
+    entropy = trains and bool(
+        call.args.get("entropy_coef")
+    )  # with a coefficient of 0, entropy has no gradient
     parts: Sequence[SequenceSample] = [batch]
     if trains:
         updates = max(

@@ -1,6 +1,4 @@
-"""The last lines of a run: where its report is, and the commands that go on from it, as they are
-typed.
-"""
+"""Last lines of a run's output: its report and commands for what to do next."""
 
 from __future__ import annotations
 

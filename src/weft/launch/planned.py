@@ -1,9 +1,8 @@
-"""`--dry-run`: the plan of a run from its options, config.json, tokenizers and data.
+"""Plan of a run for `--dry-run`, from its options, config.json, tokenizers and data.
 
-No weights are read, no device is needed.
-
-planned(experiment, "local")                     # the lines that the run prints before its first step, and a verdict
-planned(experiment, "local", data=False)         # `--dry-run=config`: from options and config.json alone
+No weights are read and no devices are needed. `planned(experiment, "local")` returns the lines that
+a run prints before its first step, and a verdict on memory. With `data=False`, as for
+`--dry-run=config`, only options and config.json are read.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class Target:
 
     @classmethod
     def of(cls, experiment: Experiment, mode: str) -> Target:
-        """Return the GPU named by `search.gpu`, else the option `device`, else the best local
-        device.
+        """Return the GPU of `search.gpu`, else the option `device`, else the best local device.
 
         Raises `ConfigError` for an unknown name.
         """
@@ -69,8 +68,9 @@ class Target:
         return cls(device, line, count, usable, line)
 
     def among(self) -> list[Target]:
-        """Return the target itself or, if the GPU is unknown, one per common GPU size, smallest
-        first.
+        """Return the target itself or, if its GPU is unknown, one target per GPU size.
+
+        The smallest is first.
         """
         if self.usable is not None:
             return [self]

@@ -266,7 +266,7 @@ class DeviceProcess:
         return peak_memory_gb(self.device)
 
     def activity(self) -> Activity:
-        """Return what the thread that runs commands is doing, from its stack."""
+        """Return the current activity of the thread that runs commands, from its stack."""
         assert self._thread.ident is not None
         return describe_stack(traceback.extract_stack(sys._current_frames()[self._thread.ident]))
 
@@ -275,7 +275,7 @@ class DeviceProcess:
 
 
 def describe_stack(stack: Sequence[traceback.FrameSummary]) -> Activity:
-    """Return what a thread with this stack, outermost frame first, is doing.
+    """Return the activity of a thread with this stack, outermost frame first.
 
     It waits for other devices if weft's or the user's innermost code waits for a collective, for
     tensors, or for the next command.

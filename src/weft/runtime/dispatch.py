@@ -76,7 +76,7 @@ class Given:
 
 @dataclass(eq=False)
 class Job:
-    """One command on each of `ranks`.
+    """Command on each of several `ranks`.
 
     `make` builds a rank's command when the job is issued. `done` gets the final reports by rank.
     """

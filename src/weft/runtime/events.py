@@ -25,7 +25,7 @@ class Announced:
     """Early outputs of a running call for some of its ids (`Model.announce`), ready to fetch."""
 
     call: str
-    outputs: SequenceSample  # a description
+    outputs: SequenceSample  # metadata only
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from weft.errors import RunError
 from weft.graph.mfc import ParamSync
 from weft.runtime.events import Events
 
-SampleMeta = SequenceSample  # a description: ids, lengths and metadata, no tensors
+SampleMeta = SequenceSample  # ids, lengths and metadata, no tensors
 
 # Metrics that a group adds to every result: start of the call (seconds since the epoch) and
 # duration in seconds.
@@ -97,7 +97,7 @@ class WorkerGroup(Protocol):
         ...
 
     def discard(self, ids: Iterable[str]) -> None:
-        """Forget ids that no node needs any more."""
+        """Remove ids that no node needs any more."""
         ...
 
     def save(self, role: str, directory: Path) -> Future[None]:

@@ -346,7 +346,9 @@ class Master:
         self._barren_epochs = 0
         self._agenda = Agenda(self._graph, self.position.versions, self._lanes)
         self._buffer.load_state_dict(state["buffer"])
-        self._books.load_state_dict(state.get("books", ()))  # older points have nothing in flight
+        self._books.load_state_dict(
+            state.get("books", ())
+        )  # recovery points of older versions lack this
         self._loader.load_state_dict(state["loader"])
         self._runner.functions.load_state_dict(state["functions"])
         for path in sorted((directory / "descriptions").iterdir(), key=lambda p: int(p.stem)):

@@ -58,7 +58,8 @@ class Profiling:
     def kept(self, done: Callable[[], int], under_way: Callable[[], int]) -> Iterator[None]:
         """Write an unfinished trace when the block ends, also if the run fails.
 
-        `done` returns the last completed step, `under_way` the running one.
+        Not if devices are lost or the run is interrupted. `done` returns the last completed step,
+        `under_way` the running one.
         """
         try:
             yield

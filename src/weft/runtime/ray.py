@@ -487,7 +487,7 @@ class Launch:
                     return True
             except RayError:
                 self.cluster.answers()
-                self.cluster.check_there()  # what became of Ray says more
+                self.cluster.check_there()  # the loss of Ray explains more
                 raise
         return False
 
@@ -550,7 +550,7 @@ def _ask(
             ) from error
         except RayActorError as error:
             cluster.answers()
-            cluster.check_there()  # what became of Ray says more
+            cluster.check_there()  # the loss of Ray explains more
             node = cluster.find_lost_node(nodes[rank])
             if node is not None:
                 reason = f"its node {node.address} is lost"

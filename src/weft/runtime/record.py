@@ -57,7 +57,7 @@ def command_of(words: Sequence[str], original: Sequence[str]) -> list[str]:
     if words and Path(words[0]).name == "weft":
         return ["weft", *words[1:]]
     given = list(original[1:])
-    if "-c" in given:  # a program on the command line, which may be a page long
+    if "-c" in given:  # leave out a program on the command line: it can be long
         return ["python", *given[: given.index("-c") + 1], "..."]
     return ["python", *given]
 

@@ -29,8 +29,9 @@ PAIRS = ("rank", "comparison")
 
 
 def detailed(step: int) -> bool:
-    """Whether whole groups of this step are kept, token by token: every step at first, then about
-    45 in each power of ten.
+    """Return whether whole groups of this step are kept with values per token.
+
+    All steps at first, then about 45 in each power of ten.
     """
     return step % max(1, 10 ** int(math.log10(max(step, 1))) // 5) == 0
 
