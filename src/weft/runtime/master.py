@@ -155,8 +155,9 @@ class Master:
                 self._finish()
                 return False
 
-    # -- deciding: the result of a call does not affect the schedule, so the next firings are decided before it ends. Results of
-    #    filters do affect it; they are applied one by one, in the order in which the filters were decided on
+    # -- deciding: the result of a call does not affect the schedule, so the next firings are decided
+    #    before it ends. Results of filters do affect it; they are applied one by one, in the order
+    #    in which the filters were decided on.
 
     def _decide(self, firings: Sequence[Firing]) -> None:
         """Mark these firings as decided; ids that filters keep are settled later."""
