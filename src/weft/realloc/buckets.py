@@ -104,7 +104,7 @@ def rounds(
 
 
 def _filled(pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int) -> Message:
-    """Remove pieces from the front of the queue and return a message of as many as fit in `room`."""
+    """Move pieces from the front of the queue into a message, as many as fit in `room`."""
     message = Message(*pair)
     while queue and message.room_for(queue[0][2]) <= room:
         name, piece, num_bytes = queue.popleft()

@@ -82,9 +82,9 @@ def move(
 class Reallocation:
     """One rank's execution of a plan; can be repeated and caches its message schedule.
 
-    Every rank of `group`, which spans both layouts, has the same plan and the same bucket size. Without
-    a group nothing leaves the process. If ranks share a host's memory, two buckets of it stay allocated
-    for the lifetime of this object.
+    Every rank of `group`, which spans both layouts, has the same plan and the same bucket size.
+    Without a group nothing leaves the process. If ranks share a host's memory, two buckets of it
+    stay allocated for the lifetime of this object.
     """
 
     def __init__(
@@ -113,15 +113,17 @@ class Reallocation:
         return self._giving
 
     def move(self, source: Giver | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
-        """Set target <- eta * source + (1 - eta) * target for the planned parameters; copy the version.
+        """Set target <- eta * source + (1 - eta) * target for the planned parameters.
 
-        Every rank of the group calls it; `source` and `target` are this rank's engines, None if it has
-        none. A piece is sent in the source's dtype, or in the target's if that is smaller and `eta` is
-        1: the target would round it in the same way.
+        The target gets the source's version.
+
+        Every rank of the group calls it; `source` and `target` are this rank's engines, None if it
+        has none. A piece is sent in the source's dtype, or in the target's if that is smaller and
+        `eta` is 1: the target would round it in the same way.
 
         Raises `RunError` if a rank is lost or late (the group's time-out), has another plan, has
-        weights of another version, or a message is corrupted. Targets can then hold a mix of old and
-        new values under their old version: they must not be used.
+        weights of another version, or a message is corrupted. Targets can then hold a mix of old
+        and new values under their old version: they must not be used.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._giving)}
@@ -159,8 +161,8 @@ class Reallocation:
     ) -> tuple[int, Dtypes]:
         """Return (the source's version, the dtype in which each parameter is sent).
 
-        The ranks first exchange their plan and eta, and if they are a source and of which version; then
-        the dtypes of their source and target parameters. Raises `RunError` if they disagree.
+        The ranks first exchange their plan and eta, and if they are a source and of which version;
+        then the dtypes of their source and target parameters. Raises `RunError` if they disagree.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         told = self._link.tell_everyone(

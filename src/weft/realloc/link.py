@@ -92,8 +92,8 @@ class Link:
     def post(self, receives: Mail, sends: Mail, tag: int = 0) -> list[Pending]:
         """Start these messages and return their handles.
 
-        Receives and sends go in one call, since NCCL would otherwise wait for one direction before it
-        starts the other.
+        Receives and sends go in one call, since NCCL would otherwise wait for one direction before
+        it starts the other.
         """
         pairs = [
             *((dist.irecv, *each) for each in receives),

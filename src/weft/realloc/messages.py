@@ -81,7 +81,8 @@ class _Flight:
 class Exchange:
     """Exchange of all messages of one rank in one reallocation.
 
-    `dtypes`: the dtype in which each parameter is sent. `version`: the expected version of the weights.
+    `dtypes`: the dtype in which each parameter is sent. `version`: the expected version of the
+    weights.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Exchange:
     def _begin(self, at: int) -> None:
         """Pack and post the messages of one step.
 
-        Steps alternate between two buffers, since the previous step is still in flight; the step before
-        that must have been acknowledged.
+        Steps alternate between two buffers, since the previous step is still in flight; the step
+        before that must have been acknowledged.
         """
         step = self._steps[at]
         slot = at % 2

@@ -31,8 +31,8 @@ Cells = list[
 class Transfer(NamedTuple):
     """Transfer of `piece`, in coordinates of the whole parameter, from one rank to another.
 
-    With `source == target` the rank already has the piece: nothing is sent, and it is copied if the two
-    engines are different ones.
+    With `source == target` the rank already has the piece: nothing is sent, and it is copied if the
+    two engines are different ones.
     """
 
     name: str
@@ -55,8 +55,8 @@ def holdings_of(
 ) -> dict[int, dict[str, Slice]]:
     """Return the rectangle of every parameter that each rank of a mesh holds.
 
-    `shapes`: canonical name -> shape of the whole parameter. Raises `ConfigError` if the layout does
-    not fit the network.
+    `shapes`: canonical name -> shape of the whole parameter. Raises `ConfigError` if the layout
+    does not fit the network.
     """
     return {
         rank: holdings(shapes, sizes, mesh.layout, mesh.coordinates(rank), tied=tied)
@@ -67,8 +67,9 @@ def holdings_of(
 def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -> list[Transfer]:
     """Return transfers that bring every element of each target rectangle to its rank exactly once.
 
-    Transfers are ordered by parameter. `node_of` returns the machine of a rank: ranks of one machine
-    have the fastest links. Raises `ConfigError` naming the parameter if the source lacks an element.
+    Transfers are ordered by parameter. `node_of` returns the machine of a rank: ranks of one
+    machine have the fastest links. Raises `ConfigError` naming the parameter if the source lacks an
+    element.
     """
     held = _by_name(source)
     wanted = _by_name(target)

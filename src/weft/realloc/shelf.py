@@ -1,8 +1,8 @@
 """Shared memory through which ranks of one host exchange messages without a socket copy.
 
-It is an anonymous file (`memfd_create`) that the others open through `/proc`: nothing is left behind
-if a process dies. Ranks that cannot open each other's memory (another host, another user, no Linux)
-send messages instead.
+It is an anonymous file (`memfd_create`) that the others open through `/proc`: nothing is left
+behind if a process dies. Ranks that cannot open each other's memory (another host, another user, no
+Linux) send messages instead.
 """
 
 from __future__ import annotations

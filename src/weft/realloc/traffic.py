@@ -15,8 +15,8 @@ from weft.topology import Slice
 class Traffic:
     """Bytes that a plan sends or leaves in place; mappings are by rank unless noted.
 
-    A piece that stays on its rank counts as `kept` if it is all that the rank holds of the parameter
-    before and after, and as `copied` if it becomes part of another rectangle.
+    A piece that stays on its rank counts as `kept` if it is all that the rank holds of the
+    parameter before and after, and as `copied` if it becomes part of another rectangle.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
