@@ -1,3 +1,5 @@
-"""Parameters between layouts: which piece goes where (plan), what that costs (traffic), in which
-messages (buckets), their exchange (link, messages), and all of it as one call (execute).
+"""Reallocation of parameters between layouts.
+
+`plan` chooses which rank sends which piece, `traffic` counts the bytes, `buckets` groups pieces
+into messages, `link` and `messages` exchange them, and `execute` runs all of it in one call.
 """

@@ -1,6 +1,6 @@
-"""In which messages the pieces of a plan travel.
+"""Grouping of a plan's pieces into messages of bounded size.
 
-Pure: every rank works out the same rounds from the same plan.
+Pure: every rank computes the same rounds from the same plan.
 
 In a round no rank sends or receives more than the bucket's size, and no two ranks exchange more
 than one message each way.
@@ -17,17 +17,17 @@ from weft.errors import ConfigError
 from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
-# bytes; every piece begins at a multiple, so that it can be seen in its dtype and summed in words
+# Bytes. Pieces start at multiples, so that they can be viewed in their dtype and summed in words.
 ALIGNMENT = 16
 WORD = 8
 SEAL = 3 * WORD  # bytes: version, round, checksum
 SMALLEST = 1024
-PIECES = 4  # a piece is at most this part of a bucket, so that buckets fill
+PIECES = 4  # a piece has at most 1 / PIECES of a bucket, so that buckets fill well
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a parameter in a message: `num_bytes` from `offset` on."""
+    """One piece of a parameter in a message: `num_bytes` bytes starting at `offset`."""
 
     name: str
     piece: Slice
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass
 class Message:
-    """What one rank sends another in one round: the pieces one after the other, and then the seal."""
+    """The bytes one rank sends another in one round: the pieces in order, then the seal."""
 
     source: int
     target: int
@@ -49,7 +49,7 @@ class Message:
 
     @property
     def seal(self) -> int:
-        """Where the pieces end and the seal begins."""
+        """Byte offset at which the pieces end and the seal begins."""
         return self.parts[-1].end if self.parts else 0
 
     @property
@@ -57,7 +57,7 @@ class Message:
         return aligned(self.seal + SEAL)
 
     def room_for(self, num_bytes: int) -> int:
-        """The message's size with one more piece of `num_bytes`."""
+        """Return the message's size in bytes after adding a piece of `num_bytes`."""
         return aligned(self.seal + aligned(num_bytes) + SEAL)
 
 
@@ -68,10 +68,10 @@ def aligned(num_bytes: int) -> int:
 def rounds(
     transfers: Iterable[Transfer], itemsize: Mapping[str, int], bucket_bytes: int
 ) -> list[list[Message]]:
-    """The messages of each round; what stays on its rank needs none.
+    """Return the messages of each round; pieces that stay on their rank need none.
 
-    Pairs of ranks with most left to send come first in a round, so that all are done at about the
-    same time. Raises `ConfigError` for a bucket that is too small.
+    In each round, pairs of ranks with the most bytes left are served first, so that all pairs
+    finish at about the same time. Raises `ConfigError` if the bucket is too small.
     """
     if bucket_bytes < SMALLEST:
         raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket has at least {SMALLEST} bytes")
@@ -104,7 +104,7 @@ def rounds(
 
 
 def _filled(pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: int) -> Message:
-    """A message of the queue's first pieces, as many as there is room for."""
+    """Move pieces from the front of the queue into a message, as many as fit in `room`."""
     message = Message(*pair)
     while queue and message.room_for(queue[0][2]) <= room:
         name, piece, num_bytes = queue.popleft()
@@ -113,7 +113,7 @@ def _filled(pair: tuple[int, int], queue: deque[tuple[str, Slice, int]], room: i
 
 
 def cut(piece: Slice, limit: int) -> Iterator[Slice]:
-    """`piece` in rectangles of at most `limit` elements each, cut along its first dims."""
+    """Split `piece` along its first dims into rectangles of at most `limit` elements each."""
     if _elements(piece) <= max(limit, 1):
         yield piece
         return

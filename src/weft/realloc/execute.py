@@ -1,10 +1,9 @@
-"""Carries out a plan: parameters go from the engines of one layout to those of another, in messages
-of bounded size.
+"""Execution of a plan: move parameters between the engines of two layouts in bounded messages.
 
     reallocation = Reallocation(transfers, rank=rank, group=group)      # once
     reallocation.move(source, target)                                   # every rank of both layouts, at the same time
 
-The ranks first tell each other what they have; `messages.py` then sends and receives.
+The ranks first exchange versions and dtypes; `messages.py` then sends and receives.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Dtypes = dict[str, torch.dtype]
 
 
 class Giver(Protocol):
-    """Parameters out, a rectangle of each, in coordinates of the whole parameter."""
+    """Source of parameters: yields a rectangle of each, in coordinates of the whole parameter."""
 
     version: int
 
@@ -39,7 +38,10 @@ class Giver(Protocol):
 
 
 class Holder(Giver, Protocol):
-    """Of an engine: parameters in and out. `read` gives views, of the most exact form there is."""
+    """Engine whose parameters can be read and written.
+
+    `read` yields views of the most exact form there is.
+    """
 
     def write(
         self, parts: Iterable[tuple[str, Slice, Any]], *, version: int, eta: float = 1.0
@@ -48,9 +50,9 @@ class Holder(Giver, Protocol):
 
 @dataclass(frozen=True)
 class Moved:
-    """What this rank did; bytes of parameters.
+    """Statistics of one reallocation on this rank, in bytes of parameters.
 
-    `buffer_bytes`: the memory that it took for messages.
+    `buffer_bytes`: memory allocated for messages.
     """
 
     version: int
@@ -71,18 +73,18 @@ def move(
     eta: float = 1.0,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Moved:
-    """One `Reallocation`, carried out once."""
+    """Create a `Reallocation` and carry it out once."""
     return Reallocation(transfers, rank=rank, group=group, bucket_bytes=bucket_bytes).move(
         source, target, eta=eta
     )
 
 
 class Reallocation:
-    """A plan as one rank carries it out, as often as it is asked to: what it works out is kept.
+    """One rank's execution of a plan; can be repeated and caches its message schedule.
 
-    Every rank of `group`, which spans both layouts, has the same plan and the same buckets. Without
-    a group nothing leaves the process. Where ranks share a host's memory, two buckets of it stay
-    taken as long as this lives.
+    Every rank of `group`, which spans both layouts, has the same plan and the same bucket size.
+    Without a group nothing leaves the process. If ranks share a host's memory, two buckets of it
+    stay allocated for the lifetime of this object.
     """
 
     def __init__(
@@ -102,25 +104,26 @@ class Reallocation:
         self._taking = list(dict.fromkeys(each.name for each in transfers if each.target == rank))
         self._stays = [each for each in transfers if each.stays and each.source == rank]
         self._fingerprint = zlib.crc32(repr((bucket_bytes, self._transfers)).encode())
-        # by the dtypes in which parameters travel
+        # by the dtypes in which parameters are sent
         self._steps: dict[tuple[torch.dtype, ...], list[Step]] = {}
 
     @property
     def gives(self) -> Sequence[str]:
-        """The parameters that this rank gives some of."""
+        """Names of the parameters this rank sends, or copies to its own target engine."""
         return self._giving
 
     def move(self, source: Giver | None, target: Holder | None, *, eta: float = 1.0) -> Moved:
-        """target <- eta * source + (1 - eta) * target for what the plan lists, and the source's
-        version with it.
+        """Set target <- eta * source + (1 - eta) * target for the planned parameters.
 
-        Every rank of the group calls it; `source` and `target` are this rank's engines, None where
-        it has none. A piece travels in the source's dtype, or in the target's where that is smaller
-        and `eta` is 1: the target would round it in the same way.
+        The target gets the source's version.
 
-        Raises `RunError` where a rank is lost or late (the group's time-out), has another plan, has
-        weights of another version, or a message is not what was sent. Targets then may be part old,
-        part new, under their old version: they must not be used.
+        Every rank of the group calls it; `source` and `target` are this rank's engines, None if it
+        has none. A piece is sent in the source's dtype, or in the target's if that is smaller and
+        `eta` is 1: the target would round it in the same way.
+
+        Raises `RunError` if a rank is lost or late (the group's time-out), has another plan, has
+        weights of another version, or a message is corrupted. Targets can then hold a mix of old
+        and new values under their old version: they must not be used.
         """
         began = perf_counter()
         held = {name: (where, values) for name, where, values in _read(source, self._giving)}
@@ -156,9 +159,10 @@ class Reallocation:
     def _agree(
         self, source: Giver | None, gives: Dtypes, takes: Dtypes, eta: float
     ) -> tuple[int, Dtypes]:
-        """(the source's version, the dtype in which each parameter travels), from what the ranks
-        tell each other: their plan and eta, whether they are a source and of which version, then
-        the dtypes that they give and take.
+        """Return (the source's version, the dtype in which each parameter is sent).
+
+        The ranks first exchange their plan and eta, and if they are a source and of which version;
+        then the dtypes of their source and target parameters. Raises `RunError` if they disagree.
         """
         call = zlib.crc32(repr((self._fingerprint, eta)).encode())
         told = self._link.tell_everyone(
@@ -195,7 +199,7 @@ class Reallocation:
         }
 
     def _own(self, dtypes: Dtypes) -> list[Step]:
-        """This rank's part in each round; rounds in which it has none are left out."""
+        """Return this rank's sends and receives by round, without rounds in which it has none."""
         key = tuple(dtypes.values())
         if key not in self._steps:
             itemsize = {name: dtype.itemsize for name, dtype in dtypes.items()}
@@ -223,7 +227,10 @@ def _travelling(source: torch.dtype, target: torch.dtype, eta: float) -> torch.d
 
 
 def _one_dtype(names: Sequence[str], codes: Mapping[int, Sequence[int]], side: str) -> Dtypes:
-    """Each parameter's dtype on the ranks that have it. Raises `RunError` where they differ."""
+    """Return each parameter's dtype on the ranks that hold it.
+
+    Raises `RunError` if the ranks differ.
+    """
     found = {}
     for at, name in enumerate(names):
         theirs = {rank: DTYPES[code[at] - 1] for rank, code in codes.items() if code[at]}

@@ -1,6 +1,4 @@
-"""Parameters of an engine as they were at one moment, in host memory, to be moved later than the
-engine has others.
-"""
+"""Snapshot of an engine's parameters in host memory, to be moved after the engine has changed."""
 
 from __future__ import annotations
 
@@ -16,17 +14,18 @@ from weft.topology import Slice
 
 @dataclass
 class Kept:
-    """Implements `Giver`."""
+    """Snapshot of parameters in host memory. Implements `Giver`."""
 
     version: int
     parts: dict[str, tuple[Slice, Tensor]]
 
     @classmethod
     def of(cls, giver: Giver, names: Iterable[str], others: Iterable[Kept] = ()) -> Kept:
-        """One parameter is copied after the other, so the device needs no memory for it.
+        """Copy the parameters `names` of `giver` to host memory.
 
-        What `others` keep of the same giver at the same moment is not copied again; it is freed
-        with the last that keeps it.
+        They are copied one after the other, so the copy needs no extra device memory. Parameters in
+        `others`, snapshots of the same giver at the same moment, are shared instead of copied; the
+        memory is freed with the last snapshot that refers to it.
         """
         there = {name: part for other in others for name, part in other.parts.items()}
         wanted = list(names)
@@ -40,7 +39,7 @@ class Kept:
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A copy, in pinned memory of what a GPU has."""
+    """Return a copy in host memory, pinned if `values` are on a GPU."""
     return torch.empty(
         values.shape, dtype=values.dtype, pin_memory=values.device.type == "cuda"
     ).copy_(values)

@@ -1,6 +1,4 @@
-"""Messages between the ranks that take part in a reallocation, over one process group that spans
-both layouts.
-"""
+"""Messages between the ranks of a reallocation, over one process group of both layouts."""
 
 from __future__ import annotations
 
@@ -20,15 +18,16 @@ Mail = Sequence[tuple[int, Tensor]]  # (the other rank, what it sends or is sent
 
 @dataclass(frozen=True)
 class Pending:
-    """A message, or with NCCL all messages of one call, under way between `rank` and `others`."""
+    """A message in flight between `rank` and `others`; with NCCL, all messages of one call."""
 
     work: Work
     rank: int
     others: str
 
     def wait(self) -> None:
-        """Raises `RunError` naming the other rank where it is lost, or later than the group's
-        time-out.
+        """Wait for the message.
+
+        Raises `RunError` naming the other rank if it is lost, or later than the group's time-out.
         """
         try:
             self.work.wait()
@@ -37,9 +36,9 @@ class Pending:
 
 
 class Link:
-    """This rank's way to the others; ranks are those of the run, whatever their place in the group.
+    """This rank's connection to the other ranks, which are numbered as in the run, not the group.
 
-    Without a group there are no others.
+    Without a group there are no other ranks.
     """
 
     def __init__(self, rank: int, group: ProcessGroup | None) -> None:
@@ -50,14 +49,14 @@ class Link:
             self.device = torch.device("cuda", torch.cuda.current_device())
         else:
             self.device = torch.device("cpu")
-        self.out: Tensor | None = None  # this rank's shelf
-        self.shelves: dict[int, Tensor] = {}  # those of others that it sees
-        self.seen_by: frozenset[int] = frozenset()  # who sees this rank's
+        self.out: Tensor | None = None  # this rank's shared memory
+        self.shelves: dict[int, Tensor] = {}  # mapped memory of other ranks
+        self.seen_by: frozenset[int] = frozenset()  # ranks that mapped `out`
 
     def tell_everyone(self, facts: Sequence[int]) -> dict[int, list[int]]:
-        """Rank -> what it tells, this rank's own among them; all tell equally much.
+        """All-gather `facts`, which have the same length on every rank, as rank -> values.
 
-        It is the group's first contact, in which NCCL wants every rank.
+        The first communication of the group, for which NCCL needs every rank.
         """
         told = {self.rank: list(facts)}
         if self._group is None:
@@ -70,8 +69,9 @@ class Link:
         return told | {rank: values.tolist() for rank, values in theirs}
 
     def share(self, size: int) -> None:
-        """Lay out memory for the ranks of this host, once; nothing on GPUs, where NCCL has ways of
-        its own.
+        """Set up shared memory between the ranks of this host, once.
+
+        Does nothing on GPUs, where NCCL has its own transports.
         """
         if self._group is None or self.device.type != "cpu" or self.out is not None:
             return
@@ -90,8 +90,10 @@ class Link:
             self.out = shelf.memory
 
     def post(self, receives: Mail, sends: Mail, tag: int = 0) -> list[Pending]:
-        """Start these messages; both ways in one call, or NCCL would wait for the one before it
-        begins the other.
+        """Start these messages and return their handles.
+
+        Receives and sends go in one call, since NCCL would otherwise wait for one direction before
+        it starts the other.
         """
         pairs = [
             *((dist.irecv, *each) for each in receives),
@@ -108,7 +110,7 @@ class Link:
             )
         except RuntimeError as error:
             raise _lost(self.rank, ", ".join(others), error) from error
-        if len(works) != len(pairs):  # NCCL has one for all
+        if len(works) != len(pairs):  # NCCL returns one handle for all messages
             others = [", ".join(others)] * len(works)
         return [Pending(work, self.rank, what) for work, what in zip(works, others, strict=True)]
 

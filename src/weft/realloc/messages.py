@@ -1,9 +1,9 @@
 """One rank's messages of one reallocation: packed, sent, received, verified.
 
-While the messages of one round travel, those of the next are packed; a rank has two buckets each
-way and no more. A rank that sees the sender's shelf is only told where on it the message lies, and
-thanks for it when it has taken it. Every message ends with a seal: the version that the weights had
-when they were packed, the round, and a checksum.
+While the messages of one round are in flight, those of the next are packed; a rank uses at most two
+buckets in each direction. If the receiver has mapped the sender's shared memory, only the offset of
+the message is sent, and the receiver acknowledges once it has read it. Every message ends with a
+seal: the version of the weights when they were packed, the round, and a checksum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.realloc.plan import Transfer
 from weft.topology import Slice
 
 Values = tuple[str, Slice, Tensor]
-THANKS = 1  # the tag of what tells a sender that its shelf is free again
+THANKS = 1  # tag of the acknowledgement that frees the sender's shared memory
 
 
 class Versioned(Protocol):
@@ -31,7 +31,7 @@ class Versioned(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A rank's messages of one round."""
+    """One rank's messages of one round."""
 
     index: int
     sends: Sequence[Message]
@@ -64,11 +64,11 @@ class Source:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step under way.
+    """A step in flight.
 
-    What arrives lies in `mail` once all of `pending` is there, or where `notes` say: in which place
-    of its sender's shelf. `thanks` come from those who have taken what this rank has laid on its
-    own.
+    Once all of `pending` is done, the received messages are in `mail`, or in the sender's shared
+    memory at the offsets in `notes`. `thanks` are the acknowledgements of the ranks that read this
+    rank's shared memory.
     """
 
     step: Step
@@ -79,7 +79,11 @@ class _Flight:
 
 
 class Exchange:
-    """`dtypes`: in which each parameter travels; `version`: of the weights that are to arrive."""
+    """Exchange of all messages of one rank in one reallocation.
+
+    `dtypes`: the dtype in which each parameter is sent. `version`: the expected version of the
+    weights.
+    """
 
     def __init__(
         self,
@@ -103,9 +107,9 @@ class Exchange:
         return sum(buffer.nbytes for buffer in (*self._out, *self._in))
 
     def arrivals(self, stays: Iterable[Transfer]) -> Iterator[Values]:
-        """What this rank is to write: what it has itself, then what comes.
+        """Iterate over the pieces this rank has to write: local ones first, then received ones.
 
-        Values hold until the next ones are asked for.
+        Values are valid until the next ones are requested.
         """
         if self._steps:
             self._begin(0)
@@ -122,8 +126,10 @@ class Exchange:
         return [message for message in receives if message.source not in self._link.shelves]
 
     def _begin(self, at: int) -> None:
-        """Steps use buffers in turn, since the one before is still under way; those of the one
-        before that must be free.
+        """Pack and post the messages of one step.
+
+        Steps alternate between two buffers, since the previous step is still in flight; the step
+        before that must have been acknowledged.
         """
         step = self._steps[at]
         slot = at % 2
@@ -168,7 +174,7 @@ class Exchange:
         seal[2] = _checksum(message, buffer)
 
     def _verify(self, message: Message, buffer: Tensor, index: int) -> None:
-        """Raises `RunError` where the message is not what was to come."""
+        """Raise `RunError` if the message is damaged, or of another round or version."""
         version, told, sent = _seal(message, buffer).tolist()
         found = int(_checksum(message, buffer))
         if (sent, told, version) == (found, index, self._version):
@@ -189,7 +195,7 @@ class Exchange:
         )
 
     def _seen(self, part: Part, buffer: Tensor) -> Tensor:
-        """The part of a message as the rectangle that it is."""
+        """Return a view of one part of a message with the piece's dtype and shape."""
         flat = buffer[part.offset : part.offset + part.num_bytes].view(self._dtypes[part.name])
         return flat.view([each.stop - each.start for each in part.piece])
 
@@ -202,9 +208,7 @@ def _wait(pending: Iterable[Pending]) -> None:
 def _buffers(
     messages: Sequence[Sequence[Message]], device: torch.device, within: Tensor | None = None
 ) -> list[Tensor]:
-    """Two, each as large as the largest of the steps that use it in turn, in the memory `within`
-    where there is some.
-    """
+    """Return two buffers, each as large as its largest step; slices of `within` if given."""
     sizes = [sum(message.num_bytes for message in each) for each in messages]
     most = [max(sizes[slot::2], default=0) for slot in (0, 1)]
     if within is None:
@@ -213,7 +217,7 @@ def _buffers(
 
 
 def _in_places(messages: Sequence[Message], buffer: Tensor) -> list[tuple[Message, Tensor]]:
-    """Each message with its part of the buffer, one after the other."""
+    """Return each message with its part of the buffer, one after the other."""
     ends = [0]
     for message in messages:
         ends.append(ends[-1] + message.num_bytes)
@@ -225,7 +229,8 @@ def _seal(message: Message, buffer: Tensor) -> Tensor:
 
 
 def _checksum(message: Message, buffer: Tensor) -> Tensor:
-    """The sum of the pieces' words of 8 bytes, modulo 2 ** 64, and 1, so that empty memory is no
-    message.
+    """Return 1 plus the sum of the pieces' 8-byte words, modulo 2 ** 64.
+
+    The 1 makes zeroed memory an invalid message.
     """
     return buffer[: message.seal].view(torch.int64).sum() + 1

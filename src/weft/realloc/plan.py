@@ -1,8 +1,7 @@
-"""Which piece of which parameter goes from which rank to which, so that the holdings of one layout
-become those of another.
+"""Plan of a reallocation: which rank sends which piece of each parameter to which rank.
 
-Pure: rectangles in, transfers out. Of several ranks that hold an element the target rank itself
-gives it, else one on its node, else any; among equals the one that has sent least so far.
+Pure: rectangles in, transfers out. If several ranks hold an element, the source is the target rank
+itself, else a rank on the same machine, else any; ties go to the rank that sends least so far.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from weft.errors import ConfigError
 from weft.topology import Mesh, Slice, StagedSizes, holdings
 
 Holdings = Mapping[int, Mapping[str, Slice]]
-"""Rank -> canonical name -> the rectangle of the whole parameter that it holds; a name is absent
-where it holds none of it.
+"""Rank -> canonical name -> the rectangle of the whole parameter on that rank.
+
+Names of which the rank holds nothing are absent.
 """
 
 Box = tuple[tuple[int, int], ...]  # a rectangle as (start, stop) of each dim
@@ -29,10 +29,10 @@ Cells = list[
 
 
 class Transfer(NamedTuple):
-    """`piece`, in coordinates of the whole parameter, goes from rank `source` to rank `target`.
+    """Transfer of `piece`, in coordinates of the whole parameter, from one rank to another.
 
-    With `source == target` the rank has it already: nothing is sent, and it is copied where the two
-    engines are different ones.
+    With `source == target` the rank already has the piece: nothing is sent, and it is copied if the
+    two engines are different ones.
     """
 
     name: str
@@ -46,15 +46,17 @@ class Transfer(NamedTuple):
 
     @property
     def stays(self) -> bool:
-        """Whether it stays on its rank."""
+        """True if source and target are the same rank."""
         return self.source == self.target
 
 
 def holdings_of(
     shapes: Mapping[str, tuple[int, ...]], sizes: StagedSizes, mesh: Mesh, *, tied: bool = False
 ) -> dict[int, dict[str, Slice]]:
-    """What every rank of a mesh holds of the parameters with these canonical names and whole
-    shapes. Raises `ConfigError` where the layout does not fit the network.
+    """Return the rectangle of every parameter that each rank of a mesh holds.
+
+    `shapes`: canonical name -> shape of the whole parameter. Raises `ConfigError` if the layout
+    does not fit the network.
     """
     return {
         rank: holdings(shapes, sizes, mesh.layout, mesh.coordinates(rank), tied=tied)
@@ -63,16 +65,16 @@ def holdings_of(
 
 
 def plan(source: Holdings, target: Holdings, *, node_of: Callable[[int], int]) -> list[Transfer]:
-    """Transfers that bring every element of every target rectangle to its rank exactly once,
-    parameter by parameter.
+    """Return transfers that bring every element of each target rectangle to its rank exactly once.
 
-    `node_of` a rank: ranks of one node reach each other fastest. Raises `ConfigError` naming the
-    parameter where the source has nothing of an element.
+    Transfers are ordered by parameter. `node_of` returns the machine of a rank: ranks of one
+    machine have the fastest links. Raises `ConfigError` naming the parameter if the source lacks an
+    element.
     """
     held = _by_name(source)
     wanted = _by_name(target)
     sent: dict[int, int] = defaultdict(int)
-    known: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # blocks are alike: each cut is made once
+    known: dict[tuple[tuple[Box, ...], Box], Cells] = {}  # cache: most blocks are cut alike
     transfers: list[Transfer] = []
     for name, boxes in wanted.items():
         holders = held.get(name, {})
@@ -104,7 +106,7 @@ def _to(
     sent: dict[int, int],
     node_of: Callable[[int], int],
 ) -> list[Transfer]:
-    """The transfers of one parameter to one rank; counts what is sent."""
+    """Return the transfers of one parameter to one rank; add the elements sent to `sent`."""
     chosen: dict[int, list[Box]] = defaultdict(list)
     for cell, who in cells:
         if rank in who:
@@ -126,7 +128,7 @@ def _to(
 
 
 def _by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
-    """Name -> rectangle -> the ranks that hold it; empty rectangles are left out."""
+    """Return name -> rectangle -> the ranks that hold it, without empty rectangles."""
     found: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in held.items():
         for name, part in parts.items():
@@ -137,8 +139,9 @@ def _by_name(held: Holdings) -> dict[str, dict[Box, list[int]]]:
 
 
 def _cells(have: Sequence[Box], box: Box) -> Cells:
-    """`box` cut along the borders of the rectangles `have`; each cell with the numbers of those
-    that have it, maybe none.
+    """Split `box` along the edges of the rectangles `have`.
+
+    Each cell comes with the indices of the rectangles that cover it, possibly none.
     """
     met = [
         (number, common)
@@ -167,7 +170,7 @@ def _cells(have: Sequence[Box], box: Box) -> Cells:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two rectangles of one tensor have in common; None where that is nothing."""
+    """Return the intersection of two rectangles of one tensor, None if it is empty."""
     common = []
     for (low, high), (start, stop) in zip(a, b, strict=True):
         first = max(low, start)
@@ -179,8 +182,9 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def _merged(boxes: list[Box]) -> list[Box]:
-    """The same elements in fewer rectangles: neighbours along one dim are joined, the last dim
-    first.
+    """Cover the same elements with fewer rectangles.
+
+    Neighbours along one dim are joined, the last dim first.
     """
     for dim in reversed(range(len(boxes[0]))):
         boxes = sorted(boxes, key=lambda box: (box[:dim], box[dim + 1 :], box[dim]))

@@ -1,9 +1,8 @@
-"""Memory in which a rank lays messages for ranks of its host, which then take them from there: no
-copy through a socket.
+"""Shared memory through which ranks of one host exchange messages without a socket copy.
 
-It is a file without a name (`memfd_create`) that the others open through `/proc`: it leaves nothing
-behind, whoever dies. Ranks that cannot see each other's (another host, another user, no Linux) send
-instead.
+It is an anonymous file (`memfd_create`) that the others open through `/proc`: nothing is left
+behind if a process dies. Ranks that cannot open each other's memory (another host, another user, no
+Linux) send messages instead.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TOKEN = 8  # bytes at the end, by which others know that they see the right memory
+TOKEN = 8  # bytes at the end, which prove to readers that they mapped the right memory
 
 
 class Shelf:
-    """`size` bytes, which take memory as they are written to.
+    """Shared buffer of `size` bytes; physical memory is allocated on first write.
 
-    Others find it by `address` until `shown` is called; who has found it keeps it.
+    Other ranks map it by `address` until `shown` is called; existing mappings stay valid.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,17 +35,17 @@ class Shelf:
         self.memory = whole[:size]
 
     def shown(self) -> None:
-        """Everyone who is to see it has."""
+        """Close the descriptor; all readers have mapped the memory."""
         os.close(self._file)
 
 
 def laid_out(size: int) -> Shelf | None:
-    """None where the system has no such memory."""
+    """Return a new shared buffer, None if the system is not Linux."""
     return Shelf(size) if sys.platform == "linux" else None
 
 
 def look(address: Sequence[int]) -> Tensor | None:
-    """The memory of another rank's shelf; None where this one cannot see it."""
+    """Map the memory of another rank's buffer; None if this process cannot open it."""
     pid, file, size, token = address
     try:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)

@@ -1,6 +1,4 @@
-"""What a reallocation costs: bytes by rank, inside and between nodes, beside the least that any
-plan could send.
-"""
+"""Cost of a reallocation in bytes: by rank, within and between machines, and the lower bound."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from weft.topology import Slice
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes, by rank where a mapping.
+    """Bytes that a plan sends or leaves in place; mappings are by rank unless noted.
 
-    A piece that stays on its rank is `kept` where it is all that the rank holds of the parameter
-    before and after, and `copied` where it becomes part of another rectangle.
+    A piece that stays on its rank counts as `kept` if it is all that the rank holds of the
+    parameter before and after, and as `copied` if it becomes part of another rectangle.
     """
 
     sent: Counter[int] = field(default_factory=Counter)
@@ -26,8 +24,8 @@ class Traffic:
     kept: Counter[int] = field(default_factory=Counter)
     copied: Counter[int] = field(default_factory=Counter)
     names: Counter[str] = field(default_factory=Counter)  # sent, by parameter
-    inside: int = 0  # sent between ranks of one node
-    across: int = 0  # sent from node to node
+    inside: int = 0  # sent between ranks of one machine
+    across: int = 0  # sent between machines
 
     @property
     def moved(self) -> int:
@@ -46,8 +44,9 @@ def traffic(
     itemsize: Mapping[str, int],
     node_of: Callable[[int], int],
 ) -> Traffic:
-    """What a plan from `source` to `target` sends; `itemsize`: bytes of one element of each
-    parameter as it is sent.
+    """Count the bytes of a plan from `source` to `target`.
+
+    `itemsize`: bytes per element of each parameter as it is sent.
     """
     found = Traffic()
     ways: Counter[bool] = Counter()
@@ -67,7 +66,7 @@ def traffic(
 
 
 def least(source: Holdings, target: Holdings, *, itemsize: Mapping[str, int]) -> int:
-    """Bytes that the target's ranks are to hold and do not have: no plan sends less."""
+    """Return the bytes that target ranks need and lack: a lower bound for every plan."""
     total = 0
     for rank, parts in target.items():
         own = source.get(rank, {})
