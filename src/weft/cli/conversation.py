@@ -201,7 +201,7 @@ class Chat:
         self.view.note(self.settings())
 
     def _save(self, name: str) -> None:
-        """Append to a JSONL file: the conversation as one row, or in plain mode a row per exchange."""
+        """Append the conversation to a JSONL file as one row; in plain mode, a row per exchange."""
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:

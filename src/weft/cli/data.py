@@ -388,7 +388,7 @@ def _load(
 
 
 def _with(config: DataConfig, **options: Any) -> Tokenizer:
-    """Set tokenizer options in `config` that the command line leaves out, and load the tokenizer."""
+    """Set tokenizer options in `config` that the command line leaves out; load the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _tokenizer(config)
 
