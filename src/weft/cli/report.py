@@ -1,6 +1,6 @@
 """Build the page of a run, or a page that compares several runs.
 
-A comparison shows metrics, different options, and sampled texts side by side.
+A comparison shows which run was better, the options that differ, and what the models said.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class Set:
-    """A value and the place where it was set. `rank` is its position in the stack; later is higher."""
+    """A value and the place where it was set.
+
+    `rank` is its position in the stack; later assignments have a higher rank.
+    """
 
     value: Any
     place: str  # FILE:LINE, or the command line

@@ -102,7 +102,7 @@ class Mapped:
         self.refused.append((self.key, f"{self.key.removeprefix(TRL)}={shown(value)}: {why}"))
 
     def truth(self, value: Any) -> bool:
-        """Return the value of a switch; reject it unless true or false."""
+        """Return a Boolean value; reject any other value and return False."""
         if isinstance(value, bool):
             return value
         self.refuse(value, "must be true or false")

@@ -166,7 +166,7 @@ def _updates(done: Mapped) -> int:
 
 
 def _sizes(done: Mapped, value: Any) -> None:
-    """Map the number of rollouts per step and the batch of an update; both are per device in trlX."""
+    """Map the rollouts per step and the batch of an update; both are per device in trlX."""
     done.under(_latest(done, ROLLOUTS)).put(
         "dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks
     )
@@ -289,7 +289,10 @@ def _deviation(done: Mapped, value: Any) -> None:
 
 
 def _implied(done: Mapped, value: Any) -> None:
-    """Set what trlX always does: value head on the policy, no scaling, early stop or warm-up."""
+    """Set what trlX always does.
+
+    The value head is on the policy; no value scaling, early stop or warm-up.
+    """
     for name, each in (
         ("value_norm", False),
         ("early_stop_imp_ratio", None),
