@@ -1,1 +1,1 @@
-"""cli"""
+"""Command line of weft: one module per command, and what they share."""

@@ -1,4 +1,4 @@
-"""Options and messages that commands over models share: `weft sample`, `weft eval`."""
+"""Options and messages shared by the commands that use models: `weft sample`, `weft eval`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,18 @@ def add_template(parser: argparse.ArgumentParser) -> None:
 
 
 def policy(name: str, given: argparse.Namespace) -> Opened:
-    """The model that answers. A run stands for its newest checkpoint."""
+    """Open the model that answers. For a run, its newest checkpoint is used."""
     return _told(open_policy(_spec(name, given, Wanted("MODEL", POLICIES), given.chat_template)))
 
 
 def check_policies(names: Iterable[str]) -> None:
-    """Raise `UserError` for the first name that is no model that answers, before any of them is
-    loaded.
-    """
+    """Raise `UserError` for the first name that is not a policy, before any model is loaded."""
     for name in names:
         check_talks(str(find(name, Wanted("MODEL", POLICIES)).path))
 
 
 def scorer(name: str, given: argparse.Namespace, option: str = "--reward") -> Opened:
-    """The reward model, with its own tokenizer and template."""
+    """Open the reward model with its own tokenizer and chat template."""
     return _told(open_scorer(_spec(name, given, Wanted(option, SCORERS), None)))
 
 
@@ -83,13 +81,13 @@ def _told(opened: Opened) -> Opened:
 
 
 def say(text: str) -> None:
-    """A note, beside what goes to the standard output."""
+    """Print a note to standard error."""
     print(text, file=sys.stderr)
 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the standard error while something is counted, where that is a terminal."""
+    """Show a progress bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,5 +1,6 @@
-"""Other spellings of options, Hugging Face's and older ones: each is mapped once, with a note that
-says to what.
+"""Alternative spellings of options, from Hugging Face and older programs.
+
+Each spelling is mapped to weft's option, with a note that names the option.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ OF_A_MODEL = {"parallel.use_sequence_parallel": "sequence_parallel"}  # after MO
 # `reward.args` is part of the option `reward`, so `args` is not among what tells that a call is
 # meant.
 CALL_OPTIONS = tuple(spec.name for spec in fields(MFCOptions) if spec.name != "args")
-SHOWN = 2  # spellings of one option, in help
-MADE_OF = {  # those that depend on their value, with the option that they most often mean
+SHOWN = 2  # number of spellings per option in help
+MADE_OF = {  # spellings whose option depends on their value -> the most common option
     "per_device_train_batch_size": "dataset.train_bs_n_seqs",
     "bf16": "{model}.dtype",
     "use_cpu": "device",
@@ -92,26 +93,26 @@ MADE_OF = {  # those that depend on their value, with the option that they most 
 }
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
 LAYOUT = re.compile(r"([a-z]\d+)+")
-EVERY = 500  # steps, what Hugging Face's strategy "steps" means where nothing else is said
-LORA_RANK = 16  # what TRL's use_peft means where nothing else is said
+EVERY = 500  # default number of steps of Hugging Face's strategy "steps"
+LORA_RANK = 16  # default LoRA rank of TRL's use_peft
 
 
 @dataclass
 class Translation:
-    """The overrides in weft's own names, and one note for each spelling that was another."""
+    """Overrides in weft's own names, with one note per alternative spelling."""
 
     config: RunConfig
     known: frozenset[str]
     overrides: list[Override] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     spelled: dict[str, str] = field(default_factory=dict)  # option -> how the user wrote it
-    # spelling -> how late it was set; all the same when absent
+    # spelling -> position at which it was set; if absent, all positions are equal
     ranks: Mapping[str, int] = field(default_factory=dict)
 
     def put(self, target: str, override: Override, value: Any) -> None:
-        """One assignment; a spelling set later goes over an earlier one.
+        """Add one assignment; a spelling set later replaces an earlier one.
 
-        Raises `ConfigError` for two set at once.
+        Raises `ConfigError` if two are set at the same position.
         """
         before = self.spelled.setdefault(target, override.name)
         if before != override.name:
@@ -128,7 +129,7 @@ class Translation:
         self.overrides.append(replace(override, name=target, value=value))
 
     def put_all(self, targets: Sequence[str], override: Override, value: Any) -> None:
-        """The same value for each target, and a note."""
+        """Assign the same value to each target, and add a note."""
         for target in targets:
             self.put(target, override, value)
         shown = [target if value is override.value else f"{target}={value}" for target in targets]
@@ -140,9 +141,9 @@ class Translation:
 
 
 def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Override], list[str]]:
-    """(overrides in weft's own names, notes).
+    """Return (overrides in weft's own names, notes).
 
-    Names that are neither option nor alias are left for `options.read`.
+    Names that are neither an option nor an alias are left for `options.read`.
     """
     done = translation(overrides, config)
     return done.overrides, done.notes
@@ -151,9 +152,9 @@ def translate(overrides: Iterable[Override], config: RunConfig) -> tuple[list[Ov
 def translation(
     overrides: Iterable[Override], config: RunConfig, ranks: Mapping[str, int] | None = None
 ) -> Translation:
-    """As `translate`, with how each option was spelled.
+    """Translate as `translate` does, and record how each option was spelled.
 
-    `ranks` says how late each spelling was set.
+    `ranks` maps each spelling to the position at which it was set.
     """
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)), ranks=ranks or {})
     spread, done.notes = real.rename(
@@ -180,8 +181,9 @@ def spellings(config: RunConfig) -> list[str]:
 
 
 def spellings_of(config: RunConfig) -> dict[str, list[str]]:
-    """Option -> the spellings of other programs that stand for it; those that only leave out the
-    group are not told.
+    """Return option -> its spellings in other programs.
+
+    Spellings that only leave out the option's group are not included.
     """
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
     found: dict[str, list[str]] = {}
@@ -201,7 +203,7 @@ def spellings_of(config: RunConfig) -> dict[str, list[str]]:
 
 
 def is_spelling(name: str, config: RunConfig) -> bool:
-    """Whether weft reads the name: an option, a group of options, or another spelling of one."""
+    """Return whether weft accepts the name: an option, a group, or an alternative spelling."""
     done = Translation(config, frozenset(leaf.name for leaf in leaves(config)))
     if name in SPECIAL or any(
         known == name or known.startswith(f"{name}.") for known in done.known
@@ -212,7 +214,7 @@ def is_spelling(name: str, config: RunConfig) -> bool:
 
 
 def _check_node(name: str, config: RunConfig) -> None:
-    """Refuse options of a call for a node that makes none."""
+    """Raise `ConfigError` for call options of a node that is a host function."""
     node, _, last = name.partition(".")
     if node in config.host_nodes and (last in CALL_OPTIONS or last == "hooks"):
         raise ConfigError(
@@ -223,14 +225,14 @@ def _check_node(name: str, config: RunConfig) -> None:
 
 
 def _parts(override: Override, known: frozenset[str]) -> Iterable[Override]:
-    """`group={a: 1, b: 2}` is `group.a=1 group.b=2`."""
+    """Split `group={a: 1, b: 2}` into `group.a=1 group.b=2`."""
     if isinstance(override.value, Mapping) and override.value and override.name not in known:
         return flatten(override.value, f"{override.name}.")
     return [override]
 
 
 def _renamed(name: str, done: Translation) -> list[str]:
-    """The options that another spelling stands for; empty where `name` is none."""
+    """Return the options that the spelling `name` stands for; empty if it is not a spelling."""
     config = done.config
     if name in done.known:
         return []
@@ -255,7 +257,7 @@ def _renamed(name: str, done: Translation) -> list[str]:
 
 
 def _of_the_trained_role(config: RunConfig, name: str) -> str:
-    """Top-level `optimizer.*` is the optimizer of the one trained role."""
+    """Map top-level `optimizer.*` to the optimizer of the only trained role."""
     if len(config.trained_roles) == 1:
         return f"{config.trained_roles[0]}.{name}"
     if not config.trained_roles:
@@ -294,8 +296,9 @@ def _batch(done: Translation, override: Override, given: dict[str, Any]) -> None
 
 
 def data_ranks(done: Translation, given: dict[str, Any]) -> Any:
-    """The data-parallel ranks of the call that trains the first trained role, by any of the options
-    that say so.
+    """Return the number of data-parallel ranks of the call that trains the first trained role.
+
+    Any of the options that set it counts.
     """
     role = done.trained[0]
     call = next(

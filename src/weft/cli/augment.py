@@ -1,5 +1,6 @@
-"""`weft data augment`: rankings for a reward model in which bad replies stand last, those of a weak
-model or made worse on purpose.
+"""`weft data augment`: add bad replies as the last rank of reward-model rankings.
+
+The bad replies come from a weak model or are deliberate corruptions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data augment ...`. Raises `UserError` for files and options that cannot be used."""
+    """Run `weft data augment ...`. Raises `UserError` for unusable files and options."""
     given = _parser().parse_args(list(argv))
     check_paths(given)
     from weft.evaluation import augment
@@ -158,7 +159,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 
 
 def _paths(given: argparse.Namespace) -> list[str]:
-    """The files to read: those named, and those of datasets by name."""
+    """Return the files to read: named files, and the files of named datasets."""
     if not given.datasets:
         if not given.paths:
             raise ConfigError("there are no rows: give a PATH or --datasets NAME")
@@ -193,7 +194,7 @@ def _weak(given: argparse.Namespace) -> Weak | None:
 
 
 def _said(given: argparse.Namespace, count: int) -> dict[str, Any]:
-    """What decides the rows that are written."""
+    """Return the settings that determine the written rows."""
     left_out = ("out", "yes", "device", "backend")
     plain = {name: str(value) for name, value in vars(given).items() if name not in left_out}
     return {**plain, "rows": count}

@@ -1,6 +1,6 @@
-"""What may come next on a command line: the words that the shells' completion offers.
+"""Candidate words for the shells' completion of a command line.
 
-Loads no torch, runs in half a second.
+Loads no torch and runs in half a second.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.errors import UserError
 from weft.observe.run_list import find_runs
 from weft.options import Leaf, leaves
 
-Word = tuple[str, str]  # what is offered, and what it is
+Word = tuple[str, str]  # (candidate, its description)
 
 RUNS = "runs"
 EXPERIMENT = ("-e", "--experiment")
@@ -64,14 +64,14 @@ PATHS = (
     "imports",
     "container",
 )
-MODELS = ("path", "resume_from")  # that may be a run
+MODELS = ("path", "resume_from")  # options of PATHS that also accept a run
 NUMBERS = ("int", "float")
 
 
 def candidates(words: Sequence[str], current: str) -> list[Word]:
-    """What `current` may become after `words`, the name of the command first.
+    """Return completions of `current` after `words`, which begin with the command's name.
 
-    Nothing where nobody knows.
+    Returns an empty list if nothing is known to fit.
     """
     try:
         return [
@@ -123,7 +123,7 @@ def _quickstart(words: list[str], current: str) -> Iterator[Word]:
 
 
 def _quickstart_names(words: Sequence[str]) -> list[str]:
-    """Shipped ones, and those whose names stand in user code, which is read and not run."""
+    """Return the shipped quickstarts and those of user code, which is parsed but not run."""
     named = [
         name
         for file in _user_files(words)
@@ -141,7 +141,7 @@ def _user_files(words: Sequence[str]) -> list[Path]:
 
 
 def _config(name: str, words: Sequence[str]) -> Any:
-    """The configuration of a quickstart; user code that loads a framework is left alone."""
+    """Return a quickstart's configuration; user code that loads a framework is not imported."""
     if name not in registry.quickstarts.names():
         for file in _user_files(words):
             text = file.read_text(errors="replace")
@@ -152,7 +152,7 @@ def _config(name: str, words: Sequence[str]) -> Any:
 
 
 def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Names of options, a part at a time: `actor.` first, then what is below it."""
+    """Iterate over option names one level at a time: `actor.` first, then its options."""
     given = {word.partition("=")[0] for word in words}
     open_ones = [
         leaf
@@ -163,8 +163,9 @@ def _options(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
 
 
 def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
-    """The options that begin with `current`, as far as their next dot; a group that stands alone is
-    opened.
+    """Iterate over the options that begin with `current`, up to their next dot.
+
+    A group that is the only match is expanded.
     """
     start = current.rfind(".") + 1
     found: dict[str, str] = {}
@@ -182,7 +183,7 @@ def next_parts(options: Sequence[Leaf], current: str) -> Iterator[Word]:
 
 
 def _values(name: str, words: Sequence[str], current: str) -> Iterator[Word]:
-    """Values of the option that stands before the `=`."""
+    """Iterate over the values of the option before the `=`."""
     option, _, begun = current.partition("=")
     leaf = next((leaf for leaf in leaves(_config(name, words)) if leaf.name == option), None)
     if leaf is None:
@@ -228,7 +229,7 @@ def _sections(words: Sequence[str]) -> Iterator[Word]:
 
 
 def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
-    """Subcommands and flags as the command's own help lists them; then runs, or files."""
+    """Iterate over the subcommands and flags in the command's help, then over runs or files."""
     if name not in COMMANDS:
         return
     before = words[-1] if words else ""
@@ -250,7 +251,7 @@ def _command(name: str, words: list[str], current: str) -> Iterator[Word]:
 
 
 def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
-    """Experiments after `-e`; after `-f` trials, of the experiment that is named."""
+    """Iterate over experiments for `-e`, and over trials of the named experiment for `-f`."""
     named = [word for before, word in pairwise(words) if before in EXPERIMENT]
     for run in find_runs(Path(RUNS)):
         if flag in EXPERIMENT:
@@ -260,7 +261,7 @@ def _names_of_runs(words: Sequence[str], flag: str) -> Iterator[Word]:
 
 
 def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
-    """(subcommands, flags) of a command, from its help."""
+    """Return (subcommands, flags) of a command, parsed from its help."""
     text = io.StringIO()
     with (
         contextlib.redirect_stdout(text),
@@ -274,7 +275,7 @@ def own_words(name: str, *subcommand: str) -> tuple[list[str], list[str]]:
 
 
 def _subcommands(text: str) -> list[str]:
-    """The names under the heading `positional arguments`, where they are subcommands."""
+    """Return the subcommand names listed under `positional arguments`."""
     if "positional arguments:" not in text or " ..." not in text.split("\n\n")[0]:
         return []
     part = text.split("positional arguments:")[1].split("\noptions:")[0]
@@ -289,8 +290,9 @@ def _flags(names: Iterable[str]) -> Iterator[Word]:
 
 
 def runs_and_paths(begun: str) -> Iterator[Word]:
-    """The runs in ./runs by their paths, and what else is on the disk; no folder on the way to a
-    run that is offered.
+    """Iterate over the runs in ./runs by their paths, then over other files and folders.
+
+    Folders on the path of an offered run are left out.
     """
     runs = [str(run) for run in find_runs(Path(RUNS)) if str(run).startswith(begun)]
     yield from ((run, "a run") for run in runs)
@@ -300,7 +302,7 @@ def runs_and_paths(begun: str) -> Iterator[Word]:
 
 
 def paths(begun: str) -> Iterator[Word]:
-    """Files and folders that begin so; folders end with a slash."""
+    """Iterate over files and folders whose paths begin with `begun`; folders end with a slash."""
     folder, _, last = begun.rpartition("/")
     place = Path(f"{folder}/" if folder or begun.startswith("/") else ".").expanduser()
     if not place.is_dir():

@@ -1,5 +1,6 @@
-"""`weft chat MODEL`: a conversation in the terminal with a model, or with the newest checkpoint of
-a run; `weft chat A B`: with two models at once.
+"""`weft chat MODEL`: talk in the terminal with a model or the newest checkpoint of a run.
+
+`weft chat A B` talks with two models at once.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse, load, converse.
+    """Parse the command line, load the models, and hold the conversation.
 
-    Raises `UserError` (exit code 2) for a model or an option that cannot be used.
+    Raises `UserError` (exit code 2) for an unusable model or option.
     """
     given = parser().parse_args(list(argv))
     named = given.models or [each for each in (given.model_path,) if each is not None]
@@ -161,9 +162,9 @@ def _generation_spec(given: argparse.Namespace) -> GenerationSpec:
 
 
 def _load(model: ModelSpec, spec: GenerationSpec, view: View, *, plain: bool, label: str) -> Chat:
-    """The model with its tokenizer, and the lines at the top.
+    """Load the model and its tokenizer, and print the header lines.
 
-    Raises `UserError` for what cannot be talked to.
+    Raises `UserError` for a model that cannot chat.
     """
     opened = open_policy(model)
     tokenizer = opened.tokenizer

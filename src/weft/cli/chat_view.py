@@ -1,5 +1,6 @@
-"""How a conversation looks: a gutter of who speaks and wrapped text in a terminal, bare answers
-where output is piped.
+"""Display of a conversation: speaker labels and wrapped text in a terminal.
+
+If the output is piped, only the answers are printed.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-GUTTER = 7  # columns of "you" and "model"
-WIDEST = 100  # columns of text; longer lines are hard to read
+GUTTER = 7  # columns of the speaker's label
+WIDEST = 100  # maximum columns of text; longer lines are hard to read
 
 
 def harmless(character: str) -> bool:
-    """Whether a character is shown as it is; control characters would move the cursor."""
+    """Return whether a character is printed as it is; control characters could move the cursor."""
     return ord(character) >= 160 or 32 <= ord(character) < 127
 
 
 class Wrap:
-    """Breaks a stream of text at words: what `feed` returns can be printed at once, a word comes
-    when it is complete.
+    """Wraps a stream of text at word boundaries.
+
+    `feed` returns text that can be printed at once; a word is returned when it is complete.
     """
 
     def __init__(self, width: int, indent: int) -> None:
@@ -52,7 +54,7 @@ class Wrap:
         return out
 
     def flush(self) -> str:
-        """What is held back."""
+        """Return the text that is held back."""
         out = self._put()
         self._gap = ""
         return out
@@ -74,9 +76,9 @@ class Wrap:
 
 
 class Answer:
-    """One answer as it comes: `with view.answer() as answer: answer.write(...)`.
+    """One streamed answer: `with view.answer() as answer: answer.write(...)`.
 
-    `label` is who speaks; without one a pipe gets the answer alone.
+    `label` names the speaker; without one a pipe gets only the answer.
     """
 
     def __init__(self, console: Console, *, interactive: bool, label: str = "") -> None:
@@ -93,8 +95,9 @@ class Answer:
         return self
 
     def write(self, text: str, style: str = "") -> str:
-        """Show text and return it; `style` is rich's ("dim" for what was there before, which a pipe
-        does not get again).
+        """Show text and return it.
+
+        `style` is a style of rich; "dim" marks text shown before, which is not repeated in a pipe.
         """
         if self._interactive:
             self._out(self._wrap.feed(text) + (self._wrap.flush() if style else ""), style)
@@ -120,7 +123,7 @@ class Answer:
 class View:
     """Reads the user's lines and shows answers.
 
-    Where input or output is no terminal, only answers go to standard output and notes go to
+    Unless input and output are terminals, only answers go to standard output, and notes go to
     standard error.
     """
 
@@ -137,7 +140,7 @@ class View:
                 importlib.import_module("readline")
 
     def ask(self) -> str | None:
-        """The user's next line; None at the end of the input (Ctrl-D).
+        """Return the user's next line; None at the end of the input (Ctrl-D).
 
         Ctrl-C only clears the line.
         """
@@ -158,14 +161,14 @@ class View:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal."""
+        """Number of columns available for text."""
         return self._console.width
 
     def show(self, what: RenderableType) -> None:
         self._console.print(what)
 
     def live(self, what: RenderableType) -> Live:
-        """What is shown while it grows, and is gone at the end."""
+        """Return a live display that is removed when it ends."""
         return Live(what, console=self._console, transient=True, refresh_per_second=8)
 
     def title(self, text: str) -> None:
@@ -178,7 +181,7 @@ class View:
         self._notes.print(text, style="red", markup=False, soft_wrap=True)
 
     def _prompt(self) -> str:
-        """The gutter of the user's line; readline must be told which characters take no room."""
+        """Return the label of the user's line, with zero-width characters marked for readline."""
         label = f"{'you':{GUTTER}}"
         if self._console.color_system:
             return f"\n\x01\x1b[1;36m\x02{label}\x01\x1b[0m\x02"

@@ -1,4 +1,4 @@
-"""Print the script by which a shell completes weft's commands, options, values, runs and files."""
+"""Print the script with which a shell completes commands, options, values, runs and files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.cli.parsing import Parser, helped
 
 SCRIPTS = Path(__file__).with_name("shells")
 SHELLS = ("bash", "zsh", "fish")
-WORDS = "words"  # what the scripts call: words of a command line, the last one unfinished
+WORDS = "words"  # subcommand called by the scripts with the words of a command line, the last one partial
 EPILOG = """examples:
   source <(weft completion bash)                                     in ~/.bashrc
   source <(weft completion zsh)                                      in ~/.zshrc, after compinit
@@ -17,7 +17,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0."""
+    """Print the script of a shell, or candidates for a command line. Returns exit code 0."""
     if argv and argv[0] == WORDS:
         return _offer(list(argv[1:]))
     parser = Parser(prog="weft completion", description=__doc__, epilog=EPILOG)
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _offer(words: list[str]) -> int:
-    """A line for each word that may stand at the end: the word, a tab, what it is."""
+    """Print one line per candidate for the last word: the candidate, a tab, its description."""
     from weft.cli.candidates import candidates
 
     words = words[1:] if words[:1] == ["--"] else words

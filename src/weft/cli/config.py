@@ -1,6 +1,4 @@
-"""`weft config`: the named sections that `--configs` applies: list them, show what they come to,
-copy one, check a file.
-"""
+"""`weft config`: list, show, copy and check the named sections that `--configs` applies."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ from weft.redaction import redacted
 from weft.writing import write
 
 QUICKSTARTS = ("sft", "rw", "ppo", "dpo", "grpo", "online_dpo", "distill", "gen")
-SHOWN = 6  # keys of a section that the list names
+SHOWN = 6  # number of keys listed per section
 EPILOG = """examples:
   weft config ls grpo
   weft config show defaults oasst_export_eu pythia-1b learning_rate=2e-6
@@ -49,7 +47,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `UserError` for input that cannot be used."""
+    """Run `weft config ...` and return exit code 0. Raises `UserError` for unusable input."""
     parser = _parser()
     given = parser.parse_args(list(argv))
     if given.command is None:
@@ -127,9 +125,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def ls(given: argparse.Namespace) -> Iterator[str]:
-    """Recipes with what they are for, a line for each other section, then what is wrong with files
-    that cannot be read.
-    """
+    """Yield lines on recipes and their purpose, other sections, and files that cannot be read."""
     broken: list[str] = []
     library = Library.find(given.folders, broken)
     sections = []
@@ -155,7 +151,7 @@ def ls(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _listed(sections: Sequence[Section]) -> Iterator[str]:
-    """A line for each section: its name, its place and its first keys."""
+    """Yield a line per section: its name, its file and its first keys."""
     width = max((len(section.name) for section in sections), default=0)
     place = max((len(section.place()) for section in sections), default=0)
     for section in sections:
@@ -165,8 +161,9 @@ def _listed(sections: Sequence[Section]) -> Iterator[str]:
 
 
 def _recipe(section: Section) -> str | None:
-    """Return a recipe's purpose and the GPU that it fits, from the head of its file; None for other
-    sections.
+    """Return a recipe's purpose and the GPU it fits, from the head of its file.
+
+    Returns None for other sections.
     """
     if not section.shipped or not section.file.startswith(f"{SHIPPED}:{READY}/"):
         return None
@@ -180,7 +177,7 @@ def _recipe(section: Section) -> str | None:
 
 
 def show(given: argparse.Namespace) -> Iterator[str]:
-    """The merged options of sections, each with its origin."""
+    """Yield the merged options of sections, each with its origin."""
     names = [name for word in given.words if "=" not in word for name in word.split(",") if name]
     assigned = overrides.parse([word for word in given.words if "=" in word])
     library = Library.find(given.folders)
@@ -192,7 +189,7 @@ def show(given: argparse.Namespace) -> Iterator[str]:
 
 
 def cp(given: argparse.Namespace) -> Iterator[str]:
-    """Write one section into a file, as it stands in its own."""
+    """Write one section to a file, as it is in its own file."""
     section = Library.find(given.folders).get(given.name)
     if given.file.exists():
         raise ConfigError(f"weft config cp: {given.file} is there already; name another file")
@@ -203,8 +200,9 @@ def cp(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _text(section: Section) -> str:
-    """The section as it is written, with its comments; as plain YAML where it leans on other parts
-    of its file.
+    """Return the section's source text with its comments.
+
+    A section that refers to other parts of its file is returned as plain YAML.
     """
     import yaml
 
@@ -230,13 +228,13 @@ def _text(section: Section) -> str:
 
 
 def _tops(rows: Sequence[str]) -> set[str]:
-    """The keys at the top of a file."""
+    """Return the top-level keys of a file."""
     found = (re.match(r"""(["']?)([^\s#"'][^:"']*)\1\s*:""", row) for row in rows)
     return {match[2].strip() for match in found if match}
 
 
 def validate(given: argparse.Namespace) -> Iterator[str]:
-    """Check every section of files, and the names as a stack.
+    """Check every section of the given files, and the given names as a stack.
 
     Raises `ConfigError` with every problem.
     """
@@ -273,7 +271,7 @@ def validate(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _of_file(file: Path, given: argparse.Namespace, problems: list[str]) -> Iterator[str]:
-    """Check the sections of a file; what is wrong goes to `problems`."""
+    """Check the sections of a file and append problems to `problems`."""
     try:
         contents = read_file(file)
     except ConfigError as error:
@@ -296,9 +294,7 @@ def _problem(
     quickstart: str | None,
     given: Sequence[overrides.Override] = (),
 ) -> tuple[str, str]:
-    """(the quickstart that a stack fits, "") or (the one it is most likely meant for, what is
-    wrong).
-    """
+    """Return (quickstart that the stack fits, "") or (most likely quickstart, the problem)."""
     first = quickstart or meant_for([library.get(name) for name in names])
     wrong = ""
     for name in (first,) if quickstart else dict.fromkeys((first, *QUICKSTARTS)):
@@ -316,7 +312,7 @@ def _problem(
 def _checked(
     names: Sequence[str], library: Library, quickstart: str, given: Iterable[overrides.Override]
 ) -> Stack:
-    """The stack, whose options have been read and checked. Raises `ConfigError`."""
+    """Return the stack after reading and checking its options. Raises `ConfigError`."""
     from weft.cli.quickstart import configure
 
     base = registry.quickstarts.get(quickstart)()
@@ -337,9 +333,9 @@ def _checked(
 
 
 def _check_named(config: RunConfig) -> None:
-    """Look for the files, functions and interfaces that the options name.
+    """Check that the files, functions and interfaces named by the options exist.
 
-    Raises `UserError` for one that is not there.
+    Raises `UserError` for a missing one.
     """
     registry.import_user_code(config.imports)
     for spec in fields(config):
@@ -371,7 +367,7 @@ def _check_named(config: RunConfig) -> None:
 
 
 def _check_call(name: str, call: MFCOptions) -> None:
-    """The interface and the hooks of a call are registered, or can be imported."""
+    """Check that the interface and hooks of a call are registered or can be imported."""
     if call.interface is not None and call.interface not in registry.interfaces:
         raise set_for(
             f"{name}.interface",
@@ -387,7 +383,7 @@ def _check_call(name: str, call: MFCOptions) -> None:
 
 
 def _check_sources(config: RunConfig, stack: Stack) -> None:
-    """The names of data sets. Raises `ConfigError` with the place of the list."""
+    """Check the names of datasets. Raises `ConfigError` with the location of the list."""
     dataset = next(
         (getattr(config, spec.name) for spec in fields(config) if spec.name == "dataset"), None
     )

@@ -1,4 +1,4 @@
-"""One conversation: what was said, what a line of the user asks for, and the answer as it streams."""
+"""One conversation: its messages, the user's commands, and streaming answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from weft.data.tokenizer import Tokenizer
     from weft.engine.base import Engine
 
-WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # as other chats have them
-LABELS = ("A", "B")  # of two models that answer side by side
+WORDS = ("quit", "exit", "!quit", "!exit", "!reset")  # commands known from other chat programs
+LABELS = ("A", "B")  # labels of two models that answer side by side
 SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "greedy")
 HELP = """/help            this list
 /retry           another answer to the last message
@@ -35,7 +35,7 @@ Ctrl-C           stop the answer"""
 
 
 class Shown(Protocol):
-    """An answer as it comes; `style` is rich's."""
+    """Protocol of a streamed answer; `style` is a style of rich."""
 
     def __enter__(self) -> Shown: ...
     def write(self, text: str, style: str = "") -> str: ...
@@ -48,7 +48,7 @@ class Shown(Protocol):
 
 
 class Shows(Protocol):
-    """Where a conversation is held."""
+    """Protocol of the view in which a conversation is shown."""
 
     interactive: bool
 
@@ -62,11 +62,11 @@ class Shows(Protocol):
 class Chat:
     """One conversation.
 
-    `prompt` and `said` are the token ids of the last request and of what came; `ended` says whether
-    the model was done.
+    `prompt` and `said` are the token ids of the last request and of its answer; `ended` tells
+    whether the model finished its answer.
 
-    `context` is the most tokens that the model takes: older messages are left out where a
-    conversation has more. Without `history` every message is answered by itself.
+    `context` is the model's maximum number of tokens; the oldest messages of a longer conversation
+    are left out. Without `history` each message is answered independently.
     """
 
     engine: Engine
@@ -82,12 +82,12 @@ class Chat:
     said: list[int] = field(default_factory=list)
     ended: bool = True
     draws: int = 0  # requests so far; seeds the draws, so that a retry differs
-    name: str = ""  # of the model, where a file holds the answers of several
+    name: str = ""  # model name, for files with the answers of several models
 
     def converse(self) -> None:
-        """Read lines until the input ends.
+        """Read and handle lines until the input ends.
 
-        In a pipe an error ends the conversation, for there is nobody to mend it.
+        In a pipe an error ends the conversation, because no user can correct it.
         """
         while (line := self.view.ask()) is not None:
             try:
@@ -99,7 +99,7 @@ class Chat:
                 self.view.error(str(error))
 
     def take(self, line: str) -> bool:
-        """Do what one line asks for; False to leave."""
+        """Handle one line; return False to leave the conversation."""
         if not line.strip():
             if self.view.interactive:
                 self.go_on()
@@ -123,7 +123,7 @@ class Chat:
             raise
 
     def go_on(self) -> None:
-        """Continue an answer that was cut or stopped."""
+        """Continue an answer that was cut off or stopped."""
         if self.ended:
             if self.messages:
                 self.view.note("the answer had ended; /retry asks for another one")
@@ -140,7 +140,7 @@ class Chat:
         self._answer()
 
     def settings(self) -> str:
-        """How answers are sampled, in words."""
+        """Return a description of the sampling settings."""
         spec = self.spec
         words = ["greedy" if spec.greedy else f"temperature {spec.temperature:g}"]
         if not spec.greedy:
@@ -201,9 +201,7 @@ class Chat:
         self.view.note(self.settings())
 
     def _save(self, name: str) -> None:
-        """Append to a JSONL file: the conversation as one row, or in plain mode each exchange as
-        one.
-        """
+        """Append the conversation to a JSONL file as one row; in plain mode, a row per exchange."""
         if not name:
             raise ConfigError("/save needs the name of a file, such as /save talk.jsonl")
         if not self.messages:
@@ -223,8 +221,10 @@ class Chat:
         return [*first, *self.messages[start:]]
 
     def _within_context(self) -> list[int]:
-        """The conversation's token ids, without the oldest turns where they leave the answer less
-        than a quarter of the context (or less than it may have).
+        """Return the token ids of the conversation, truncated to fit the context.
+
+        The oldest turns are left out if they leave less than a quarter of the context for the
+        answer (or less than its maximum length).
         """
         start = first = 0 if self.history else len(self.messages) - 1
         prompt = self.tokenizer.encode_chat(self._conversation(start), add_generation_prompt=True)
@@ -257,9 +257,9 @@ class Chat:
         self._stream(prompt, [])
 
     def _stream(self, prompt: list[int], said: list[int]) -> None:
-        """Show the answer to `prompt` that begins with `said` as it comes, and keep it.
+        """Show and store the answer to `prompt`, which begins with `said`, as it is sampled.
 
-        Ctrl-C keeps what came.
+        Ctrl-C keeps the tokens sampled so far.
         """
         from weft.data.tokenizer import StreamDecoder
         from weft.engine.base import Request
@@ -303,7 +303,7 @@ class Chat:
         self._tell(finish, len(new), time.perf_counter() - started)
 
     def _tell(self, finish: str | None, count: int, seconds: float) -> None:
-        """How the answer ended, in a terminal."""
+        """Show in a terminal how the answer ended."""
         if not self.view.interactive:
             return
         ends = {
@@ -316,7 +316,7 @@ class Chat:
 
 
 def _limits(spec: GenerationSpec) -> dict[str, float]:
-    """The limits in force on what is sampled from."""
+    """Return the sampling limits that are in force, such as top_p."""
     off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     return {
         name: getattr(spec, name) for name, value in off.items() if getattr(spec, name) != value

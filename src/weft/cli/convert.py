@@ -1,6 +1,4 @@
-"""Checkpoints of other programs become Hugging Face directories, adapters are merged, files cut by
-stages.
-"""
+"""Convert checkpoints of other programs, merge adapters, and split files by pipeline stage."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from weft.errors import CheckpointError, ConfigError
 from weft.observe.short_names import POLICIES
 from weft.reading import make_folder
 
-STORES = ".triton_models/model_store_"  # and the mode: Open-Assistant's place for model stores
+STORES = ".triton_models/model_store_"  # Open-Assistant's path of model stores, before the mode
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 NORMAL = 1
-NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # kinds of pieces
+NAMED = {0: spm.UNKNOWN, 1: spm.CONTROL, 2: spm.CONTROL}  # id -> kind of piece
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft convert ...`; returns the exit code.
+    """Run `weft convert ...` and return the exit code.
 
     Raises `UserError` for input that cannot be converted.
     """
@@ -138,8 +136,9 @@ def _llama2c(arguments: argparse.Namespace) -> None:
 
 
 def _read_vocabulary(path: Path, size: int) -> spm.Model:
-    """llama2.c's vocabulary file: the longest piece's length, then score, length and bytes of each
-    piece.
+    """Read a vocabulary file of llama2.c.
+
+    The format is the length of the longest piece, then score, length and bytes of each piece.
     """
     raw = path.read_bytes()
     pieces = list[tuple[str, float, int]]()
@@ -177,8 +176,9 @@ def _read_vocabulary(path: Path, size: int) -> spm.Model:
 
 
 def _save_tokenizer(vocabulary: spm.Model, length: int, output: Path) -> None:
-    """A fast tokenizer that begins with BOS; the unknown piece, which never occurs, serves as
-    padding.
+    """Save a fast tokenizer that starts with BOS.
+
+    The unknown piece, which never occurs, serves as padding.
     """
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
@@ -252,7 +252,7 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 
 def _adapter(given: Path) -> Path:
-    """The adapter in a directory, or in the newest checkpoint of a run."""
+    """Return the adapter's directory: the given one, or that of a run's newest checkpoint."""
     place = Path(find(str(given), Wanted("--adapter")).path)
     if (place / "adapter" / ADAPTER).is_file():
         return place / "adapter"
@@ -260,7 +260,7 @@ def _adapter(given: Path) -> Path:
 
 
 def _place(arguments: argparse.Namespace) -> None:
-    """One word beside --configs is OUT; without one the store is where Open-Assistant has it.
+    """Set the output: the single word given with --configs, or Open-Assistant's default store.
 
     Raises `ConfigError`.
     """
@@ -295,9 +295,10 @@ def _triton(arguments: argparse.Namespace) -> None:
 
 
 def _tokenizer_of(adapter: Path, base: Path) -> Path | None:
-    """The directory whose tokenizer, chat template and stop tokens the merged model has: the
-    adapter's own, the checkpoint's that the adapter lies in, or the base's; None where there is
-    none.
+    """Return the directory with the tokenizer, chat template and stop tokens of the merged model.
+
+    That is the adapter's directory, the checkpoint that contains it, or the base model; None if
+    none of them has a tokenizer.
     """
     for folder in (adapter, adapter.resolve().parent, base):
         if any((folder / name).is_file() for name in TOKENIZER_FILES):

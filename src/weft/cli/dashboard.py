@@ -1,5 +1,7 @@
-"""Show the runs of a folder in a browser: a list, the page of each, comparisons.
-Pages renew themselves while runs go on."""
+"""Show the runs of a folder in a browser: a list, a page per run, and comparisons.
+
+Pages refresh while runs are active.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from weft.cli.parsing import Parser
 from weft.errors import ConfigError
 from weft.observe.dashboard import NOT_FOUND, Answer, Dashboard
 
-HOST = "127.0.0.1"  # this machine alone
+HOST = "127.0.0.1"  # only this machine can connect
 PORT = 8808
 LOOPBACK = ("127.0.0.1", "localhost")
 HEADERS = {
@@ -28,7 +30,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-QUIET_SECONDS = 15.0  # a connection that sends nothing for so long is closed
+QUIET_SECONDS = 15.0  # idle connections are closed after this time
 EPILOG = """The address holds a token: whoever has it can read the runs.
 Only this machine can ask.
 For runs on a remote machine: ssh -L 8808:127.0.0.1:8808 MACHINE
@@ -61,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Serve until Ctrl-C or SIGTERM.
 
-    Raises `ConfigError` for a folder that is not there, and a port that is taken.
+    Raises `ConfigError` for a missing folder or a port that is taken.
     """
     given = parser().parse_args(list(argv))
     folder = given.folder.expanduser()
@@ -92,9 +94,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listen(dashboard: Dashboard, token: str, port: int | None = None) -> ThreadingHTTPServer:
-    """A server that answers on loopback to whoever knows the token.
+    """Return a loopback server that answers requests carrying the token.
 
-    Raises `ConfigError` where it cannot have the port.
+    Raises `ConfigError` if the port is taken.
     """
     if port is not None and not 0 <= port <= 65535:
         raise ConfigError(f"--port={port}: must be from 0 to 65535")
@@ -117,7 +119,7 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
             )
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: addresses hold the token."""
+            """Log nothing, because request paths contain the token."""
 
         def _send(self, answer: Answer) -> None:
             body = answer.body.encode("utf-8", errors="replace")
@@ -145,9 +147,9 @@ def listen(dashboard: Dashboard, token: str, port: int | None = None) -> Threadi
 
 
 def respond(dashboard: Dashboard, token: str, target: str, host: str, known: str = "") -> Answer:
-    """What a request gets.
+    """Return the answer to a request.
 
-    Without the token, or under another machine's name, nothing is said of any run.
+    Without the token, or under another host name, the answer reveals nothing about any run.
     """
     if host.rpartition(":")[0] not in LOOPBACK:
         return Answer(403, "This address is for this machine alone.")

@@ -1,6 +1,4 @@
-"""`weft data`: look at data as a run would see them: rows token by token, counts, and what had
-better not be learned.
-"""
+"""`weft data`: inspect training data as a run reads it: tokens, counts, suspicious rows."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ if TYPE_CHECKING:
     from weft.data.loader import LoadedData
     from weft.data.tokenizer import Tokenizer
 
-# the type of a named dataset's rows, by mode
+# mode -> dataset type of a named dataset's rows
 USED_AS = {"sft": "chat", "rm": "ranking", "rl": "prompt"}
-# how lengths are counted where the tokenizer has no form
+# chat format for counting lengths if the tokenizer has no template
 FORM = "chatml"
 TEMPLATE = "template"
 END = "<|im_end|>"
-SHOWN = 5  # places listed for each finding of a scan
+SHOWN = 5  # locations listed per finding of a scan
 EPILOG = """options of a run can be given as they are there:
   dataset.max_seqlen=512 dataset.overlong=drop dataset.args.prompt_key=q
   dataset.sources='[{path: a.jsonl, fraction: 0.5}, {path: b.jsonl}]'
@@ -48,9 +46,9 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data ...`; returns the exit code.
+    """Run `weft data ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be used.
+    Raises `UserError` for unusable input.
     """
     if argv[:1] in (["trees"], ["augment"]):
         code: int = importlib.import_module(f"weft.cli.{argv[0]}").main(argv[1:])
@@ -185,9 +183,9 @@ def _count(text: str) -> int:
 
 
 def _type(spec: DatasetSpec, paths: Sequence[str], mode: str = "sft") -> str:
-    """The dataset type: the one asked for, or what the first row looks like.
+    """Return the dataset type: the requested one, or the one the first row fits.
 
-    Raises `ConfigError` where it tells nothing.
+    Raises `ConfigError` if the first row fits none.
     """
     from weft.data.rows import LOOSE, is_tree, is_tree_message, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows
@@ -234,9 +232,9 @@ def _tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def _at_hand(spec: TokenizerSpec) -> TokenizerSpec:
-    """The tokenizer's options, with the directory where `path` names a run.
+    """Return the tokenizer's options, with `path` replaced by a directory if it names a run.
 
-    Raises `CheckpointError` for what is nowhere.
+    Raises `CheckpointError` if the tokenizer is not found.
     """
     place = Path(str(spec.path)).expanduser()
     if place.is_file() or any((place / name).is_file() for name in TOKENIZERS):
@@ -257,7 +255,7 @@ def _console(arguments: argparse.Namespace) -> Console:
 
 
 def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
-    """The dataset options with the paths of the command line as the only sources."""
+    """Return the dataset options with the command line's paths as the only sources."""
     if not paths:
         return config.dataset
     if len(paths) == 1:
@@ -269,7 +267,7 @@ def _spec(config: DataConfig, paths: Sequence[str]) -> DatasetSpec:
 
 
 def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print rows in the order of their files; no more of these is read than is shown."""
+    """Print rows in file order, reading no more than it prints."""
     from weft.cli.data_rows import shown_row
     from weft.data.byte_tokenizer import byte_tokenizer
     from weft.data.loader import load_data
@@ -304,7 +302,7 @@ def inspect(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
 
 
 def _draws(spec: DatasetSpec) -> bool:
-    """Return whether it takes all rows to tell which are trained on."""
+    """Return whether all rows must be read to know which ones are trained on."""
     sources = sources_of(spec)
     mixed = spec.valid_split > 0 or spec.sort_by_length or spec.sample_mixing > 0
     return mixed or any(s.valid_split or s.fraction or s.size or s.weight for s in sources)
@@ -335,8 +333,9 @@ def counts(config: DataConfig, paths: list[str], arguments: argparse.Namespace) 
 
 
 def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print a line a source, `name: longest (p99 N, >4096: rows above it)`; nothing is cut or left
-    out.
+    """Print one line per source: `name: longest (p99 N, >4096: number of longer rows)`.
+
+    No row is truncated or left out.
     """
     from weft.cli.named_data import spread
 
@@ -366,8 +365,10 @@ def lengths(config: DataConfig, paths: list[str], arguments: argparse.Namespace)
 def _load(
     config: DataConfig, spec: DatasetSpec, kind: str, tokenizer: Tokenizer
 ) -> tuple[LoadedData, Tokenizer, list[str]]:
-    """(the data, the tokenizer that reads them, notes); where it has no chat template, messages are
-    read in a form that is named.
+    """Return (the data, the tokenizer that reads them, notes).
+
+    If the tokenizer has no chat template, messages are read in a default format, which a note
+    names.
     """
     from weft.data.loader import load_data
 
@@ -387,7 +388,7 @@ def _load(
 
 
 def _with(config: DataConfig, **options: Any) -> Tokenizer:
-    """The tokenizer with options that the command line leaves out; they stay in `config`."""
+    """Set tokenizer options in `config` that the command line leaves out; load the tokenizer."""
     config.tokenizer = replace(config.tokenizer, **options)
     return _tokenizer(config)
 
@@ -396,7 +397,7 @@ def _with(config: DataConfig, **options: Any) -> Tokenizer:
 
 
 def scan(config: DataConfig, paths: list[str], arguments: argparse.Namespace) -> None:
-    """Print what a scan finds in each path; with a tokenizer also bad and overlong rows."""
+    """Print the findings of a scan of each path; with a tokenizer also bad and overlong rows."""
     from weft.data.scan import PHRASES
     from weft.data.scan import scan as look
     from weft.data.sources import find_files, read_rows

@@ -1,5 +1,6 @@
-"""The options of `weft data`: those of a run that decide what its data are, from files, sections,
-names and assignments.
+"""Options of `weft data`: those that define a run's data.
+
+They come from files, sections, dataset names and assignments.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from weft.errors import ConfigError
 from weft.options import option, read, validate
 
 MODES = ("sft", "rm", "rl")
-ROLES = ("model", "actor")  # whose tokenizer makes the token ids of a run
+ROLES = ("model", "actor")  # roles whose tokenizer produces a run's token ids
 ASSIGNED = re.compile(r"\+*(datasets(_extra)?\.[\w.{}+-]+|[A-Za-z_][\w.]*)=")
-COPY = "data_path="  # a copy of a data set by name
+COPY = "data_path="  # prefix of the path of a named dataset's local copy
 
 
 @dataclass
 class DataConfig:
-    """The options of a run that decide what its data are."""
+    """Options that define a run's data."""
 
     dataset: DatasetSpec = option(DatasetSpec(), "data")
     tokenizer: TokenizerSpec = option(TokenizerSpec(), "tokenizer")
@@ -31,7 +32,7 @@ class DataConfig:
 
 
 def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> None:
-    """The options of a command that reads datasets by name, `modes` for several uses."""
+    """Add the options of commands that read datasets by name; `modes` adds a choice of mode."""
     command.add_argument(
         "--datasets",
         nargs="+",
@@ -51,7 +52,7 @@ def named_options(command: argparse.ArgumentParser, *, modes: bool = True) -> No
 
 
 def stack_options(command: argparse.ArgumentParser) -> None:
-    """The options of a command that reads the data of a stack of sections."""
+    """Add the options of commands that read the data of a stack of sections."""
     command.add_argument(
         "--configs",
         nargs="+",
@@ -69,9 +70,9 @@ def stack_options(command: argparse.ArgumentParser) -> None:
 
 
 def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
-    """(options, paths) of a command line.
+    """Return (options, paths) of a command line.
 
-    Raises `ConfigError` for unknown options and where there are no data.
+    Raises `ConfigError` for unknown options or missing data.
     """
     words = [*arguments.words, *assignments_behind(arguments, "datasets", "configs")]
     assigned = [word for word in words if ASSIGNED.match(word) and not word.startswith(COPY)]
@@ -101,7 +102,7 @@ def configure(arguments: argparse.Namespace) -> tuple[DataConfig, list[str]]:
 
 
 def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str]:
-    """The assignments that stand behind the names of options, which keep the names alone."""
+    """Remove and return the assignments among the values of list options, keeping the names."""
     words = list[str]()
     for name in options:
         given = getattr(arguments, name) or []
@@ -111,7 +112,7 @@ def assignments_behind(arguments: argparse.Namespace, *options: str) -> list[str
 
 
 def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
-    """The options of `--config`, of `--configs`, and of assignments, which go over them."""
+    """Return the options of `--config` and `--configs`, overridden by assignments."""
     config = DataConfig()
     if arguments.config is not None:
         config = read(config, _of_run(overrides.read_file(str(arguments.config))))
@@ -139,8 +140,9 @@ def _read(arguments: argparse.Namespace, assigned: list[str]) -> DataConfig:
 def _by_name(
     config: DataConfig, arguments: argparse.Namespace, assigned: list[str], copy: str | None
 ) -> None:
-    """Make the datasets that the command names the data, as far as they are at hand or the user
-    lets them be fetched.
+    """Set the data to the datasets named on the command line.
+
+    Only datasets that are local, or that the user allows to be fetched, are used.
     """
     if not (arguments.datasets or arguments.configs or copy):
         return
@@ -163,8 +165,9 @@ def _by_name(
 
 
 def _of_run(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The data options of a run's configuration; its tokenizer is that of the role that reads the
-    data.
+    """Return the data options of a run's configuration.
+
+    The tokenizer is that of the role that reads the data.
     """
     kept = {name: values[name] for name in ("dataset", "tokenizer", "seed") if name in values}
     role: Mapping[str, Any] = next(

@@ -1,4 +1,4 @@
-"""Rows of a batch as text for a terminal: token by token, what is trained coloured."""
+"""Format rows of a batch for a terminal, token by token, with trained tokens coloured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.data.tokenizer import StreamDecoder, Tokenizer
 
 
 def shown_row(sample: SequenceSample, tokenizer: Tokenizer, lines: bool) -> Text:
-    """One id: its prompt and completions, token by token."""
+    """Return one id as text: its prompt and completions, token by token."""
     prompt = sample.data["prompt"].tolist() if "prompt" in sample.keys else []
     text = Text().append(f"id {sample.ids[0]}", style="bold")
     text.append(f"  source {sample.metadata['source'][0]}", style="dim")
@@ -53,7 +53,7 @@ def _tokens(
     mask: Sequence[bool],
     lines: bool,
 ) -> Text:
-    """Tokens apart by |, runs of trained ones between \u27e6 and \u27e7; or one token a line."""
+    """Separate tokens by |, with runs of trained tokens between ⟦ and ⟧; or print one per line."""
     text = Text()
     previous = False
     for index, (id, on, piece) in enumerate(
@@ -77,7 +77,10 @@ def _tokens(
 
 
 def _pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Sequence[int]) -> Iterator[str]:
-    """The text that each token completes; a token that ends within a character shows its id."""
+    """Iterate over the text that each token completes.
+
+    A token that ends within a character is shown as its id.
+    """
     stream = StreamDecoder(tokenizer, skip_special=False)
     stream.feed(before)
     for id in ids:

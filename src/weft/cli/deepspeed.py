@@ -1,5 +1,6 @@
-"""`--deepspeed [FILE]`: a DeepSpeed JSON on weft's command line, as assignments that the command
-line goes over.
+"""`--deepspeed [FILE]`: convert a DeepSpeed JSON file to assignments of weft's options.
+
+Assignments on the command line override them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from weft.observe.configuration import flat
 from weft.options import plain, to_mapping
 from weft.reading import read_json
 
-BARE = {"zero_optimization": {"stage": 2}}  # what programs that take the flag alone come with
+BARE = {
+    "zero_optimization": {"stage": 2}
+}  # default of programs that accept the flag without a file
 _CPU = {"device": "cpu"}
 # The files that Open-Assistant's sections name: what they decide, where there is no file of that
 # name.
@@ -71,23 +74,22 @@ LENGTHS = ("dataset.max_seqlen", "max_seqlen", "max_length", "max_seq_length")
 
 @dataclass(frozen=True)
 class Taken:
-    """What a DeepSpeed file comes to.
+    """The result of reading a DeepSpeed file.
 
-    The command line goes over its `assignments`; `notes` say what it is read as.
+    The command line overrides `assignments`; `notes` explain how the file was read.
     """
 
     shown: str  # the flag as it was written
     mapped: Mapped
     assignments: list[Override]
     notes: list[str]
-    autos: Sequence[str]  # the keys that leave it to the options
-    batch: Mapping[str, int]  # sizes that must go together
+    autos: Sequence[str]  # keys with the value "auto", set by weft's options
+    batch: Mapping[str, int]  # batch sizes that must be consistent
 
     def settled(self, config: RunConfig) -> list[str]:
-        """A note on what each `auto` has become in the run's configuration.
+        """Return a note on the value that each `auto` has in the run's configuration.
 
-        Raises `ConfigError` for sizes of batches that do not go together on its data-parallel
-        ranks.
+        Raises `ConfigError` for batch sizes that are inconsistent on the run's data-parallel ranks.
         """
         values = dict(flat(to_mapping(config)))
         if self.batch and config.allocation_mode != SEARCH:  # which finds its ranks later
@@ -103,9 +105,10 @@ class Taken:
 
 
 def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
-    """What a DeepSpeed file says; "" is the flag alone. `given` is the rest of the command line.
+    """Convert a DeepSpeed file to overrides; "" is the flag without a file.
 
-    Raises `ConfigError` naming every key that weft cannot follow.
+    `given` is the rest of the command line. Raises `ConfigError` naming every key that weft does
+    not support.
     """
     if file and not Path(file).is_file():
         known = KNOWN.get(Path(file).name)
@@ -146,7 +149,7 @@ def overrides(file: str, base: RunConfig, given: Sequence[Override]) -> Taken:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where there is none."""
+    """Return the value of a dotted key, or None if it is missing."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -154,8 +157,9 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
-    """What is wrong with the sizes of batches on `ranks` data-parallel ranks, by DeepSpeed's rule:
-    the global batch is what a device takes at a time x how often x ranks.
+    """Describe what is wrong with the batch sizes on `ranks` data-parallel ranks, or return None.
+
+    DeepSpeed's rule: global batch = micro-batch per device x accumulation steps x ranks.
     """
     total = batch.get("train_batch_size")
     parts = {k: v for k, v in batch.items() if k != "train_batch_size"}
@@ -174,7 +178,7 @@ def _batch_problem(batch: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _said(names: Sequence[str], values: Mapping[str, object]) -> str:
-    """What options say: those that are set, or that weft chooses itself."""
+    """Format the values of options that are set or that weft chooses itself."""
     if not names:
         return "0"
     found = {name: values[name] for name in names if values.get(name) is not None}

@@ -1,5 +1,6 @@
-"""`weft demo`: a small model learns sums from a careless teacher (SFT), then outgrows it (reward
-model, PPO, GRPO).
+"""`weft demo`: a small model learns sums from an unreliable teacher, then surpasses it.
+
+SFT is followed by a reward model, PPO and GRPO.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from weft.observe.metrics import duration
 from weft.observe.progress import Show
 
 NAME = "demo"
-HELD_OUT = 200  # problems that no stage trains on
-LAST = 10  # steps whose mean tells how a stage ended
+HELD_OUT = 200  # number of problems that no stage trains on
+LAST = 10  # number of final steps averaged for a stage's result
 
 
 @dataclass
 class Demo:
-    """One walk through the demo, in `root/{name}`."""
+    """One execution of the demo, in `root/{name}`."""
 
     root: Path
     name: str
@@ -46,7 +47,7 @@ class Demo:
         return self.folder / "material"
 
     def options(self, trial: str, **others: Any) -> dict[str, Any]:
-        """The run options that every stage shares."""
+        """Return the run options that all stages share, with `others` added."""
         own = {
             "experiment_name": self.name,
             "trial_name": trial,
@@ -56,7 +57,7 @@ class Demo:
         return {**own, **others}
 
     def run(self, config: Any, doing: str = "starting") -> Any:
-        """Run one stage, on a line of its own; its time counts for its trial's name."""
+        """Run one stage, showing progress on one line; its time counts for its trial's name."""
         from weft.launch.run import run
 
         begun = time.monotonic()
@@ -65,7 +66,7 @@ class Demo:
         return result
 
     def generate(self, model: Path, rows: Path, trial: str, temperature: float = 1.0) -> Path:
-        """Complete every prompt of `rows` once; returns generations.jsonl."""
+        """Complete every prompt of `rows` once; return the path of generations.jsonl."""
         config = GenConfig(**self.options(trial, progress=False))
         config.model.path, config.model.init_from_scratch = (
             str(model),
@@ -78,7 +79,7 @@ class Demo:
         return self.run(config, "sampling").directory / "generations.jsonl"
 
     def measure(self, stage: str, model: Path) -> float:
-        """The share of right answers among samples for the held-out problems."""
+        """Return the share of correct answers sampled for the held-out problems."""
         rows = self.material / "held_out.jsonl"
         self.accuracy[stage] = task.share_right(self.generate(model, rows, f"accuracy-{stage}"))
         return self.accuracy[stage]
@@ -95,7 +96,10 @@ def prepare(demo: Demo) -> None:
 
 
 def supervise(demo: Demo) -> Path:
-    """SFT from random weights: the model learns to add, and to be as careless as its teacher."""
+    """Train with SFT from random weights.
+
+    The model learns to add and to copy the teacher's errors.
+    """
     config = SFTConfig(**demo.options("sft", max_steps=400))
     config.model.path = str(demo.material / "model")
     config.model.init_from_scratch = True
@@ -108,9 +112,11 @@ def supervise(demo: Demo) -> Path:
 
 
 def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
-    """A reward model that prefers right sums to the mistakes the model makes, warm samples
-    included, and to slips; the share of pairs that it orders rightly, in its first step and in its
-    last ones.
+    """Train a reward model that prefers correct sums to wrong ones.
+
+    Wrong sums are the model's own mistakes, some sampled at a high temperature, and random digit
+    errors. Returns (checkpoint, share of correctly ordered pairs in the first step, mean share in
+    the last steps).
     """
     samples = demo.generate(model, demo.material / "mistakes.jsonl", "mistakes", temperature=1.5)
     training, _ = task.problems(demo.seed, HELD_OUT)
@@ -119,7 +125,7 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
     config.model.path = str(model)
     config.model.optimizer.lr = 5e-4
     config.model.optimizer.warmup_steps = 10
-    # scores of different problems then compare: the critic need not learn a level for each
+    # Centre the scores, so that the critic need not learn a separate level for each problem.
     config.rw.center = 0.01
     config.dataset.train_path = str(task.write_rows(demo.material / "pairs.jsonl", rows))
     config.dataset.train_bs_n_seqs = 64
@@ -129,7 +135,7 @@ def judge(demo: Demo, model: Path) -> tuple[Path, float, float]:
 
 
 def ppo(demo: Demo, model: Path, reward: Path) -> Path:
-    """PPO against the reward model, near the supervised model."""
+    """Train with PPO against the reward model, with a KL penalty to the supervised model."""
     config = PPOConfig(**demo.options("ppo", max_steps=40))
     for role in (config.actor, config.ref):
         role.path = str(model)
@@ -145,18 +151,18 @@ def ppo(demo: Demo, model: Path, reward: Path) -> Path:
     config.ppo.samples_per_prompt = 4
     config.ppo.gen.max_new_tokens = 5
     config.ppo.ppo_n_minibatches = 2
-    # the reward model is wrong now and then: without a leash PPO finds where
+    # Without a strong KL penalty PPO would exploit errors of the reward model.
     config.ppo.kl_ctl = 0.3
     return demo.run(config).checkpoint("actor")
 
 
 def grpo(demo: Demo, model: Path) -> Path:
-    """GRPO with the verifier: 1 for the right number, 0 otherwise."""
+    """Train with GRPO and the verifier: reward 1 for the correct number, else 0."""
     config = GRPOConfig(**demo.options("grpo", max_steps=80))
     for role in (config.actor, config.ref):
         role.path = str(model)
     config.actor.optimizer.lr = 1e-4
-    # At a constant rate it ends where the last steps happen to lead.
+    # Decay the learning rate, so that the result depends less on the last few batches.
     config.actor.optimizer.lr_scheduler_type = "linear"
     config.actor.optimizer.warmup_steps = 5
     config.dataset.path = str(demo.material / "prompts.jsonl")
@@ -169,7 +175,7 @@ def grpo(demo: Demo, model: Path) -> Path:
 
 
 def walk(demo: Demo, say: Callable[[str], None]) -> None:
-    """All stages, with the accuracy on held-out problems before and after each."""
+    """Run all stages and report the accuracy on held-out problems before and after each."""
     prepare(demo)
     say("[bold]weft demo[/]: a small model learns to add, and outgrows its teacher.")
     say("Accuracy is the share of right answers to 200 sums that no stage trains on.")
@@ -193,13 +199,13 @@ def walk(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def _rise(demo: Demo, before: str, model: Path, stage: str) -> str:
-    """What a stage has done for the accuracy."""
+    """Format the change in accuracy due to a stage."""
     rise = f"{demo.accuracy[before]:.1%} -> [bold]{demo.measure(stage, model):.1%}[/]"
     return f"   held-out accuracy {rise} in {duration(demo.seconds[stage])}"
 
 
 def conclude(demo: Demo, say: Callable[[str], None]) -> None:
-    """What it took, and where to go on."""
+    """Print the time taken and next steps."""
     say("")
     say(
         f"Done in {duration(sum(demo.seconds.values()))}, with {peak_memory_gb():.1f} GB of "
@@ -211,13 +217,13 @@ def conclude(demo: Demo, say: Callable[[str], None]) -> None:
 
 
 def free_name(root: Path) -> str:
-    """`demo`, or the first `demo-N` that does not exist: an earlier demo is never touched."""
+    """Return `demo`, or the first unused `demo-N`; earlier demos are never changed."""
     names = [NAME, *(f"{NAME}-{i}" for i in range(2, 10_000))]
     return next(name for name in names if not (root / name).exists())
 
 
 def main(argv: list[str]) -> int:
-    """Parse the command line and walk."""
+    """Parse the command line and run the demo."""
     parser = argparse.ArgumentParser(prog="weft demo", description=__doc__)
     parser.add_argument("--fileroot", default="./runs", help="folder of runs (default ./runs)")
     parser.add_argument(

@@ -1,6 +1,4 @@
-"""The demo's world, made on the spot: small sums, a careless teacher, a character tokenizer, a
-small model.
-"""
+"""Data of the demo: small sums, an unreliable teacher, a character tokenizer, a small model."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Problem:
-    """`left` + `right`: two digits and one."""
+    """The sum of a two-digit and a one-digit number, `left` + `right`."""
 
     left: int
     right: int
@@ -44,26 +42,27 @@ class Problem:
 
 
 def problems(seed: int, held_out: int) -> tuple[list[Problem], list[Problem]]:
-    """All 810 problems in random order: (for training, `held_out` of them never trained on)."""
+    """Return all 810 problems in random order as (training problems, `held_out` others)."""
     every = [Problem(left, right) for left in range(10, 100) for right in range(1, 10)]
     random.Random(seed).shuffle(every)
     return every[held_out:], every[:held_out]
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
-    """One JSON object a line."""
+    """Write one JSON object per line and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def prompt_rows(chosen: Iterable[Problem], times: int = 1) -> list[dict[str, Any]]:
-    """Rows of the `prompt` form with the answer for the verifier, each problem `times` times."""
+    """Return rows of the `prompt` form with the answer for the verifier, `times` per problem."""
     return [{"prompt": p.prompt, "answer": p.answer} for p in chosen for _ in range(times)]
 
 
 def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[str, Any]]:
-    """Rows of the `prompt_answer` form from a careless teacher: each problem `times` times, `RIGHT`
-    of the answers right.
+    """Return `prompt_answer` rows of the unreliable teacher, `times` per problem.
+
+    A share `RIGHT` of the answers is correct.
     """
     draw = random.Random(seed)
     return [
@@ -74,15 +73,16 @@ def lesson_rows(chosen: Iterable[Problem], seed: int, times: int) -> list[dict[s
 
 
 def slip(answer: str, draw: random.Random) -> str:
-    """The answer with one digit wrong."""
+    """Return the answer with one digit wrong."""
     at = draw.randrange(len(answer))
     wrong = draw.choice([digit for digit in "0123456789" if digit != answer[at]])
     return answer[:at] + wrong + answer[at + 1 :]
 
 
 def write_model(directory: Path) -> Path:
-    """The tokenizer and the configuration of a Llama of 1.3 million parameters; its weights are
-    drawn by the first run.
+    """Write the tokenizer and the configuration of a Llama with 1.3 million parameters.
+
+    The first run initializes its weights.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -115,18 +115,18 @@ def write_model(directory: Path) -> Path:
 
 
 def share_right(generations: Path) -> float:
-    """Accuracy of a `generations.jsonl`: the share of completions that are the sum, exactly."""
+    """Return the share of completions in a `generations.jsonl` that are exactly the sum."""
     rows = [json.loads(line) for line in generations.read_text().splitlines()]
     return sum(is_right(row["prompt"], row["completion"]) for row in rows) / len(rows)
 
 
 def is_right(prompt: str, completion: str) -> bool:
-    """Whether `completion` (with or without its end token) is the sum that `prompt` asks for."""
+    """Return whether `completion` is the sum that `prompt` asks for; an end token is ignored."""
     return completion.replace("</s>", "").strip() == right_sum(prompt)
 
 
 def right_sum(prompt: str) -> str:
-    """The right answer to `47+8=`."""
+    """Return the correct answer to a prompt such as `47+8=`."""
     left, right = prompt.rstrip("=").split("+")
     return str(int(left) + int(right))
 
@@ -134,11 +134,11 @@ def right_sum(prompt: str) -> str:
 def pair_rows(
     generations: Path, chosen: Iterable[Problem], seed: int, times: int
 ) -> list[dict[str, Any]]:
-    """Preference pairs: the right sum over what the model itself got wrong, and over `times` drawn
-    slips a problem.
+    """Return preference pairs of the correct sum over wrong ones.
 
-    Pairs of the model's own mistakes alone are few and repeat the same answers: a reward model
-    remembers them in place of adding, and PPO then finds the wrong answers that it never saw.
+    Wrong sums are the model's own mistakes and `times` random digit errors per problem. The model's
+    mistakes alone are few and repeat the same answers: a reward model would memorize them instead
+    of learning to add, and PPO would then find wrong answers that it never saw.
     """
     draw = random.Random(seed)
     rows = [json.loads(line) for line in generations.read_text().splitlines()]

@@ -1,5 +1,6 @@
-"""How the demo shows its runs: one line that moves while a stage goes on, and nothing of it stays;
-their logs have the rest.
+"""Progress display of the demo: one line per running stage, removed when the stage ends.
+
+The runs' logs contain the rest.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ BAR = 30  # columns
 
 
 class StageView:
-    """A run as one line on a terminal: a bar, steps, the headline, the time.
+    """A run as one terminal line: progress bar, steps, headline metric, elapsed time.
 
-    Without a terminal it is silent.
+    Without a terminal it prints nothing.
     """
 
     def __init__(self, console: Console, doing: str) -> None:
@@ -50,13 +51,13 @@ class StageView:
         return [self._pace.text()] if shown else []
 
     def sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Completions are for the report."""
+        """Show nothing; completions are for the report."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def note(self, line: str) -> None:
-        """The log has it."""
+        """Show nothing; notes are in the log."""
 
     def asked(self, line: str) -> None:
         self._doing = line

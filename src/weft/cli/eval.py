@@ -1,5 +1,6 @@
-"""`weft eval rm MODEL DATA`: how well a reward model orders replies that people have ordered, over
-all and by category.
+"""`weft eval rm MODEL DATA`: accuracy of a reward model on replies ranked by people.
+
+Reported overall and by category.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft eval ...`; returns the exit code.
+    """Run `weft eval ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be used.
+    Raises `UserError` for unusable input.
     """
     given = parser().parse_args(list(argv))
     from weft.evaluation.reward_model import by_category, evaluate
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Tried:
-    """Rows that the model is tried on."""
+    """Rows on which the model is evaluated."""
 
     name: str
     path: str
@@ -98,9 +99,9 @@ class _Tried:
 
 
 def _tried(given: argparse.Namespace) -> list[_Tried]:
-    """The files, and the datasets by name that are at hand.
+    """Return the given files and the named datasets that are local.
 
-    Raises `ConfigError` where there are none.
+    Raises `ConfigError` if there are none.
     """
     words = [*given.data, *assignments_behind(given, "datasets")]
     of_names = [word for word in words if word.startswith((COPY, "datasets."))]
@@ -123,7 +124,7 @@ def _tried(given: argparse.Namespace) -> list[_Tried]:
 def _by_name(
     given: argparse.Namespace, words: Sequence[str], args: Mapping[str, Any]
 ) -> list[_Tried]:
-    """Datasets by name as files of rows, as a reward model's training reads them."""
+    """Return named datasets as files of rows, read as for training a reward model."""
     from weft.cli import named_data, overrides
     from weft.cli.stacked_data import Settings, by_name
     from weft.data.named.prepare import Split, cache_root, prepare
@@ -157,9 +158,9 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _kind(path: str, split: str | None) -> str:
-    """What form the first row has.
+    """Return the form of the first row.
 
-    Raises `ConfigError` where it tells none with an order of replies.
+    Raises `ConfigError` if it is no form with ranked replies.
     """
     from weft.data.rows import is_tree, looks_like
     from weft.data.sources import Unreadable, find_files, read_rows

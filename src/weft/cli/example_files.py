@@ -1,5 +1,7 @@
-"""The files of `weft examples write`: sums of two digits as rows of every form, and two small
-models without training: one reads sums, the other any text. The same bytes on every machine.
+"""Contents of `weft examples write`: sums of two digits in every row form, two tiny models.
+
+One model reads sums, the other any text; both are untrained. The bytes are the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ SPECIAL = ("<pad>", "</s>", "<unk>")
 TEXT_SPECIAL = ("<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>")
 # share of the SFT answers that are right, so that there is something left to learn from a reward
 RIGHT = 0.7
-LESSONS = 8  # SFT rows a sum
+LESSONS = 8  # SFT rows per sum
 SEED = 1
 # A sum is answered on its own: the template shows the model what follows the last question, not the
 # talk before it.
@@ -32,7 +34,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama."""
+    """Sizes of a Llama."""
 
     hidden: int
     inner: int
@@ -52,7 +54,7 @@ TEXT_TEMPLATE = (
 
 
 def files() -> dict[str, bytes]:
-    """Every file by its place in the folder."""
+    """Return file contents by path in the folder."""
     sums = [(left, right) for left in range(10) for right in range(10)]
     draw = random.Random(SEED)
     draw.shuffle(sums)
@@ -89,7 +91,7 @@ def _answer(each: tuple[int, int]) -> str:
 
 
 def _slip(each: tuple[int, int], draw: random.Random) -> str:
-    """A wrong answer, near the right one."""
+    """Return a wrong answer close to the correct one."""
     return str(
         draw.choice([n for n in range(max(0, sum(each) - 3), sum(each) + 4) if n != sum(each)])
     )
@@ -107,7 +109,7 @@ def _lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def _sums_model() -> dict[str, bytes]:
-    """A Hugging Face directory: a Llama of some 400,000 random weights, with a token a character."""
+    """Return the files of a random Llama with about 400,000 weights and a character tokenizer."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     pattern = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
@@ -117,8 +119,9 @@ def _sums_model() -> dict[str, bytes]:
 
 
 def _text_model() -> dict[str, bytes]:
-    """A Hugging Face directory: a Llama of some 40,000 random weights, with a token a byte and a
-    chat template.
+    """Return the files of a random Llama with about 40,000 weights and a byte tokenizer.
+
+    It has a chat template.
     """
     vocabulary = {token: i for i, token in enumerate([*TEXT_SPECIAL, *_letters_of_bytes()])}
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -134,8 +137,10 @@ def _text_model() -> dict[str, bytes]:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: its own where that can be
-    printed, else one from U+0100 on (Radford et al. 2019, GPT-2).
+    """Return the character that represents each byte in byte-level vocabularies.
+
+    Printable bytes represent themselves; the others use characters from U+0100 on (Radford et al.
+    2019, GPT-2).
     """
     printed = {
         *range(ord("!"), ord("~") + 1),
@@ -149,7 +154,7 @@ def _letters_of_bytes() -> list[str]:
 def _model(
     shape: Shape, vocabulary: dict[str, int], tokenizer: bytes, named: dict[str, str]
 ) -> dict[str, bytes]:
-    """The files of a Llama with random weights. `named`: special tokens and chat template."""
+    """Return the files of a Llama with random weights; `named` has special tokens and template."""
     from safetensors.numpy import save
 
     ids = {
@@ -198,7 +203,7 @@ def _tokenizer(
     decoder: Any,
     core: dict[str, Any],
 ) -> bytes:
-    """tokenizer.json: how a text is cut into `pieces`, and the `core` that gives them numbers."""
+    """Return tokenizer.json; `pieces` splits the text and `core` maps the pieces to ids."""
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -224,7 +229,7 @@ def _tokenizer(
 
 
 def _weights(shape: Shape, vocabulary: int) -> dict[str, Any]:
-    """Random weights by their names.
+    """Return random weights by name.
 
     `RandomState` draws the same numbers in every version of numpy.
     """

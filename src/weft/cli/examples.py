@@ -1,5 +1,6 @@
-"""Sample data and a small model, made on the spot without a download: enough to try every command
-of the README.
+"""Write sample data and a small model, enough to try every command of the README.
+
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WHAT = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `ConfigError` where a file of another content is in the way."""
+    """Run `weft examples ...`; return 0. Raises `ConfigError` for a file with other content."""
     parser = Parser(prog="weft examples", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{ls,write}", required=True)
     commands.add_parser("ls", help="say what there is")
@@ -57,9 +58,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(folder: Path, made: dict[str, bytes]) -> None:
-    """Write the files that are not there yet.
+    """Write the files that do not exist yet.
 
-    Raises `ConfigError`, before anything is written, where another one is.
+    Raises `ConfigError`, before anything is written, if a file exists with other content.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; name a folder")
@@ -81,7 +82,7 @@ def write(folder: Path, made: dict[str, bytes]) -> None:
 
 
 def _is_free(path: Path, content: bytes) -> bool:
-    """Whether nothing is there, or just this."""
+    """Return whether the file is missing or already has this content."""
     if path.is_symlink() or not path.exists():
         return not path.is_symlink()
     return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content

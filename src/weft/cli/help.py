@@ -1,5 +1,6 @@
-"""`--help` of a quickstart, made from the config dataclass: the options that people set, or all, or
-a group. Loads no torch.
+"""`--help` of a quickstart, generated from its config dataclass.
+
+Shows the common options, all options, or one group. Loads no torch.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ GRAMMAR = (
     "commas or brackets: 'key=\"a, b\"'. ${other.option} stands for that option's value, ~key puts a default back."
 )
 OPTIMIZER = "optimizer"
-WIDEST = 160  # columns beyond which lines are hard to read
-# columns from which the names of all options that people set have room beside their meaning
+WIDEST = 160  # maximum columns; longer lines are hard to read
+# minimum terminal columns for the wide name column, which fits all common options
 WIDE = 110
 NARROW_NAMES = 24
-WIDE_NAMES = 40  # columns of names
-BRIEF = 100  # letters of a meaning in short
+WIDE_NAMES = 40  # width of the name column
+BRIEF = 100  # maximum characters of a short description
 SUGGESTED = 8
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """The options of one configuration, and how they are written at a width."""
+    """Options of one configuration, formatted for a given width."""
 
     name: str
     config: Any
     width: int
 
     def options(self) -> list[Leaf]:
-        """Every option that does something: a role that is not trained has no optimizer."""
+        """Every option that has an effect: a role that is not trained has no optimizer."""
         return [leaf for leaf in leaves(self.config) if not self._idle(leaf.name)]
 
     def _idle(self, name: str) -> bool:
@@ -78,7 +79,7 @@ class Sheet:
         return [USAGE.format(name=self.name), "", *about, *([""] if about else [])]
 
     def section(self, title: str, options: Sequence[Leaf], *, brief: bool = False) -> Iterator[str]:
-        """A heading and an entry for each option; `brief`: the meaning in short, and no type."""
+        """Yield a heading and an entry per option; `brief` shortens texts and omits types."""
         left = WIDE_NAMES if self.width >= WIDE else NARROW_NAMES
         if isinstance(self.config, RunConfig):
             spelled = spellings_of(self.config)
@@ -116,15 +117,16 @@ class Sheet:
         yield ""
 
     def needed(self) -> tuple[str, ...]:
-        """Options without which no run begins."""
+        """Options that must be set for a run to start."""
         if not isinstance(self.config, RunConfig):
             return REQUIRED
         return (*REQUIRED, f"{self.config.main_role}.path", "dataset.path")
 
 
 def described(config: type) -> str:
-    """What the docstring of a configuration says first; the signature that a dataclass has in place
-    of one says nothing.
+    """Return the first paragraph of a configuration's docstring.
+
+    The signature that dataclasses without a docstring get is ignored.
     """
     text = inspect.cleandoc(config.__doc__ or "")
     if text.startswith(f"{config.__name__}("):
@@ -133,16 +135,15 @@ def described(config: type) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, within what is read with ease."""
+    """Return the columns of the terminal, limited to a readable width."""
     return max(60, min(WIDEST, shutil.get_terminal_size().columns))
 
 
 def quickstart_help(name: str, config: Any, group: str = "", width: int = 80) -> str:
-    """The page of a quickstart: the options that people set, `all` of them, or those of a `group`
-    (a prefix of dotted names).
+    """Return the help page of a quickstart: common options, `all`, or one group.
 
-    Raises `ConfigError` for a group that there is not, with the options that have the word in their
-    names.
+    `group` is a prefix of dotted names. Raises `ConfigError` for an unknown group, listing the
+    options whose names contain the word.
     """
     sheet = Sheet(name, config, width)
     if not group and isinstance(config, RunConfig) and (chosen := common_options(config)):
@@ -180,7 +181,7 @@ def _short(sheet: Sheet, chosen: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def command_lines(words: Sequence[str], width: int) -> Iterator[str]:
-    """A command over as many lines as it takes, which can be pasted; no word is cut."""
+    """Split a command over several lines that can be pasted into a shell; no word is cut."""
     line = " "
     for word in map(shlex.quote, words):
         if len(line) + len(word) + 3 > width and line.strip():
@@ -214,7 +215,7 @@ def _group(sheet: Sheet, group: str) -> Iterator[str]:
 
 
 def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
-    """The error for a group that there is not, with what may be meant."""
+    """Return the error for an unknown group, with suggestions."""
     names = [leaf.name for leaf in leaves(sheet.config)]
     if any(name.startswith(f"{group}.") for name in names):
         role = group.split(".")[0]
@@ -248,7 +249,7 @@ def _no_group(sheet: Sheet, group: str, options: Sequence[Leaf]) -> ConfigError:
 
 
 def groups(names: Iterable[str]) -> list[str]:
-    """The first parts of dotted names, in order."""
+    """Return the first parts of dotted names, in order."""
     return list(dict.fromkeys(name.split(".")[0] for name in names if "." in name))
 
 
@@ -258,7 +259,7 @@ def _all_groups(names: Iterable[str]) -> list[str]:
 
 
 def _meaning(leaf: Leaf, spelled: Sequence[str], needed: Sequence[str], *, brief: bool) -> str:
-    """What an option is, with its default and other spellings in brackets."""
+    """Return an option's description, with its default and other spellings in brackets."""
     facts = [] if brief else [leaf.type]
     if leaf.name in needed and leaf.default in (None, ""):
         facts.append("required")
@@ -271,9 +272,7 @@ def _meaning(leaf: Leaf, spelled: Sequence[str], needed: Sequence[str], *, brief
 
 
 def first_clause(text: str) -> str:
-    """A help text in short: what stands before its first semicolon, or as many of its parts as are
-    read at a glance.
-    """
+    """Shorten a help text to its first clause or to as many clauses as fit."""
     if len(text) <= BRIEF:
         return text
     text = text.split("; ", 1)[0]
@@ -285,7 +284,7 @@ def first_clause(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as the command line spells it."""
+    """Format a default as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -294,7 +293,7 @@ def shown(value: Any) -> str:
 
 
 def show(page: str) -> None:
-    """Print a page; on a terminal its headings stand out."""
+    """Print a page, with highlighted headings on a terminal."""
     if not sys.stdout.isatty():
         print(page, end="")
         return

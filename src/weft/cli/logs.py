@@ -1,4 +1,4 @@
-"""`weft logs RUN`: what a run and its workers have written, the first failure first."""
+"""`weft logs RUN`: print the logs of a run and its workers, starting with the first failure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.errors import ConfigError
 from weft.observe.logs import Failure, Follower, LogFile, failures, log_files
 
 POLL_SECONDS = 0.5
-QUIET_POLLS = 4  # without a line, after which a run that nobody works on is over
+QUIET_POLLS = 4  # polls without a new line after which an inactive run counts as finished
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `UserError` where there is no such run or worker."""
+    """Run `weft logs ...`; return 0. Raises `UserError` for an unknown run or worker."""
     parser = Parser(
         prog="weft logs", description="Show the logs of a run, the first failure first."
     )
@@ -52,7 +52,7 @@ def _show(run: Path, files: Sequence[LogFile], lines: int) -> None:
     from weft.launch.status import run_status, status_line
 
     print(status_line(run))
-    # what failed before was made good by a restart
+    # Earlier failures were resolved by a restart.
     found = [] if run_status(run) == "finished" else failures(files)
     if found:
         print(f"\nfirst failure: {_place(found[0])}")
@@ -70,7 +70,7 @@ def _place(found: Failure) -> str:
 
 
 def _follow(run: Path, follower: Follower, files: Callable[[], Sequence[LogFile]]) -> None:
-    """Show what is added until nobody works on the run any more."""
+    """Print new lines until no process works on the run."""
     from weft.launch.status import is_alive
 
     quiet = 0

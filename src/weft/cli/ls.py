@@ -1,5 +1,6 @@
-"""List the runs in a folder: how far each is, its validation metric (else its last reward or loss),
-its size, and what is out of range in it.
+"""List the runs in a folder: progress, validation metric, size, and values out of range.
+
+Without a validation metric, the last reward or loss is shown.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ COLORS = {
     "unfinished": "yellow",
 }
 UNFINISHED_FIRST = ("running", "failed", "unfinished", "stopped", "finished")
-# folders of `weft demo`, and what it keeps beside its runs
+# names of `weft demo` folders, and of its files next to the runs
 DEMO = re.compile(r"demo(-\d+)?")
 MATERIAL = "material"
-WIDE = 110  # columns from which there is room for what tells less
-PIPED = 200  # columns where the output is no terminal, and COLUMNS says nothing
-LEAST = 24  # columns of a run's name before other columns are left out
-GAP = 2  # columns between two
-WORDY = ("run", "metric")  # columns that may be cut
-# what is left out first where there is no room
+WIDE = 110  # minimum columns for showing less important columns
+PIPED = 200  # width if the output is not a terminal and COLUMNS is not set
+LEAST = 24  # a run's name keeps this width before other columns are dropped
+GAP = 2  # spaces between columns
+WORDY = ("run", "metric")  # columns that can be truncated
+# columns to drop when there is no room, first one first
 LESSER = ("metric", "written", "size", "age", "algorithm")
 UNKNOWN = "–"
 SORTS: dict[str, Callable[[RunSummary], Any]] = {
@@ -60,7 +61,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `ConfigError` where there is no such folder, sort or status."""
+    """Run `weft ls`; return 0. Raises `ConfigError` for an unknown folder, sort key or status."""
     parser = Parser(prog="weft ls", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "root", nargs="?", default="./runs", metavar="ROOT", help="folder of runs (./runs)"
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> list[RunSummary]:
-    """The runs in `root` that the filters let through."""
+    """Return the runs in `root` that pass the filters."""
     from weft.launch.status import is_alive
 
     if not root.is_dir():
@@ -132,8 +133,9 @@ def chosen(root: Path, statuses: Sequence[str], algorithms: Sequence[str]) -> li
 
 
 def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary]:
-    """The runs, with those of one `weft demo` as a single entry without a trial, where its folder
-    is not itself the root.
+    """Replace the runs of each `weft demo` by a single entry without a trial.
+
+    Skipped if the demo's folder is `root` itself.
     """
     found: dict[Path, list[RunSummary]] = {}
     for run in runs:
@@ -149,7 +151,7 @@ def with_demos_folded(runs: Sequence[RunSummary], root: Path) -> list[RunSummary
 
 
 def _demo(folder: Path, runs: Sequence[RunSummary]) -> RunSummary:
-    """A demo as one entry: the least finished of its runs, the newest metric, all of its bytes."""
+    """Summarize a demo: status of its least finished run, newest metric, total size."""
     newest = sorted(runs, key=lambda run: -(run.changed or 0.0))
     told = next((run for run in newest if run.metric is not None), newest[0])
     return RunSummary(
@@ -174,10 +176,10 @@ def _place(status: str) -> int:
 
 
 def table(runs: Sequence[RunSummary], width: int) -> Table:
-    """A line a run, in `width` columns.
+    """Return a table with one row per run, in `width` columns.
 
-    Wide ones add the full name of the metric and when the run last wrote; in narrow ones what tells
-    less is left out before the names of runs are cut.
+    Wide tables add the full metric name and the time of the last write. Narrow ones drop less
+    important columns before truncating run names.
     """
     rows = [_cells(run) for run in runs]
     if rows:
@@ -208,7 +210,7 @@ def table(runs: Sequence[RunSummary], width: int) -> Table:
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
-    """Column -> what stands there."""
+    """Return column -> cell text."""
     return {
         "run": f"{run.experiment}/{run.trial}" if run.trial else run.experiment,
         "algorithm": run.algorithm or UNKNOWN,
@@ -225,7 +227,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
 
 
 def steps(run: RunSummary) -> str:
-    """Steps done of all: 40/100."""
+    """Format the steps done out of all: 40/100."""
     if run.step is None:
         return UNKNOWN
     if run.total_steps is not None:
@@ -234,7 +236,7 @@ def steps(run: RunSummary) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people read them: 12 MB."""
+    """Format a number of bytes: 12 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}"
@@ -243,7 +245,7 @@ def size(num_bytes: float) -> str:
 
 
 def age(changed: float | None) -> str:
-    """How long ago something was: 4 min."""
+    """Format the time since a change: 4 min."""
     if changed is None:
         return UNKNOWN
     seconds = max(0.0, time.time() - changed)

@@ -1,8 +1,7 @@
-"""The command `weft`: finds the command's module, turns what goes wrong into one message and an
-exit code.
+"""The `weft` command: runs a subcommand and turns errors into a message and an exit code.
 
-0 done, 1 a run that failed, 2 input that cannot be used, 130 stopped by Ctrl-C, 141 the output is
-not read, 143 by `weft stop`.
+Exit codes: 0 success, 1 the run failed, 2 unusable input, 130 stopped by Ctrl-C, 141 the reader of
+the output is gone, 143 stopped by `weft stop`.
 """
 
 from __future__ import annotations
@@ -76,20 +75,20 @@ GLOBAL_FLAGS = {
     "--debug": "with any command: show the traceback of an error",
 }
 TRAINING = ("quickstart", "start", "demo")
-# that need no word; the others alone print their help
+# commands that need no arguments; the others print their help without any
 BARE = ("quickstart", "demo", "ls", "dashboard")
 SUPERVISED = ("quickstart", "start")
 HELP = ("--help", "-h", "help")
 INTERRUPTED = 130
-UNREAD = 141  # 128 and the number of the signal, as for other programs
+UNREAD = 141  # 128 + SIGPIPE, as in other programs
 SPEAKS_SECONDS = 5.0
-WORKER = "weft-worker"  # the thread in which a run's calls are made
+WORKER = "weft-worker"  # thread that executes a run's model function calls
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code.
+    """Run one command and return the exit code.
 
-    Without `argv` this is the program itself, and may end the process.
+    Without `argv` the arguments of the process are used, and the process may be ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in (*HELP, "--version"):
@@ -113,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def drop_empty(environment: MutableMapping[str, str]) -> None:
-    """Take out OpenMP's settings that are set to nothing: its library, which torch loads, calls
-    each an invalid value.
-    """
+    """Remove empty OpenMP variables; its library prints a warning for each when torch loads it."""
     for name in [
         name for name, value in environment.items() if name.startswith("OMP_") and not value.strip()
     ]:
@@ -123,8 +120,9 @@ def drop_empty(environment: MutableMapping[str, str]) -> None:
 
 
 def _end(code: int) -> None:
-    """A failed run may leave a call at work in torch, in which the interpreter's own end would
-    abort with code 134.
+    """End the process at once if a call is still running in torch after a failure.
+
+    A normal exit of the interpreter would then abort with code 134.
     """
     if any(thread.name == WORKER and thread.is_alive() for thread in threading.enumerate()):
         sys.stdout.flush()
@@ -133,13 +131,13 @@ def _end(code: int) -> None:
 
 
 def about(words: Sequence[str]) -> int:
-    """Print what weft can do, or its version; the exit code."""
+    """Print an overview of weft, or its version, and return the exit code."""
     print(f"weft {__version__}" if words[:1] == ["--version"] else usage())
     return 0 if words else 2
 
 
 def usage() -> str:
-    """The commands by what they are for, within the terminal's width."""
+    """Return the list of commands, grouped by purpose, wrapped to the terminal's width."""
     width = max(60, shutil.get_terminal_size().columns)
     lines = ["weft COMMAND ...    (weft COMMAND --help says more)"]
     for group, commands in GROUPS.items():
@@ -152,24 +150,25 @@ def usage() -> str:
 
 
 def guarded(command: Callable[[], int], words: Sequence[str]) -> int:
-    """The exit code of `command`; what it raises is one message on the standard error, with
-    `--debug` a traceback. A command whose output nobody reads any more (`weft ... | head`) ends
-    without one.
+    """Run `command` and return its exit code; exceptions become a message on standard error.
+
+    With `--debug` the traceback is printed. If the reader of the output is gone (`weft ... |
+    head`), no message is printed.
     """
     try:
         return _outcome(command, words)
-    except BrokenPipeError:  # while its error was shown
+    except BrokenPipeError:  # raised while the error was printed
         return UNREAD
     finally:
         for stream in (sys.stdout, sys.stderr):
-            # whatever waits to be written would be an error when the interpreter ends
+            # Flushing the remaining output would fail when the interpreter exits.
             if _is_unread(stream):
                 with suppress(OSError, ValueError):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_unread(stream: TextIO) -> bool:
-    """Return whether the reader of a stream has gone."""
+    """Return whether the reader of a stream is gone."""
     try:
         stream.flush()
         pipe = select.poll()
@@ -177,12 +176,12 @@ def _is_unread(stream: TextIO) -> bool:
         return any(event & select.POLLERR for _, event in pipe.poll(0))
     except BrokenPipeError:
         return True
-    except (OSError, ValueError):  # a full disk, a closed stream, one of a test
+    except (OSError, ValueError):  # a full disk, a closed stream, a stream of a test
         return False
 
 
 def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
-    """The exit code of `command`, its error shown."""
+    """Run `command`, print its error if any, and return the exit code."""
     try:
         return command()
     except KeyboardInterrupt:
@@ -213,7 +212,7 @@ def _outcome(command: Callable[[], int], words: Sequence[str]) -> int:
 
 
 def _wrapped(text: str) -> str:
-    """Between words, where a terminal shows it."""
+    """Wrap text between words if it is printed to a terminal."""
     if not sys.stderr.isatty():
         return text
     width = shutil.get_terminal_size().columns
@@ -231,7 +230,7 @@ def _show(message: str, words: Sequence[str]) -> None:
 
 
 def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
-    """Run the command that `words` begin with; the exit code."""
+    """Run the command that `words` begin with and return the exit code."""
     name = words[0]
     rest = [word for word in words[1:] if word != "--debug"]
     if name not in COMMANDS:
@@ -244,7 +243,7 @@ def dispatch(words: Sequence[str], *, supervise: bool = False) -> int:
         if started is not None and started.rank == 0:
             raise ConfigError(started.message(words))
         if started is not None:
-            # launchers end all processes with the first that ends: the first one says why
+            # Launchers kill all processes when the first one ends, so the first prints the error.
             time.sleep(SPEAKS_SECONDS)
             return 2
     module = importlib.import_module(f"weft.cli.{'start' if name == 'stop' else name}")

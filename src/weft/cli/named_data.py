@@ -1,5 +1,6 @@
-"""`weft data counts --datasets ...`: rows of datasets known by name, and their languages, as a
-table and as CSV.
+"""`weft data counts --datasets ...`: rows and languages of named datasets.
+
+Printed as a table, or written as CSV.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from weft.writing import replacing
 
 COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
 LISTS = "weft data counts --datasets all names the datasets, weft config ls the sections"
-OF_FORMS = ("text", "prompt")  # columns of texts, in rows of named datasets
-OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # and in any
-PER_EPOCH = "epoch_counts"  # of training rows, where a source gives an epoch a part of them
+OF_FORMS = ("text", "prompt")  # text columns in rows of named datasets
+OF_ANY = ("text", *PROMPT_KEYS, *ANSWER_KEYS, "chosen", "rejected")  # text columns in any rows
+PER_EPOCH = "epoch_counts"  # training rows per epoch, for sources that are subsampled
 
 
 @dataclass(frozen=True)
 class Counted:
-    """One dataset: its rows, how many an epoch takes, and how many messages are in each language
-    (where rows say it, or it was detected).
+    """Counts of one dataset: rows, rows per epoch, and messages per language.
+
+    The language is stated in the row or detected.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Counted:
     unreadable: int = 0
 
     def numbers(self, drawn: bool) -> list[int]:
-        """The counts of a line of the table; with `drawn` also those of an epoch."""
+        """Return the counts of a table row; with `drawn` also the rows per epoch."""
         counts = [self.train, self.evaluation, self.train + self.evaluation]
         return [*counts, self.per_epoch] if drawn else counts
 
@@ -59,8 +61,10 @@ class Counted:
 def sources(
     words: Sequence[str], mode: str, spec: DatasetSpec, settings: Settings = NO_SETTINGS
 ) -> list[SourceSpec]:
-    """The sources that a command asks for: `all` of a mode, names (also `a,b`), those that a
-    section of settings lists, and those of the options.
+    """Return the sources that a command's words name.
+
+    A word is `all` (of a mode), a name (also `a,b`), or a section of settings that lists datasets;
+    sources of the options are included.
     """
     asked = [name for word in words for name in word.split(",") if name]
     if asked == ["all"]:
@@ -72,7 +76,7 @@ def sources(
 
 
 def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> list[SourceSpec]:
-    """A dataset by its name, or the entries of the section of that name.
+    """Return a dataset by name, or the entries of the section of that name.
 
     Raises `ConfigError` with the nearest names.
     """
@@ -88,8 +92,10 @@ def _of_word(word: str, mode: str, spec: DatasetSpec, settings: Settings) -> lis
 
 
 def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[SourceSpec]:
-    """The sources that may be read: those at hand, and where the user agrees (`yes`, or asked on a
-    terminal) those that have to be fetched.
+    """Return the sources that can be read.
+
+    These are local sources and, if the user agrees (`yes`, or a prompt on a terminal), sources that
+    must be fetched.
     """
     cache = cache_root(spec.cache_dir)
     missing = [
@@ -119,9 +125,9 @@ def allow(wanted: Sequence[SourceSpec], spec: DatasetSpec, yes: bool) -> list[So
 def count(
     source: SourceSpec, name: str, asked: Asked, detect: Callable[[str], str] | None
 ) -> Counted:
-    """The rows of one source, each message's language with them.
+    """Count the rows of one source and the languages of their messages.
 
-    Raises `DataError` where it cannot be had.
+    Raises `DataError` if the source cannot be read.
     """
     spec = asked.spec
     if source.valid_split is None:
@@ -148,7 +154,7 @@ def count(
 
 
 class _Rows:
-    """Rows of files, counted by language, and those that are no rows."""
+    """Counts of rows by language, and of invalid rows."""
 
     def __init__(self, detect: Callable[[str], str] | None, columns: Sequence[str]) -> None:
         self.detect = detect
@@ -157,7 +163,7 @@ class _Rows:
         self.unreadable = 0
 
     def count(self, path: str, split: str | None) -> int:
-        """How many rows there are."""
+        """Return the number of rows in a file."""
         number = 0
         for file in find_files(path, split):
             for _, row in read_rows(file):
@@ -174,9 +180,9 @@ class _Rows:
 
 
 def detector() -> Callable[[str], str]:
-    """What tells the language of a text, by the package langdetect.
+    """Return a function that detects the language of a text, using the package langdetect.
 
-    Raises `ConfigError` where it is not installed.
+    Raises `ConfigError` if the package is not installed.
     """
     try:
         package = importlib.import_module("langdetect")
@@ -189,14 +195,17 @@ def detector() -> Callable[[str], str]:
     def detect(text: str) -> str:
         try:
             return str(package.detect(text))
-        except package.LangDetectException:  # a text of digits, say
+        except package.LangDetectException:  # for example a text of digits
             return "unknown"
 
     return detect
 
 
 def table(counted: Sequence[Counted], drawn: bool = False) -> str:
-    """Plain text: a line a dataset, and their sum; with `drawn` also how many rows an epoch takes."""
+    """Return a plain-text table with a row per dataset and their sum.
+
+    With `drawn` it also has the rows per epoch.
+    """
     sums = [sum(numbers) for numbers in zip(*(c.numbers(drawn) for c in counted), strict=True)]
     lines = [(c.name, c.numbers(drawn)) for c in counted] + (
         [("total", sums)] if len(counted) > 1 else []
@@ -216,7 +225,7 @@ def _columns(drawn: bool) -> list[str]:
 
 
 def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
-    """A line a dataset that says its languages, the most frequent language first."""
+    """Return a line per dataset with known languages, the most frequent language first."""
     total = sum((each.languages for each in counted), Counter[str]())
     languages = [language for language, _ in total.most_common()]
     spoken = [each for each in counted if each.languages]
@@ -227,7 +236,7 @@ def _by_language(counted: Sequence[Counted]) -> list[list[str]]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the first column to the left, the others to the right."""
+    """Format rows with the first column left-aligned and the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -239,7 +248,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> None:
-    """The table with a column for every language."""
+    """Write the table as CSV, with a column per language."""
     languages = sorted({language for each in counted for language in each.languages})
     with replacing(file) as partial, partial.open("w", newline="") as stream:
         writer = csv.writer(stream)
@@ -256,7 +265,7 @@ def write_csv(file: Path, counted: Sequence[Counted], drawn: bool = False) -> No
 
 @dataclass(frozen=True)
 class Asked:
-    """Sources whose rows a command counts, what for, and whether they may be fetched."""
+    """Sources that a command counts, their purpose, and whether fetching is allowed."""
 
     sources: Sequence[SourceSpec]
     mode: str
@@ -265,15 +274,13 @@ class Asked:
 
 
 def said(source: SourceSpec) -> dict[str, Any]:
-    """A source as an entry of `dataset.sources`."""
+    """Return a source as an entry of `dataset.sources`."""
     plain = {spec.name: getattr(source, spec.name) for spec in fields(source)}
     return {name: value for name, value in plain.items() if value not in (None, "", {})}
 
 
 def spread(data: LoadedData, limit: int) -> Iterator[str]:
-    """A line a source: the most tokens of a row, the 99th percentile, and how many rows have more
-    than `limit`.
-    """
+    """Yield a line per source: longest row, 99th percentile, rows longer than `limit` tokens."""
     for part in [*data.parts, *(part for part in data.valid.values())]:
         if not isinstance(part.dataset, Tokenized):
             raise ConfigError(
@@ -289,7 +296,7 @@ def spread(data: LoadedData, limit: int) -> Iterator[str]:
 
 
 def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
-    """Print the table; 2 where a dataset could not be read, each with its reason."""
+    """Print the table; return 2 if a dataset could not be read, after printing the reason."""
     tell = detector() if detect else None
     counted = []
     shares = []
@@ -337,7 +344,7 @@ def run(asked: Asked, *, output: Path | None, detect: bool) -> int:
 
 
 def files_of(spec: DatasetSpec, mode: str) -> dict[str, str]:
-    """The file of rows of each named dataset among the options, and what to call it."""
+    """Return file of rows -> displayed name, for each named dataset in the options."""
     found: dict[str, str] = {}
     for source in (each for each in sources_of(spec) if each.named is not None):
         made = prepare(source, mode, cache_root(spec.cache_dir), Split(0.0), spec.named_file)
@@ -364,12 +371,12 @@ def _messages(row: Row) -> list[Mapping[str, Any]]:
 
 
 def _said_languages(row: Row) -> Iterator[str]:
-    """The languages that a row's messages say."""
+    """Iterate over the languages stated in a row's messages."""
     return (message["lang"] for message in _messages(row) if isinstance(message.get("lang"), str))
 
 
 def _texts(row: Row, columns: Sequence[str]) -> Iterator[str]:
-    """The texts of a row: of its messages, of replies, and of columns."""
+    """Iterate over the texts of a row: its messages, replies and the given columns."""
     spoken = (message.get("content") or message.get("value") for message in _messages(row))
     replies = row.get("replies")
     found = [

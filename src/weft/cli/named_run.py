@@ -1,4 +1,4 @@
-"""Which run a word on the command line means, and what a run is called that nobody has named."""
+"""Find the run that a command-line word means, and name runs that the user did not name."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from weft.runtime.directory import RunDirectory, admit, owner
 
 RUNS = "./runs"
 LATEST = "latest"
-# what a process holds, and what those who start processes write
+# lock held by a working process, and files written by launchers
 LOCK = "run.lock"
 LAUNCHERS = ("logs", "slurm")
 SHOWN = 6
 SUGGESTED = 3
-LIKENESS = 0.6  # of each part of a name to that of the run that may have been meant
+LIKENESS = 0.6  # minimum similarity of each part of a name to suggest a run
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Let a command take a run as `weft show` does, or by `-e EXPERIMENT -f TRIAL`."""
+    """Add arguments that name a run, as in `weft show`, or by `-e EXPERIMENT -f TRIAL`."""
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest"
     )
@@ -42,8 +42,9 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def given_run(given: argparse.Namespace, command: str) -> Path:
-    """The directory of the run that the words of `add_run` name; what was started may not have
-    written a step yet. Raises `ConfigError`.
+    """Return the directory of the run named by the arguments of `add_run`.
+
+    The run may not have written a step yet. Raises `ConfigError`.
     """
     root = Path(given.fileroot or RUNS).expanduser()
     named = (given.experiment, given.trial)
@@ -70,12 +71,11 @@ def given_run(given: argparse.Namespace, command: str) -> Path:
 
 
 def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None]:
-    """Return the configuration with a name for its run; where nobody has given one, also a line
-    that says the name.
+    """Return the configuration with run names set, and a line that states a generated name.
 
-    The experiment is `asked_for`, a recipe or an algorithm. The trial is the newest unfinished one
-    of the same configuration, among those that have a number for a name; else it takes the next
-    number.
+    The line is None if the user gave the names. The experiment is `asked_for`, a recipe or an
+    algorithm. The trial is the newest unfinished numbered one with the same configuration, else the
+    next number.
     """
     if config.experiment_name and config.trial_name:
         return config, None
@@ -100,9 +100,7 @@ def with_names(config: RunConfig, asked_for: str) -> tuple[RunConfig, str | None
 
 
 def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
-    """Return whether a directory holds a run of this experiment that no process works on, and that
-    is not finished.
-    """
+    """Return whether the directory holds an unfinished run of this experiment with no process."""
     if (
         not directory.holds_run()
         or directory.status() == "finished"
@@ -118,7 +116,7 @@ def _goes_on(directory: RunDirectory, experiment: Experiment) -> bool:
 
 
 def _begun(word: str, root: Path) -> Path | None:
-    """A directory with the marks of a process or a job that has written no line of metrics."""
+    """Return the directory of a started run that has not written any metrics, or None."""
     given = Path(word).expanduser()
     return next(
         (
@@ -131,7 +129,7 @@ def _begun(word: str, root: Path) -> Path | None:
 
 
 def find_run(word: str, root: Path) -> Path:
-    """The directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`.
+    """Return the directory of a run: a path, `EXPERIMENT/TRIAL` below `root`, or `latest`.
 
     Raises `ConfigError`.
     """
@@ -165,8 +163,9 @@ def find_run(word: str, root: Path) -> Path:
 
 
 def _like(given: Path, root: Path) -> list[str]:
-    """The runs in `root` named like `given`, the likest first: EXPERIMENT/TRIAL part by part, or
-    TRIAL where it is all.
+    """Return the runs in `root` with names similar to `given`, most similar first.
+
+    EXPERIMENT/TRIAL is compared part by part; a single word is compared to TRIAL.
     """
     asked = (given.relative_to(root) if given.is_relative_to(root) else given).parts
 

@@ -1,5 +1,6 @@
-"""`key=value ...` in Hydra's grammar, and YAML files, as nested plain values for
-`weft.options.read`.
+"""Parse `key=value ...` in Hydra's grammar, and YAML files, for `weft.options.read`.
+
+Both become nested plain values.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from weft.reading import read_yaml, reading, reason, shortened
 
 WORD = re.compile(r"\+{0,2}(?P<name>[A-Za-z_][\w.-]*)=(?P<text>.*)", re.DOTALL)
 SWEEP = re.compile(r"[a-z]+\(")  # choice(..), range(..)
-NUMBERS = "device_mesh"  # an option that is a text of numbers, and may be written as a list of them
+NUMBERS = "device_mesh"  # a text option that can be written as a list of numbers
 
 
 @dataclass(frozen=True)
 class Override:
     """One assignment.
 
-    `removed` is `~key`: back to the default. `typed`: a word of the command line, as it stands
-    there.
+    `removed` marks `~key`, which restores the default. `typed` is the original command-line word.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Override:
 
 
 def parse(words: Sequence[str]) -> list[Override]:
-    """The assignments in order.
+    """Return the assignments in order.
 
-    What Hydra's grammar cannot read, or takes for a sweep, is a text or a list of texts as it
-    stands where the option is one. Raises `ConfigError` for what no option could be.
+    A word that Hydra's grammar cannot read, or reads as a sweep, is kept as a text or list of texts
+    if the option takes one. Raises `ConfigError` for words that fit no option.
     """
-    # a fifth of a second, so only when needed
+    # Importing takes 0.2 seconds, so only when needed.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -67,9 +67,7 @@ def parse(words: Sequence[str]) -> list[Override]:
 
 
 def repeated(overrides: Sequence[Override]) -> list[str]:
-    """A note for each option that the command line sets to several values, of which the last
-    counts.
-    """
+    """Return a note for each option that is set to several values; the last one counts."""
     words: dict[str, list[str]] = {}
     for each in overrides:
         # mappings add to each other
@@ -93,10 +91,10 @@ def _sweep(word: str, name: str) -> ConfigError:
 
 
 def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Override:
-    """The word as an option of texts would take it.
+    """Return the word as an assignment of literal text.
 
-    Raises `error` where there are signs of another grammar: quotes, interpolations, brackets that
-    are not a list's, functions of sweeps.
+    Raises `error` if the word shows signs of another grammar: quotes, interpolations, brackets that
+    do not form a list, functions of sweeps.
     """
     found = WORD.fullmatch(word)
     if found is None or any(sign in found["text"] for sign in ("'", '"', "${")):
@@ -115,9 +113,7 @@ def _as_it_stands(word: str, error: ConfigError, *, sweep: bool = False) -> Over
 
 
 def _items(text: str) -> tuple[str, ...] | None:
-    """The parts between the commas that stand in no brackets of their own; None where there are
-    empty ones.
-    """
+    """Split at commas outside brackets; return None if an item is empty."""
     depth = 0
     parts = [""]
     for letter in text:
@@ -145,7 +141,7 @@ def _unreadable(word: str, error: Exception) -> ConfigError:
 
 
 def merge(values: dict[str, Any], override: Override) -> None:
-    """Put one override into nested `values`, below the groups that its dotted name walks through."""
+    """Set one override in the nested `values`, creating the groups of its dotted name."""
     *groups, last = override.name.split(".")
     inner = values
     if last == NUMBERS and isinstance(override.value, list | tuple):
@@ -166,7 +162,7 @@ def merge(values: dict[str, Any], override: Override) -> None:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The nested values of a YAML file (`--config FILE`), such as the config.yaml of a run."""
+    """Return the nested values of a YAML file (`--config FILE`), such as a run's config.yaml."""
     values = read_yaml(Path(path).expanduser(), f"--config {path}", ConfigError)
     if values is None:
         raise ConfigError(f"--config {path}: is empty; write options as key: value")
@@ -178,11 +174,10 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
-    """Nested values as assignments of dotted names, so that a file may use the same aliases as the
-    command line.
+    """Flatten nested values to assignments of dotted names, so that aliases work in files too.
 
-    A mapping whose own keys hold a colon, such as weights by FILE.py:function, is a value as it
-    stands.
+    A mapping whose own keys contain a colon, such as weights by FILE.py:function, is kept as a
+    value.
     """
     for key, value in values.items():
         if isinstance(value, Mapping) and value and not any(":" in str(name) for name in value):
@@ -192,7 +187,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[Override]:
 
 
 def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `${other.option}` replaced by what that option is set to.
+    """Return `values` with `${other.option}` replaced by that option's value.
 
     Raises `ConfigError` for unknown names.
     """
@@ -209,9 +204,7 @@ def resolve(values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, An
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """OmegaConf takes plain values; a number is handed over as such, its spelling is kept beside
-    it.
-    """
+    """Replace numbers that carry their spelling by plain values, which OmegaConf requires."""
     return {
         key: _texts(value)
         if isinstance(value, Mapping)
@@ -223,7 +216,7 @@ def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _only(resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `resolved` that `wanted` has, with the spellings that `wanted` knows."""
+    """Return the entries of `resolved` that are in `wanted`, with the spellings of `wanted`."""
     kept: dict[str, Any] = {}
     for key, value in wanted.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,4 @@
-"""The argument parser that commands have: plain complaints, help that fits the terminal, `--a_b`
-for `--a-b` and back.
-"""
+"""Argument parser of the commands: short error messages, wrapped help, `--a_b` for `--a-b`."""
 
 from __future__ import annotations
 
@@ -13,18 +11,16 @@ from typing import Any, NoReturn
 from weft.errors import ConfigError
 from weft.reading import refuse_url
 
-# paths that stand behind a flag of their name
+# arguments that are paths and are given by a flag
 FLAGS = ("fileroot", "output", "out", "prompts", "folders")
-# arguments that are paths, though their type is a text
+# arguments that are paths but have type str
 PATHS = (*FLAGS, "root", "input", "valid_output")
-# with which the description of a module begins, and its help does not
+# prefix of module docstrings that is removed from the help text
 OWN_NAME = re.compile(r"^`weft [^`]*`: ")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are a user's error like any other, and whose examples
-    keep their lines.
-    """
+    """Argument parser that raises user errors and keeps the line breaks of examples."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -39,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return values, rest
 
     def _spelled(self, words: Sequence[str]) -> list[str]:
-        """The words with the flags of this parser as it spells them."""
+        """Return the words with flags rewritten to this parser's spelling."""
         end = list(words).index("--") if "--" in words else len(words)
         return [*map(self._flag, words[:end]), *words[end:]]
 
@@ -59,9 +55,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_paths(values: argparse.Namespace) -> None:
-    """Raises `ConfigError` for a URL in an argument that is a path.
+    """Raise `ConfigError` if a path argument is a URL.
 
-    What reads models and data checks their names itself.
+    Names of models and data are checked where they are read.
     """
     for name, value in vars(values).items():
         for each in value if isinstance(value, list) else [value]:
@@ -71,7 +67,7 @@ def check_paths(values: argparse.Namespace) -> None:
 
 
 def helped(parser: argparse.ArgumentParser, argv: Sequence[str]) -> bool:
-    """Whether nothing was asked for; the help is printed then."""
+    """Print the help if no arguments were given, and return whether it was printed."""
     if argv:
         return False
     parser.print_help()

@@ -1,7 +1,8 @@
-"""`weft plan`: what a run would do, without doing it.
+"""`weft plan`: show what a run would do, without running it.
 
-`search`: which devices each call of an experiment would work on, and how long; `realloc`: what
-moving parameters between two layouts sends; `memory`: which GPU holds the training of a model.
+`search`: the devices assigned to each call of an experiment, and the estimated times; `realloc`:
+the transfers that move parameters between two layouts; `memory`: the GPU that fits the training of
+a model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
     from weft.realloc.traffic import Traffic
 
-LARGEST = 5  # parameters listed
+LARGEST = 5  # number of parameters listed
 SIDES = {"source": "FROM", "target": "TO"}
 # The model where none is named: the shape of a Llama of 1.2 billion parameters.
 SMALL_LLAMA = {
@@ -67,7 +68,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft plan ...`; returns the exit code.
+    """Run `weft plan ...` and return the exit code.
 
     Raises `UserError` for layouts that do not fit the model or the devices.
     """
@@ -149,7 +150,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 
 def search(words: Sequence[str], *, as_json: bool) -> None:
-    """Build the experiment of `weft quickstart WORDS` and print where the search places its calls."""
+    """Build the experiment of `weft quickstart WORDS` and print the allocation the search finds."""
     from weft.cli.quickstart import configured
     from weft.experiments.common import build_experiment
     from weft.launch.hub import fetch_configs
@@ -182,7 +183,7 @@ def search(words: Sequence[str], *, as_json: bool) -> None:
 
 
 def realloc(arguments: argparse.Namespace) -> None:
-    """Plan the transfers between two layouts and print what they cost."""
+    """Plan the transfers between two layouts and print their cost."""
     from weft.checkpoints.hf_io import parameter_shapes
     from weft.engine.spec import ModelSpec
     from weft.engine.torch.source import check_layout
@@ -240,8 +241,9 @@ def _mesh(arguments: argparse.Namespace, side: str) -> Mesh:
 
 @contextmanager
 def _names(arguments: argparse.Namespace, side: str) -> Iterator[None]:
-    """Errors of one side begin with it as it was typed, `FROM p4: ...`, or with the option:
-    `--source-mesh ...`.
+    """Prefix errors raised within the context with the side's argument as typed.
+
+    For example `FROM p4: ...` or `--source-mesh ...`.
     """
     try:
         yield

@@ -1,5 +1,6 @@
-"""`weft plan memory`: which GPU holds the training of a model, and what makes it fit a smaller one;
-config.json is enough.
+"""`weft plan memory`: which GPU fits the training of a model, and how to fit a smaller one.
+
+Only config.json of the model is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ EPILOG = """examples:
 
 
 def add(commands: Any) -> None:
-    """The command's arguments."""
+    """Add the subcommand and its arguments."""
     made = commands.add_parser(
         "memory",
         help=TOLD,
@@ -53,10 +54,9 @@ def add(commands: Any) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 0.
+    """Print the plan and return 0.
 
-    Raises `UserError` for a model without a readable config.json, and for options that it does not
-    take.
+    Raises `UserError` for a model without a readable config.json, or for invalid options.
     """
     from weft.engine import fits
 
@@ -97,9 +97,10 @@ NAMES = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
 def case_of(
     model: str, words: Sequence[str], tokens: int, dtype: str = "bfloat16"
 ) -> tuple[Case, int, int, str]:
-    """(training on a GPU, or on one rank of a layout, with a minibatch of several micro-batches;
-    all parameters; those that are trained; the layout). Raises `ConfigError` as a run with these
-    options would.
+    """Return (training case, number of parameters, number of trained parameters, layout).
+
+    The case describes one GPU, or one rank of a layout, with a minibatch of several micro-batches.
+    Raises `ConfigError` as a run with these options would.
     """
     import torch
 

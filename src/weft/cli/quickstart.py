@@ -1,6 +1,4 @@
-"""`weft quickstart NAME key=value ...`: a command line becomes a checked configuration, and that a
-run.
-"""
+"""`weft quickstart NAME key=value ...`: check a command line's configuration and run it."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from weft.experiment import Experiment
 
 CONFIG = "config"  # --dry-run=config
-NAMED = "WEFT_RUN"  # of the environment: what a supervisor calls the run, EXPERIMENT/TRIAL
+NAMED = "WEFT_RUN"  # environment variable: EXPERIMENT/TRIAL, set by a supervisor
 FLAGS = (
     "--help",
     "--dry-run",
@@ -48,27 +46,27 @@ FLAGS = (
 
 @dataclass
 class Words:
-    """A command line, sorted."""
+    """A command line, sorted into flags and assignments."""
 
     name: str = ""
     assignments: list[str] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    configs: list[str] = field(default_factory=list)  # named sections
+    configs: list[str] = field(default_factory=list)  # names of sections
     config_dirs: list[str] = field(default_factory=list)
     print_config: bool = False
     verbose: bool = False
     dry_run: str | None = None  # "" reads the data, "config" does not
     print_script: bool = False
     deepspeed: str | None = None  # a file, "" for the flag alone
-    help: str | None = None  # a group of options, or all; "" for those that people set
+    help: str | None = None  # a group of options or "all"; "" for common options
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
-    """The exit code.
+    """Run `weft quickstart ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process
-    makes.
+    Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
+    this one.
     """
     words = sort(argv)
     registry.import_user_folder()
@@ -103,8 +101,9 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 def stacked(
     words: Words, base: Config, values: Sequence[overrides.Override]
 ) -> tuple[Stack, Taken | None]:
-    """The sections that `--configs` names, and the rest of the command line over them; what lies
-    under them of DeepSpeed's.
+    """Return (stack of the sections in `--configs` and the command line, DeepSpeed settings).
+
+    The command line overrides the sections, which override the DeepSpeed file.
     """
     from weft.cli.sections import Library
     from weft.cli.stack import read_stack
@@ -132,7 +131,7 @@ def _run(
     *,
     supervise: bool,
 ) -> int:
-    """Configure, and do what the flags say: print the configuration, submit, plan, or run."""
+    """Configure, then do what the flags ask: print the configuration, submit, plan, or run."""
     config, notes = configure(base, values, words.imports)
     tell([*(taken.settled(config) if taken is not None else ()), *notes])
     if words.print_config:
@@ -148,7 +147,7 @@ def _run(
     given_names = (config.experiment_name, config.trial_name)
     if words.dry_run is None and isinstance(config, RunConfig):
         config = _name(config, words)
-    # checks first, and loads torch once they have passed
+    # Check first: torch is loaded only after all checks pass.
     from weft.launch import dry_run, run, slurm
     from weft.launch.supervise import Supervisor, uses_ray
     from weft.observe.progress import Show, terminal_width
@@ -177,9 +176,7 @@ def _run(
 
 
 def _name(config: RunConfig, words: Words) -> RunConfig:
-    """The configuration with names; a supervised process takes those that its supervisor has
-    chosen.
-    """
+    """Return the configuration with run names; a supervised process uses its supervisor's."""
     from weft.cli.named_run import with_names
 
     if not speaks() and NAMED in os.environ:
@@ -191,14 +188,15 @@ def _name(config: RunConfig, words: Words) -> RunConfig:
 
 
 def speaks() -> bool:
-    """Whether this process is the one to say what is known before a run: its supervisor has said it
-    already.
+    """Return whether this process prints what is known before a run.
+
+    A supervised process does not, because its supervisor has printed it.
     """
     return not Wire.of(os.environ).supervised
 
 
 def tell_start(experiment: Experiment, *, several: bool) -> None:
-    """Show that the options are understood, before what takes seconds."""
+    """Print that the options are accepted, before the steps that take seconds."""
     from weft.observe.progress import make_view
 
     if speaks():
@@ -210,13 +208,13 @@ def tell_start(experiment: Experiment, *, several: bool) -> None:
 
 
 def tell(notes: Sequence[str]) -> None:
-    """Notes for the user, once for each run."""
+    """Print notes for the user, once per run."""
     for note in notes if speaks() else ():
         print(redacted(f"note: {note}"), file=sys.stderr)
 
 
 def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
-    """(the configuration that `weft quickstart ARGV` runs, notes on other spellings).
+    """Return (configuration run by `weft quickstart ARGV`, notes on other spellings).
 
     Raises `UserError`.
     """
@@ -236,7 +234,7 @@ def configured(argv: Sequence[str]) -> tuple[RunConfig, list[str]]:
 
 
 def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
-    """The quickstart's own configuration, and what files and words assign."""
+    """Return the quickstart's own configuration, and the assignments from files and words."""
     from weft.cli import sections
 
     values = [
@@ -245,7 +243,7 @@ def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
         for each in overrides.flatten(overrides.read_file(sections.recipe_file(file)))
     ]
     values += overrides.parse(words.assignments)
-    if words.dry_run is not None:  # a plan is of no run, so it needs no name
+    if words.dry_run is not None:  # a dry run needs no name
         given = {each.name for each in values}
         values += overrides.parse([f"{name}=plan" for name in NAMES if name not in given])
     registry.import_user_code(_imports(values))
@@ -255,7 +253,7 @@ def _named(words: Words) -> tuple[Any, list[overrides.Override]]:
 def configure(
     base: Config, values: Sequence[overrides.Override], imports: Sequence[str] = ()
 ) -> tuple[Config, list[str]]:
-    """(`base` with the assignments made, notes on other spellings). Raises `ConfigError`."""
+    """Return (`base` with the assignments, notes on other spellings). Raises `ConfigError`."""
     assignments, notes = (
         translate(values, base) if isinstance(base, RunConfig) else (list(values), [])
     )
@@ -277,8 +275,10 @@ def configure(
 
 
 def _check_group(base: Any, assignment: overrides.Override) -> None:
-    """Raises `ConfigError` for a text, number or list in place of a group of options, also where a
-    later assignment sets one of them and would hide it.
+    """Raise `ConfigError` for a text, number or list assigned to a group of options.
+
+    This is checked on its own because a later assignment of one of the group's options would hide
+    it.
     """
     if assignment.name.isidentifier():
         group = getattr(base, assignment.name, None)
@@ -293,9 +293,9 @@ def _check_group(base: Any, assignment: overrides.Override) -> None:
 
 
 def sort(argv: Sequence[str]) -> Words:
-    """Flags and assignments told apart.
+    """Separate flags and assignments; `--key=value` is read as `key=value`.
 
-    `--key=value` is `key=value`. Raises `ConfigError` for unknown flags.
+    Raises `ConfigError` for unknown flags.
     """
     words = Words()
     rest = list(argv)
@@ -310,7 +310,7 @@ def sort(argv: Sequence[str]) -> Words:
         elif word in ("-v", "--verbose"):
             words.verbose = True
         elif flag == "--dry-run":
-            # as `weft start` takes it
+            # the form of `weft start`
             apart = word == flag and bool(words.name) and rest[:1] == [CONFIG]
             words.dry_run = _dry_run(word, rest.pop(0) if apart else attached)
         elif word == "--print-script":
@@ -340,8 +340,9 @@ def sort(argv: Sequence[str]) -> Words:
 
 
 def _unknown_flag(word: str, rest: Sequence[str]) -> ConfigError:
-    """The error for a flag that does not exist; an option that is written like one is shown as weft
-    takes it.
+    """Return the error for an unknown flag.
+
+    If it is an option written as a flag, the error shows weft's form.
     """
     close = nearest(word, FLAGS)
     if close:
@@ -386,8 +387,10 @@ def _take(words: Words, flag: str, value: str) -> None:
 
 
 def _names(attached: str, rest: list[str]) -> list[str]:
-    """The sections after `--configs`: up to the next flag or assignment, or those after its =;
-    commas part them, too.
+    """Return the section names of `--configs`.
+
+    They are given after its `=`, or as words up to the next flag or assignment; commas separate
+    names as well.
     """
     given = [attached] if attached else []
     while not attached and rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
@@ -402,8 +405,9 @@ def _names(attached: str, rest: list[str]) -> list[str]:
 
 
 def _imports(values: Sequence[overrides.Override]) -> list[str]:
-    """The modules that `imports=[...]` names: they may register the quickstart itself, so they are
-    read first.
+    """Return the modules that `imports=[...]` names.
+
+    They are read first, because they may register the quickstart itself.
     """
     named = [
         override.value for override in values if override.name == "imports" and not override.removed
@@ -413,7 +417,7 @@ def _imports(values: Sequence[overrides.Override]) -> list[str]:
 
 
 def overview() -> str:
-    """What quickstarts there are, with the first line of each one's description."""
+    """Return the list of quickstarts, each with the first line of its description."""
     lines = [
         "weft quickstart NAME experiment_name=E trial_name=T key=value ...    (NAME --help shows "
         "the options)",

@@ -1,9 +1,10 @@
-"""ReaL's spellings of options, read as weft's own: `exp_ctrl.*`, `{model}.type._class`,
-`{call}.parallel.*`, nodes by name.
+"""Translate option names of ReaL to weft's.
 
-`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes a name
-that no option of the configuration has, and says so in a note. A name that weft has keeps its
-meaning.
+Covered are `exp_ctrl.*`, `{model}.type._class`, `{call}.parallel.*` and nodes by name.
+
+`rename` runs before the spellings of other programs are read (cli/aliases.py). It changes only
+names that are not options of the configuration, and adds a note for each. A name that is also
+weft's keeps weft's meaning.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.errors import ConfigError
 from weft.experiments.common import RunConfig
 from weft.options import plain
 
-GPUS_PER_NODE = 8  # what ReaL counts where n_gpus_per_node is not set
+GPUS_PER_NODE = 8  # ReaL's default of n_gpus_per_node
 DEGREES = {"data_parallel_size": "d", "model_parallel_size": "t", "pipeline_parallel_size": "p"}
 SIZES = re.compile(rf"(?P<call>\w+)\.parallel\.(?P<degree>{'|'.join(DEGREES)})")
 SEQUENCE = re.compile(r"(?P<call>\w+)\.parallel\.use_sequence_parallel")
@@ -35,7 +36,7 @@ RENAMED = {
     "wandb_mode": "logger.wandb.mode",
     "dataset.max_pairs_per_prompt": "dataset.args.max_pairs_per_prompt",
 }
-# Options that weft has no use for, by their last name or the whole of it, and why.
+# Options that have no effect in weft, by last or full name -> reason.
 LEFT_OUT = {
     "use_cuda_graph": "weft decides by itself where a GPU replays captured graphs",
     "force_cudagraph_recapture": "weft decides by itself where a GPU replays captured graphs",
@@ -57,7 +58,7 @@ ALLOCATIONS = {"pipe_model": "heuristic", "pipe_data": "heuristic"}
 
 @dataclass
 class _Renaming:
-    """The assignments of one command line, and those that they have been turned into so far."""
+    """Assignments of one command line, and their translation so far."""
 
     config: RunConfig
     known: frozenset[str]  # options of the configuration
@@ -67,7 +68,7 @@ class _Renaming:
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)  # call -> degree -> size
 
     def put(self, override: Override, name: str, value: Any) -> None:
-        """Keep an assignment under another name, and note it."""
+        """Store an assignment under another name, and add a note."""
         shown = name if value is override.value else f"{name}={value}"
         self.notes.append(f"{override.name} is read as {shown}")
         self.made.append(replace(override, name=name, value=value))
@@ -77,14 +78,14 @@ class _Renaming:
 
     @property
     def nodes(self) -> list[str]:
-        """The names in `nodelist`, in order; empty where it is not set."""
+        """Names in `nodelist`, in order; empty if it is not set."""
         return _node_names(str(self.given.get("nodelist") or ""))
 
 
 def rename(
     overrides: Iterable[Override], config: RunConfig, known: frozenset[str]
 ) -> tuple[list[Override], list[str]]:
-    """Return the assignments with ReaL's names replaced, and a note for each that was.
+    """Return the assignments with ReaL's names replaced, and a note for each replacement.
 
     Raises `ConfigError`.
     """
@@ -123,7 +124,7 @@ def _rename_one(done: _Renaming, override: Override) -> None:
     elif name == "nodelist":
         _read_nodes(done, override)
     elif any(name.startswith(f"{option}.") for option in done.known):
-        done.made.append(override)  # an entry of a mapping, which is the user's own
+        done.made.append(override)  # an entry of a mapping with user-defined keys
     elif name in RENAMED:
         done.put(override, RENAMED[name], override.value)
     elif last == "init_critic_from_actor":
@@ -144,7 +145,7 @@ def _without_group(done: _Renaming, name: str) -> str:
 
 
 def _change_value(done: _Renaming, override: Override, last: str) -> None:
-    """Keep an option that weft has too, where ReaL has other words for its value."""
+    """Keep an option that weft also has, and translate ReaL's value for it."""
     value = plain(override.value)
     if override.name.endswith("optimizer.type") and value == "adam":
         done.put(override, override.name, "adamw")
@@ -159,7 +160,7 @@ def _change_value(done: _Renaming, override: Override, last: str) -> None:
 
 
 def _read_type(done: _Renaming, override: Override, role: str, what: str) -> None:
-    """Read `ROLE.type._class` as the family; what the other parts say, weft knows."""
+    """Read `ROLE.type._class` as the family; other parts of the type are not needed by weft."""
     if what == "_class":
         done.put(override, f"{role}.type", override.value)
         return
@@ -180,8 +181,9 @@ def _read_type(done: _Renaming, override: Override, role: str, what: str) -> Non
 
 
 def _collect_degree(done: _Renaming, override: Override, call: str, degree: str) -> None:
-    """Remember one of the degrees that make the layout of a call; a model's own `parallel.*` are
-    options.
+    """Store one of the parallel degrees that form the layout of a call.
+
+    A model's own `parallel.*` are regular options.
     """
     if f"{call}.layout" not in done.known or f"{call}.layout" in done.given:
         done.made.append(override)
@@ -193,7 +195,7 @@ def _collect_degree(done: _Renaming, override: Override, call: str, degree: str)
 
 
 def _read_sequence_parallel(done: _Renaming, override: Override, call: str) -> None:
-    """Sequence parallelism is an option of the model whose call it is."""
+    """Set sequence parallelism as an option of the call's model."""
     role = call.partition("_")[0]
     target = f"{role if f'{role}.path' in done.known else done.config.main_role}.sequence_parallel"
     if plain(override.value) is True:
@@ -210,8 +212,8 @@ def _read_half(done: _Renaming, override: Override, role: str, kind: str) -> Non
 
 
 def _read_nodes(done: _Renaming, override: Override) -> None:
-    """Give Slurm its list of nodes. Elsewhere the names only number the devices."""
-    _node_names(str(plain(override.value)))  # raises for what is no list of nodes
+    """Set Slurm's list of nodes; without Slurm the names only number the devices."""
+    _node_names(str(plain(override.value)))  # raises if it is not a list of nodes
     if done.given.get("mode") == "slurm":
         done.put(override, "slurm.nodelist", override.value)
     else:
@@ -221,14 +223,13 @@ def _read_nodes(done: _Renaming, override: Override) -> None:
 
 
 def _device_numbers(done: _Renaming, name: str, text: str) -> str:
-    """Return `0,1` for `NODE01:0,1`: the numbers of the devices over all nodes, in the order of
-    `nodelist`.
+    """Convert `NODE01:0,1` to `0,1`: device numbers over all nodes, in the order of `nodelist`.
 
-    A node without numbers is all of its devices. Raises `ConfigError` for a node that `nodelist`
-    does not have.
+    A node without numbers stands for all of its devices. Raises `ConfigError` for a node that is
+    not in `nodelist`.
     """
     size = done.given.get("n_gpus_per_node")
-    if not isinstance(size, int) or size < 1:  # absent, or refused by its own rule
+    if not isinstance(size, int) or size < 1:  # missing, or rejected by its own check
         size = GPUS_PER_NODE
     devices: list[int] = []
     found = NODE.fullmatch(text)
@@ -250,7 +251,7 @@ def _device_numbers(done: _Renaming, name: str, text: str) -> str:
 
 
 def _node_number(done: _Renaming, name: str, node: str) -> int:
-    """Return how many nodes come before this one. A run of one node needs no `nodelist`."""
+    """Return the number of nodes before this one; a single-node run needs no `nodelist`."""
     if node in done.nodes:
         return done.nodes.index(node)
     if not done.nodes and done.given.get("n_nodes", 1) == 1:
@@ -265,7 +266,7 @@ def _node_number(done: _Renaming, name: str, node: str) -> int:
 
 
 def _node_names(text: str) -> list[str]:
-    """Return the names that Slurm's notation stands for: `n[01-03],m1` is n01, n02, n03 and m1."""
+    """Expand Slurm's notation: `n[01-03],m1` becomes n01, n02, n03 and m1."""
     names = []
     for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text):
         found = NODE.fullmatch(part.strip())
@@ -284,7 +285,7 @@ def _node_names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers of `0,2-3`."""
+    """Expand a list of ranges: `0,2-3` becomes 0, 2 and 3."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

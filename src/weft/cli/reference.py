@@ -1,5 +1,6 @@
-"""docs/options.md, made from the config dataclasses: `python -m weft.cli.reference >
-docs/options.md`. A test compares them.
+"""Generate docs/options.md from the config dataclasses.
+
+Usage: `python -m weft.cli.reference > docs/options.md`. A test compares them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SPELLED = """weft also accepts these spellings of Hugging Face and of older prog
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     configs = {name: registry.quickstarts.get(name)() for name in SHIPPED}
     run = [leaf for leaf in leaves(configs["sft"]) if _is_run(leaf.name)]
     parts = [HEAD, "## Run\n", *_table(run)]
@@ -79,7 +80,7 @@ def _is_run(name: str) -> bool:
 
 
 def _is_own(name: str, config: RunConfig) -> bool:
-    """Whether an option is the algorithm's: not shared with others through a section of its own."""
+    """Return whether an option belongs to the algorithm, not to a section shared with others."""
     value = getattr(config, name.split(".")[0])
     if _is_run(name) or isinstance(value, (ModelSpec, DatasetSpec)):
         return False
@@ -100,7 +101,7 @@ def _calls(config: Any) -> list[str]:
 
 
 def _different(configs: dict[str, Any]) -> str:
-    """Defaults of roles that differ from those of the table."""
+    """Return the defaults of roles that differ from those in the table of model options."""
     usual = {leaf.name: leaf.default for leaf in leaves(ModelSpec())}
     found: dict[str, list[str]] = {}
     for name, config in configs.items():

@@ -1,5 +1,7 @@
-"""Build the page of a run, or one page that compares several runs:
-which was better, what differs between them, and what they said."""
+"""Build the page of a run, or a page that compares several runs.
+
+A comparison shows which run was better, the options that differ, and what the models said.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and say where.
+    """Write the page and print its path.
 
-    Raises `UserError` for a folder that holds no run, and a file that cannot be written.
+    Raises `UserError` for a folder without a run, and for a file that cannot be written.
     """
     asked = parser()
     if helped(asked, argv):
@@ -76,7 +78,7 @@ def _build(runs: Sequence[Path], output: Path | None) -> Path:
 
 
 def _find(word: str, root: Path) -> Path:
-    """The folder of a run. One that holds a few of a run's files only is taken as it is."""
+    """Return the folder of a run; a folder with only some of a run's files is accepted."""
     given = Path(word).expanduser()
     if any((given / name).is_file() for name in KNOWN):
         return given

@@ -1,6 +1,6 @@
 """Remove runs, or only their checkpoints or recovery points.
 
-Shows what goes, asks, and never follows a link.
+Shows what will be removed and asks for confirmation. Never follows a link.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.observe.run_list import find_runs, tree_bytes
 
 CHECKPOINTS = "checkpoints"
 RECOVER = "recover"
-LISTED = 6  # of the things in a run, the largest first
+LISTED = 6  # number of entries listed per run, largest first
 EPILOG = """examples:
   weft rm runs/first/ppo
   weft rm runs/first/ppo --recover              keeps checkpoints, metrics and report; the run cannot be resumed
@@ -31,7 +31,7 @@ EPILOG = """examples:
 
 @dataclass(frozen=True)
 class Removal:
-    """Folders or links of one run that go; `whole`: the run itself."""
+    """Folders or links of one run to remove; `whole` if the run itself is removed."""
 
     run: Path
     paths: tuple[Path, ...]
@@ -43,9 +43,9 @@ class Removal:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0; 1 where the user says no.
+    """Run `weft rm ...`; return 0, or 1 if the user declines.
 
-    Raises `ConfigError` for what is no run, and for a run that somebody works on.
+    Raises `ConfigError` for a path that is not a run, and for a run that a process works on.
     """
     parser = Parser(prog="weft rm", description=__doc__, epilog=EPILOG)
     parser.add_argument(
@@ -87,10 +87,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def checked(run: Path) -> Path:
-    """The run.
+    """Return `run` if it can be removed.
 
-    Raises `ConfigError` for a link, for a folder that is no run's, and for a run that somebody
-    works on.
+    Raises `ConfigError` for a link, a folder that is not a run, or a run that a process works on.
     """
     if run.is_symlink():
         raise ConfigError(f"{run} is a link to {run.resolve()}; name that folder itself")
@@ -128,7 +127,7 @@ def _was_written_by_weft(run: Path) -> bool:
 
 
 def planned(run: Path, parts: Sequence[str]) -> Removal:
-    """What goes: the whole run, or those of its parts that are there."""
+    """Return what to remove: the whole run, or those of `parts` that exist."""
     if not parts:
         return Removal(run, (run,), whole=True)
     return Removal(
@@ -137,7 +136,7 @@ def planned(run: Path, parts: Sequence[str]) -> Removal:
 
 
 def described(removal: Removal) -> Iterator[str]:
-    """Lines on what goes, and what will be missed."""
+    """Yield lines on what will be removed and on what depends on it."""
     status = read_json(removal.run / STATUS).get("status", "unfinished")
     if removal.whole:
         yield f"{removal.run} ({status}), {size(removal.num_bytes)}:"
@@ -167,7 +166,7 @@ def _bytes(path: Path) -> int:
 
 
 def _users(removal: Removal) -> Iterator[Path]:
-    """Runs beside this one whose configuration names its folder."""
+    """Iterate over neighbouring runs whose configuration names a folder of this one."""
     if not any(path.name != RECOVER for path in removal.paths):
         return
     run = removal.run.absolute()
@@ -180,7 +179,7 @@ def _users(removal: Removal) -> Iterator[Path]:
 
 
 def agreed(num_bytes: int) -> bool:
-    """The user's answer. Raises `ConfigError` where there is nobody to ask."""
+    """Ask the user for confirmation. Raises `ConfigError` if input is not interactive."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "weft rm asks before it removes anything, and there is no terminal to ask at; add --yes"
@@ -193,7 +192,7 @@ def agreed(num_bytes: int) -> bool:
 
 
 def remove(removal: Removal) -> None:
-    """Remove under the run's lock, so that nobody begins to work on it meanwhile."""
+    """Remove while holding the run's lock, so that no process starts to work on the run."""
     from weft.runtime.directory import RunLock
 
     num_bytes = removal.num_bytes
@@ -213,5 +212,5 @@ def remove(removal: Removal) -> None:
         lock.release()
     folder = removal.run.parent
     if removal.whole and not any(folder.iterdir()) and folder.resolve() != Path.cwd():
-        folder.rmdir()  # of an experiment without runs
+        folder.rmdir()  # remove the folder of an experiment without runs
     print(f"removed {', '.join(map(str, removal.paths))} ({size(num_bytes)})")

@@ -1,5 +1,4 @@
-"""`weft sample`: answers of models to a file of prompts, to read side by side, to score, or to
-train on.
+"""`weft sample`: sample answers to a file of prompts, to compare, score, or train on.
 
 report   answers under named sampling settings, as JSON and as one HTML page that compares models
 score    the mean reward that a reward model gives each model and setting of such reports
@@ -140,13 +139,13 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft sample ...`; returns the exit code.
+    """Run `weft sample ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be used.
+    Raises `UserError` for unusable input.
     """
     given = parser().parse_args(list(argv))
     out: Path | None = vars(given).get("out")
-    if out is not None and out.exists() and not out.is_dir():  # before a model answers
+    if out is not None and out.exists() and not out.is_dir():  # checked before any model is loaded
         raise ConfigError(f"--out {out}: is no folder; name another")
     run: Callable[[argparse.Namespace], None] = given.run
     run(given)
@@ -209,7 +208,7 @@ def report(given: argparse.Namespace) -> None:
 
 
 def _arguments(given: argparse.Namespace) -> dict[str, Any]:
-    """What the report says of how it was made."""
+    """Return the settings that the report records about its creation."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(given).items()
@@ -218,7 +217,7 @@ def _arguments(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _free(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Path:
-    """A file name for a model's report that no other model of this command has."""
+    """Return a file name for a model's report that no other model of this command uses."""
     stem = re.sub(r"[^\w.-]+", "-", name).strip("-") or "model"
     numbered = [stem, *(f"{stem}-{number}" for number in range(2, 1000))]
     return next(path for each in numbered if str(path := folder / f"{each}.json") not in taken)
@@ -228,7 +227,7 @@ def _free(folder: Path, name: str, taken: Sequence[str] | dict[str, Any]) -> Pat
 
 
 def score(given: argparse.Namespace) -> None:
-    """Score every answer of the reports; write the scores into them, and print the means."""
+    """Score every answer of the reports, write the scores into them, and print the means."""
     from weft.evaluation import rewards, sampling_report
 
     reports = [(path, sampling_report.read(path)) for path in given.reports]
@@ -273,7 +272,7 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def best(given: argparse.Namespace) -> None:
-    """Sample, score, keep the best."""
+    """Sample n answers per prompt, score them, and keep the best."""
     from weft.evaluation import best_of, rewards
     from weft.evaluation.answers import Answer, sample
     from weft.evaluation.prompts import read_prompts

@@ -1,6 +1,4 @@
-"""Named sections of settings: where their YAML files lie, and what stands in them, each key with
-its file and line.
-"""
+"""Named sections of settings: their YAML files, and the file and line of each key."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ import yaml
 from weft.errors import ConfigError, nearest
 from weft.reading import MOST_YAML, files_below, parse_yaml, read_text
 
-OWN_FOLDER = "configs"  # of the working directory
-SHIPPED = "weft"  # how the folder of the shipped sections is called in messages
-READY = "ready"  # the folder among them of whole recipes, one a file
+OWN_FOLDER = "configs"  # folder of user sections, in the working directory
+SHIPPED = "weft"  # name of the folder of shipped sections in messages
+READY = "ready"  # its subfolder of complete recipes, one per file
 SUFFIXES = (".yaml", ".yml")
-# The groups of trlX's configuration, which its files have at their top.
+# Top-level groups in files of trlX's configuration.
 TRLX_GROUPS = ("train", "model", "tokenizer", "optimizer", "scheduler", "method")
 
 KeyPath = tuple[str | int, ...]
@@ -28,7 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """Settings under one name. `lines` has the line of every key below them, by its path."""
+    """Settings under one name. `lines` maps the path of every key below them to its line."""
 
     name: str
     file: str
@@ -36,10 +34,10 @@ class Section:
     values: Mapping[str, Any]
     lines: Mapping[KeyPath, int] = field(repr=False, default_factory=dict)
     shipped: bool = False
-    trlx: bool = False  # the groups of trlX's configuration
+    trlx: bool = False  # True for a trlX configuration
 
     def place(self, *path: str | int) -> str:
-        """`FILE:LINE` of the value at `path`, or of the nearest one above it."""
+        """Return `FILE:LINE` of the value at `path`, or of its nearest parent that has a line."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines[path] if path else self.line}"
@@ -47,7 +45,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds: its sections, and values that stand outside of any."""
+    """Contents of a file: its sections, and values outside of any section."""
 
     sections: tuple[Section, ...]
     strays: tuple[tuple[str, int], ...] = ()
@@ -55,7 +53,7 @@ class Contents:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong with the values outside of sections."""
+        """Return problems with the values outside of sections."""
         return [
             f"{self.file}:{line}: {stray!r} stands outside of any section; indent it under a name"
             for stray, line in self.strays
@@ -64,19 +62,17 @@ class Contents:
 
 @dataclass(frozen=True)
 class Library:
-    """The sections that there are: those of `./configs`, then those of the folders named, then
-    those weft ships.
-    """
+    """All available sections: those of `./configs`, of the named folders, and of weft."""
 
-    # (folder, a file's contents), in the order of search
+    # (folder, contents of a file), in search order
     contents: tuple[tuple[str, Contents], ...]
 
     @classmethod
     def find(cls, folders: Sequence[str] = (), broken: list[str] | None = None) -> Library:
-        """Read every YAML file.
+        """Read all YAML files.
 
-        Raises `ConfigError` for a folder that is not there, and for files that are not YAML unless
-        `broken` takes what is wrong with them.
+        Raises `ConfigError` for a missing folder, and for invalid YAML unless `broken` is given, to
+        which the problems are appended.
         """
         found: list[tuple[str, Contents]] = []
         for folder in ([OWN_FOLDER] if Path(OWN_FOLDER).is_dir() else []) + list(folders):
@@ -87,11 +83,11 @@ class Library:
         return cls((*found, *((SHIPPED, contents) for contents in _shipped())))
 
     def all(self) -> Iterator[Section]:
-        """Every section that a name stands for, in the order of search."""
+        """Iterate over every section that a name can refer to, in search order."""
         return (self.get(name) for name in self.names())
 
     def names(self) -> list[str]:
-        """What the sections are called, in the order of search."""
+        """Return the names of the sections, in search order."""
         return list(
             dict.fromkeys(
                 section.name for _, contents in self.contents for section in contents.sections
@@ -99,9 +95,9 @@ class Library:
         )
 
     def get(self, name: str) -> Section:
-        """The first section of this name.
+        """Return the first section of this name.
 
-        Raises `ConfigError` for unknown names, and where one folder has it in two forms.
+        Raises `ConfigError` for an unknown name, and if one folder has the section in two forms.
         """
         same = [(folder, c, s) for folder, c in self.contents for s in c.sections if s.name == name]
         if not same:
@@ -136,9 +132,9 @@ class Library:
 
 
 def yaml_files(folder: Path, what: str) -> list[Path]:
-    """The YAML files in a folder and those below it.
+    """Return the YAML files in a folder and its subfolders.
 
-    Raises `ConfigError` where there are very many files.
+    Raises `ConfigError` if there are too many.
     """
     return sorted(
         path
@@ -157,11 +153,10 @@ def _read(path: Path, broken: list[str] | None) -> Iterator[Contents]:
 
 
 def read_file(path: Path, shown: str = "") -> Contents:
-    """The sections of a YAML file.
+    """Return the sections of a YAML file.
 
-    One with options at its top is a single section, named after the file.
-
-    Raises `ConfigError` with file and line for what is not YAML.
+    A file with options at its top level is a single section, named after the file. Raises
+    `ConfigError` with file and line for invalid YAML.
     """
     shown = shown or str(path)
     values, node = parse_yaml(read_text(path, shown, ConfigError, MOST_YAML), shown, ConfigError)
@@ -179,7 +174,7 @@ def read_file(path: Path, shown: str = "") -> Contents:
 def _contents(
     values: Mapping[str, Any], lines: Mapping[KeyPath, int], path: Path, shown: str
 ) -> Contents:
-    from weft.cli.open_assistant.keys import KEYS  # whose keys a file may have at its top
+    from weft.cli.open_assistant.keys import KEYS  # keys allowed at the top level of a file
 
     shipped = shown.startswith(f"{SHIPPED}:")
     groups = {name for name, value in values.items() if isinstance(value, Mapping)}
@@ -208,7 +203,7 @@ def _contents(
 
 @cache
 def _option_groups() -> frozenset[str]:
-    """The groups that options of the shipped quickstarts stand in, such as `model` and `dataset`."""
+    """Return the option groups of the shipped quickstarts, such as `model` and `dataset`."""
     from weft import registry
     from weft.cli.reference import SHIPPED as QUICKSTARTS
     from weft.options import leaves
@@ -232,14 +227,12 @@ def _lines(node: yaml.Node, path: KeyPath) -> Iterable[tuple[KeyPath, int]]:
 
 
 def shipped_file(shown: str = "") -> Path:
-    """The file of a shipped section, by the name that messages give it; the folder for ""."""
+    """Return the path of a shipped section by its name in messages; the folder for ""."""
     return Path(str(files("weft") / "recipes" / shown.removeprefix(f"{SHIPPED}:")))
 
 
 def recipe_file(path: str) -> str:
-    """`path`; or where `recipes/NAME.yaml` is not in the working directory the recipe of that name
-    that weft ships.
-    """
+    """Return `path`, or the shipped recipe if `recipes/NAME.yaml` does not exist locally."""
     place = Path(path)
     shipped = shipped_file(f"{READY}/{place.name}")
     if str(place.parent) == "recipes" and not place.exists() and shipped.is_file():

@@ -1,5 +1,6 @@
-"""`weft serve MODEL --reward MODEL`: a policy and a reward model behind HTTP and gRPC, until
-Ctrl-C.
+"""`weft serve MODEL --reward MODEL`: serve a policy and a reward model over HTTP and gRPC.
+
+Runs until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TOKEN_VARIABLE = "WEFT_SERVE_TOKEN"
 # Seconds that a thread in Python code, such as a slow template, keeps the event loop waiting: an
 # answer needs several turns.
 SWITCH = 5e-4
-MOST_TOKEN = 1 << 16  # bytes of a file that holds a token
+MOST_TOKEN = 1 << 16  # maximum bytes of a token file
 NAME = re.compile(r"[A-Za-z0-9][\w.:@+\-]{0,127}", re.ASCII)
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -143,9 +144,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load, listen, wait for Ctrl-C or SIGTERM.
+    """Load the models and serve them until Ctrl-C or SIGTERM.
 
-    Raises `UserError` (exit code 2) for what cannot be served.
+    Raises `UserError` (exit code 2) for models that cannot be served.
     """
     given = parser().parse_args(list(argv))
     _check(given)
@@ -231,9 +232,10 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _token(given: argparse.Namespace) -> tuple[str | None, str]:
-    """(the token, a line that says where it is from): of a file, of the environment, or new.
+    """Return (the token, a line that states its source).
 
-    Raises `ConfigError`; no message holds a token that was given.
+    The token comes from a file or the environment, or is generated. Raises `ConfigError`; no
+    message contains a given token.
     """
     if given.no_token:
         if given.host not in LOOPBACK or given.token_file or given.token_env:
@@ -267,8 +269,8 @@ def _token(given: argparse.Namespace) -> tuple[str | None, str]:
 
 
 def models(given: argparse.Namespace) -> list[Served]:
-    """The policy and the reward model that are asked for. Raises `UserError`."""
-    asked: list[tuple[str, str, Head]] = []  # path, what clients call it, its head
+    """Load the requested policy and reward model. Raises `UserError`."""
+    asked: list[tuple[str, str, Head]] = []  # (path, name for clients, head)
     if given.model is not None:
         path = _found(given.model, Wanted("MODEL"))
         scores = is_scorer(path)
@@ -301,7 +303,7 @@ def _found(name: str, wanted: Wanted) -> str:
 
 
 def _load(given: argparse.Namespace, path: str, name: str, head: Head) -> Served:
-    """One model with its tokenizer and its thread, which is not started."""
+    """Load one model with its tokenizer and its worker, which is not started."""
     from weft.serve.served import LOGPROBS, REWARDS, Served
     from weft.serve.worker import Worker
 

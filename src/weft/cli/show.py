@@ -1,5 +1,6 @@
-"""Show a run: how it stands, what is out of range in it, its command and versions, options that are
-not the defaults, checkpoints, last metrics.
+"""Show a run: status, values out of range, command, versions, options, checkpoints, metrics.
+
+Only options that differ from the defaults are shown.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from weft.observe.run_record import RunRecord
 from weft.redaction import masked, masked_words
 
 METRICS_SHOWN = 12
-CHECKPOINTS_SHOWN = 5  # of a role, the newest
+CHECKPOINTS_SHOWN = 5  # newest checkpoints shown per role
 NAMES = ("experiment_name", "trial_name")
 EPILOG = """examples:
   weft show runs/first/ppo
@@ -37,7 +38,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code 0. Raises `ConfigError` where there is no such run."""
+    """Run `weft show ...`; return 0. Raises `ConfigError` for an unknown run."""
     parser = Parser(prog="weft show", description=__doc__, epilog=EPILOG)
     parser.add_argument("run", metavar="RUN", help="folder of a run, EXPERIMENT/TRIAL, or latest")
     parser.add_argument(
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 def page(
     run: Path, summary: RunSummary, record: RunRecord, config: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The lines."""
+    """Yield the lines of the page."""
     if summary.step is None:
         state = summary.status
     else:
@@ -112,7 +113,7 @@ def page(
 
 
 def _started(run: Path, record: RunRecord) -> Iterator[str]:
-    """How it was started: the last time in full, earlier ones in a line each."""
+    """Yield the commands that started the run: the last in full, earlier ones in a line each."""
     if not record.starts:
         return
     last = record.starts[-1]
@@ -148,7 +149,7 @@ def _started(run: Path, record: RunRecord) -> Iterator[str]:
 def _changed(
     config: Mapping[str, Any], algorithm: str | None
 ) -> tuple[dict[str, tuple[Any, Any]], str]:
-    """(options with another value than the default, as (value, default); the line above them)."""
+    """Return (options that differ from the default, as (value, default); their heading)."""
     values = dict(flat(config))
     defaults = _defaults(config, algorithm)
     if defaults is None:
@@ -164,9 +165,9 @@ def _changed(
 
 
 def _defaults(config: Mapping[str, Any], algorithm: str | None) -> dict[str, Any] | None:
-    """The defaults of a quickstart.
+    """Return the defaults of a quickstart, or None.
 
-    One of the user's is looked up by the modules that the run imported.
+    A user's quickstart is found through the modules that the run imported.
     """
     if algorithm is None:
         return None
@@ -232,7 +233,7 @@ def _aligned(rows: Sequence[tuple[str, str]], indent: str = "  ") -> Iterator[st
 
 
 def _text(value: Any) -> str:
-    """A value as the command line spells it, cut where it is long."""
+    """Format a value as on the command line, truncated if long."""
     if not isinstance(value, list | dict):
         text = shown(value)
     else:

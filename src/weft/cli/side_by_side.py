@@ -1,5 +1,6 @@
-"""`weft chat A B`: two models answer the same lines, each in its own conversation; side by side
-where there is room.
+"""`weft chat A B`: two models answer the same lines in separate conversations.
+
+They are shown side by side if the terminal is wide enough.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from weft.errors import RunError, UserError
 if TYPE_CHECKING:
     from weft.cli.chat_view import View
 
-COLUMNS = 80  # of the terminal from which on two answers stand side by side
+COLUMNS = 80  # minimum terminal width for answers side by side
 HELP = "/a LINE, /b LINE a message or a command for one model; all else is for both"
 
 
 class Cell:
-    """An answer that grows in its column."""
+    """A growing answer in its column."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -51,9 +52,9 @@ class Cell:
 
 
 class Side:
-    """Where one of the two conversations is held.
+    """View of one of the two conversations.
 
-    Notes wait until both have done what a line asks for.
+    Notes are held until both models have handled a line.
     """
 
     def __init__(self, both: SideBySide, label: str) -> None:
@@ -85,13 +86,13 @@ class Side:
         self.answered = False
 
     def cell(self) -> Text:
-        """The answer, and under it what is to be said of it."""
+        """Return the answer, with its notes below."""
         lines = [Text(text.strip(), style=style) for text, style in self.notes]
         return Text("\n").join([*([self.said] if self.answered else []), *lines])
 
 
 class SideBySide:
-    """Two conversations and one user."""
+    """Two conversations with one user."""
 
     def __init__(self, chats: Sequence[Chat], view: View) -> None:
         self.view = view
@@ -103,16 +104,16 @@ class SideBySide:
         self._live = None if not self.columns else view.live(Text())
 
     def converse(self) -> None:
-        """Read lines until the input ends.
+        """Read and handle lines until the input ends.
 
-        In a pipe an error ends it, as in a conversation with one model.
+        In a pipe an error ends the conversation, as with one model.
         """
         while (line := self.view.ask()) is not None:
             if not self.take(line):
                 return
 
     def take(self, line: str) -> bool:
-        """Do what one line asks for; False to leave."""
+        """Handle one line; return False to leave."""
         self.columns = self.view.interactive and self.view.width >= COLUMNS
         for side in self._sides:
             side.begin()
@@ -134,12 +135,12 @@ class SideBySide:
         return stays
 
     def refresh(self) -> None:
-        """Show what has come so far."""
+        """Redraw the answers received so far."""
         if self._live is not None:
             self._live.update(self._table())
 
     def _asked(self, line: str) -> tuple[list[int], str]:
-        """(whom the line is for, the line itself)."""
+        """Return (indices of the addressed models, the line without the address)."""
         for index, label in enumerate(LABELS):
             name, _, rest = line.strip().partition(" ")
             if name == f"/{label.lower()}" and rest.strip():
@@ -162,7 +163,7 @@ class SideBySide:
         return stays
 
     def _rest(self) -> None:
-        """Notes of a line that no model answered: once where both say the same."""
+        """Show notes of a line that no model answered; equal notes are shown once."""
         one, other = self._sides
         if one.notes == other.notes:
             for text, style in one.notes:

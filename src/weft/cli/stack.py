@@ -1,5 +1,6 @@
-"""`--configs A B ...`: named sections applied left to right over the defaults, then the command
-line, as options of weft.
+"""`--configs A B ...`: apply named sections left to right, then the command line.
+
+The result is a set of weft's options.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from weft.experiments.common import RunConfig
 from weft.options import coerce, leaves, plain
 
 COMMAND_LINE = "command line"
-PPO_CONFIG = "ppo_config"  # the section that Open-Assistant's RL trainer reads by itself
-# Of options that exclude each other, the one set last stays. The names are ends of dotted names.
+PPO_CONFIG = "ppo_config"  # section that Open-Assistant's RL trainer always reads
+# Mutually exclusive options, as ends of dotted names; the one set last is kept.
 EXCLUSIVE = (
     ("optimizer.warmup_steps", "optimizer.warmup_steps_proportion", "optimizer.warmup_epochs"),
     ("optimizer.min_lr_ratio", "optimizer.end_lr"),
@@ -35,7 +36,10 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True)
 class Set:
-    """A value, and where it was set. `rank` is how late in the stack."""
+    """A value and the place where it was set.
+
+    `rank` is its position in the stack; later assignments have a higher rank.
+    """
 
     value: Any
     place: str  # FILE:LINE, or the command line
@@ -50,19 +54,17 @@ class Set:
 
 @dataclass
 class Stack:
-    """What a stack comes to: options in weft's own names, where each was set, and notes for the
-    user.
-    """
+    """Result of a stack: weft's options, where each was set, and notes for the user."""
 
     names: tuple[str, ...]
     overrides: list[Override] = field(default_factory=list)
-    # option -> (the key that says so, where)
+    # option -> (the key that sets it, the place)
     origins: dict[str, tuple[str, Set]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    deepspeed: str | None = None  # the file that --deepspeed reads where it names none
+    deepspeed: str | None = None  # default file of --deepspeed
 
     def lines(self) -> list[str]:
-        """The options and where each came from, for the user."""
+        """Return lines listing the options and the origin of each."""
         rows = []
         for override in self.overrides:
             key, where = self.origins[override.name]
@@ -78,7 +80,7 @@ class Stack:
         ]
 
     def explain(self, error: ConfigError) -> ConfigError:
-        """The error with the place of the option that it begins with."""
+        """Return the error with the place of the option that it begins with."""
         text = str(error)
         named = [
             name
@@ -100,11 +102,10 @@ def read_stack(
     given: Iterable[Override] = (),
     below: Iterable[Override] = (),
 ) -> Stack:
-    """The sections `names` in order, then the command line `given`, in weft's names; `below` lies
-    under them all.
+    """Read the sections `names` in order, then the command line `given`.
 
-    Raises `ConfigError` for unknown sections and keys with the nearest name, file and line, and for
-    what weft cannot follow.
+    `below` has the lowest priority. Raises `ConfigError` for unknown sections and keys, with the
+    nearest name, file and line, and for settings that weft does not support.
     """
     reader = _Reader(base)
     sections = [library.get(name) for name in names]
@@ -130,15 +131,16 @@ def _is_rl(section: Section) -> bool:
 
 
 class _Reader:
-    """The keys of a stack as they are set one after the other: Open-Assistant's whole, weft's own
-    by dotted names.
+    """Collects the keys of a stack in order.
+
+    Keys of Open-Assistant are kept whole, weft's as dotted names.
     """
 
     def __init__(self, base: RunConfig) -> None:
         self.base = base
         self.mode = Mapped(base, {}, {}).mode
         self.theirs: dict[str, Set] = {}
-        # keys within a group of theirs that the command line sets by themselves
+        # keys within one of Open-Assistant's groups that the command line sets individually
         self.inner: dict[str, Set] = {}
         self.own: dict[str, Set] = {}
         self.problems: list[str] = []
@@ -173,7 +175,7 @@ class _Reader:
                         )
 
     def word(self, override: Override, rank: int) -> None:
-        """One assignment of the command line."""
+        """Add one assignment of the command line."""
         if isinstance(override.value, Mapping) and any(
             key.startswith(f"{TRL}{override.name}.") for key in TRLX
         ):
@@ -218,9 +220,7 @@ class _Reader:
             self.own[name] = where
 
     def _entry(self, key: str, inner: str, override: Override) -> None:
-        """`datasets.NAME.PARAMETER=value` on the command line: a parameter of the entries of that
-        name.
-        """
+        """Set a parameter of the entries named NAME: `datasets.NAME.PARAMETER=value`."""
         name, _, parameter = inner.partition(".")
         before = self.theirs.get(key)
         entries = list(before.value or ()) if before is not None else []
@@ -249,8 +249,9 @@ class _Reader:
         self.theirs[key] = replace(before, value=changed)
 
     def where(self, key: str) -> Set:
-        """Where a key of theirs was set; one within a group where that was, unless it was set by
-        itself.
+        """Return where a key of Open-Assistant was set.
+
+        A key in a group was set with the group, unless the command line set it individually.
         """
         found = self.theirs.get(key) or self.inner.get(key)
         group = self.theirs.get(key.split(".")[0])
@@ -259,9 +260,10 @@ class _Reader:
         return found or group or Set(None, IMPLIED, "", -2)
 
     def _of_trlx(self, name: str) -> str:
-        """The key of trlX's configuration that a word means: by its whole name, or, over sections
-        that have such keys, by its end; the name itself where it means none. Raises `ConfigError`
-        where two end so.
+        """Return the trlX key that a word means, or the word itself.
+
+        The word is a full key or, if the sections have trlX keys, the end of one. Raises
+        `ConfigError` if two keys end so.
         """
         if (
             self.mode != RL
@@ -317,15 +319,16 @@ class _Reader:
 
 
 def _with(parameters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """The parameters of an entry with one more; of those that say how much of it is read the last
-    stays.
+    """Return an entry's parameters with one added.
+
+    Of the mutually exclusive parameters for the amount of data, the last is kept.
     """
     gone = SHARES if name in SHARES else ()
     return {**{key: each for key, each in parameters.items() if key not in gone}, name: value}
 
 
 def _path(name: str, section: Section) -> tuple[str, ...]:
-    """The keys that a dotted name walks through in a section, whose own keys may have dots."""
+    """Return the keys on the path of a dotted name; a section's own keys can contain dots."""
     best: tuple[str, ...] = ()
     for path in section.lines:
         texts = tuple(str(part) for part in path)
@@ -336,9 +339,7 @@ def _path(name: str, section: Section) -> tuple[str, ...]:
 
 
 def _resolve(reader: _Reader, stack: Stack) -> None:
-    """Map Open-Assistant's keys, let later ones go over earlier ones, and translate other
-    spellings.
-    """
+    """Map Open-Assistant's keys, let later keys override earlier ones, translate spellings."""
     sets = dict(reader.own)
     keys = {name: name for name in sets}
     mapped = _mapped(reader)
@@ -375,9 +376,9 @@ def _resolve(reader: _Reader, stack: Stack) -> None:
 
 
 def _mapped(reader: _Reader) -> Mapped:
-    """Open-Assistant's keys as options.
+    """Map Open-Assistant's keys to options.
 
-    Raises `ConfigError` naming every value that is refused, with its place.
+    Raises `ConfigError` naming every rejected value and its place.
     """
     set_ = {name: each for name, each in reader.theirs.items() if each.value is not None}
     given = {name: plain(each.value) for name, each in reader.own.items() if not each.removed}
@@ -408,7 +409,7 @@ def _named(notes: Mapping[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _excluded(stack: Stack) -> set[str]:
-    """The options that one set later in the stack excludes."""
+    """Return the options that are excluded by an option set later in the stack."""
     gone: set[str] = set()
     for ends in EXCLUSIVE:
         groups: dict[str, list[str]] = {}
@@ -423,7 +424,7 @@ def _excluded(stack: Stack) -> set[str]:
 
 
 def _name_run(stack: Stack, base: RunConfig) -> None:
-    """A run without a name is called after its quickstart and its sections."""
+    """Name a run without a name after its quickstart and its sections."""
     trial = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(stack.names)).strip("-.")[:NAME_LENGTH]
     for name, value in (
         ("experiment_name", base.algorithm or "run"),
@@ -435,8 +436,10 @@ def _name_run(stack: Stack, base: RunConfig) -> None:
 
 
 def meant_for(sections: Sequence[Section]) -> str:
-    """The quickstart that sections are most likely meant for: a recipe's name begins with it,
-    others have options of its algorithm, or keys that one of Open-Assistant's trainers reads alone.
+    """Return the quickstart that sections are most likely meant for.
+
+    It is found by a recipe's name, by options of its algorithm, or by keys that only one of
+    Open-Assistant's trainers reads.
     """
     recipes = [
         section.name.partition("-")[0]

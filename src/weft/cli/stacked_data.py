@@ -1,6 +1,4 @@
-"""What sections of settings say of data: the sources that a run with them reads, and a command
-line's words for these.
-"""
+"""Data sources of a stack of sections, as changed by the command line."""
 
 from __future__ import annotations
 
@@ -22,16 +20,18 @@ from weft.data.spec import DatasetSpec, SourceSpec
 from weft.errors import ConfigError, nearest
 from weft.options import plain, read
 
-QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # that a mode stands for
-GROUP = "datasets."  # before a data set's name, on the command line
+QUICKSTARTS = {"sft": "sft", "rm": "rw", "rl": "ppo"}  # mode -> quickstart
+GROUP = "datasets."  # prefix of a dataset's name on the command line
 # that decide what is read
 KEYS = ("datasets", "datasets_extra", "eval_size", "num_eval_prompts", "num_train_epochs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where sections lie, and what a command line says of data sets by name: `data_path` is a copy,
-    `parameters` are `datasets.NAME.PARAMETER=value`, `options` those of `dataset.*`.
+    """Folders of sections, and the command line's settings for named datasets.
+
+    `data_path` is a local copy, `parameters` come from `datasets.NAME.PARAMETER=value`, and
+    `options` are those of `dataset.*`.
     """
 
     folders: Sequence[str] = ()
@@ -44,11 +44,11 @@ class Settings:
         return Library.find(self.folders)
 
     def section(self, name: str) -> Section | None:
-        """The section of this name, or None."""
+        """Return the section of this name, or None."""
         return self.library.get(name) if name in self.library.names() else None
 
     def listed(self, section: Section, mode: str) -> list[SourceSpec]:
-        """The entries that a section lists, with the share that a run with it would evaluate on.
+        """Return the entries that a section lists, with the evaluation share that a run would use.
 
         Raises `ConfigError`.
         """
@@ -73,7 +73,7 @@ class Settings:
         ]
 
     def applied(self, sources: Sequence[SourceSpec], files: Sequence[str]) -> list[SourceSpec]:
-        """The sources with what the command line says of them.
+        """Return the sources with the command line's settings applied.
 
         Raises `ConfigError` for names that are not among them.
         """
@@ -107,8 +107,9 @@ def stacked(
     mode: str | None,
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, Any], str]:
-    """(options, mode) of the run that `--configs NAMES` stands for; the mode by the sections' keys
-    where none is asked for.
+    """Return (options, mode) of the run that `--configs NAMES` stands for.
+
+    If no mode is given, it is derived from the sections' keys.
     """
     library = Library.find(folders)
     if mode:
@@ -122,9 +123,9 @@ def stacked(
 def by_name(
     given: Sequence[overrides.Override],
 ) -> tuple[dict[str, dict[str, Any]], list[overrides.Override]]:
-    """`datasets.NAME.PARAMETER=value` by name, and the other assignments.
+    """Return (name -> parameters from `datasets.NAME.PARAMETER=value`, other assignments).
 
-    Raises `ConfigError` for other words of datasets.
+    Raises `ConfigError` for other words beginning with `datasets.`.
     """
     found: dict[str, dict[str, Any]] = {}
     others = []
@@ -150,7 +151,7 @@ def _values(stack: Stack) -> dict[str, Any]:
 
 
 def _known(name: str, files: Sequence[str]) -> str:
-    """The name that an alias stands for."""
+    """Return the dataset name that an alias stands for."""
     try:
         return find(name, files).name
     except ConfigError:
@@ -158,7 +159,7 @@ def _known(name: str, files: Sequence[str]) -> str:
 
 
 def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
-    """The source with parameters, in Open-Assistant's names or weft's, over its own.
+    """Return the source with parameters replaced; names are Open-Assistant's or weft's.
 
     Raises `ConfigError`.
     """
@@ -177,7 +178,7 @@ def _changed(source: SourceSpec, parameters: Mapping[str, Any]) -> SourceSpec:
 
 
 def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The data sets whose own files the command line names."""
+    """Return the datasets whose own files the command line names."""
     return {
         name
         for name, parameters in said.items()
@@ -188,8 +189,10 @@ def _placed(said: Mapping[str, Mapping[str, Any]]) -> set[str]:
 def _with_copies(
     sources: Sequence[SourceSpec], data_path: str, placed: Set[str] = frozenset()
 ) -> list[SourceSpec]:
-    """The sources with the copies in `data_path`: that of the only one, or a folder that has one
-    for each name; those of `placed` stay where they are.
+    """Return the sources, replaced by their local copies in `data_path`.
+
+    `data_path` is the copy of the only named source, or a folder with one copy per name. Sources in
+    `placed` are unchanged.
     """
     named = [source for source in sources if source.named]
     folder = Path(data_path).expanduser()
@@ -222,7 +225,7 @@ def _is_elsewhere(source: SourceSpec) -> bool:
 
 
 def _file_in(folder: Path, source: SourceSpec) -> str | None:
-    """The file that a section names for a data set, in the folder of its copies or in that of all."""
+    """Return the source's file in the folder of its copy or in `folder`, or None."""
     if not source.path or _is_elsewhere(source):
         return None
     places = (folder / str(source.named) / source.path, folder / source.path)

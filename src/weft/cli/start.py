@@ -1,6 +1,4 @@
-"""`weft start`: run an experiment that user code registered by name.
-
-`weft stop`: end a run so that it can go on.
+"""`weft start` runs a registered experiment, `weft stop` ends a run so that it can be resumed.
 
 `find_config` lists registered experiments by a pattern, as ReaL's `python -m realhf.apps.main
 find_config` does.
@@ -24,10 +22,10 @@ from weft.experiments import _checks as checks
 
 
 def main(argv: Sequence[str], *, supervise: bool = False) -> int:
-    """The exit code.
+    """Run `weft start ...` and return the exit code.
 
-    Raises `UserError` for input that cannot be used. `supervise`: what Ray may end, another process
-    makes.
+    Raises `UserError` for unusable input. `supervise`: run in a child process, since Ray may kill
+    this one.
     """
     parser = named_parser(
         "weft start", "Run an experiment registered with register_experiment(name), or list them."
@@ -117,7 +115,7 @@ def main(argv: Sequence[str], *, supervise: bool = False) -> int:
 
 
 def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
-    """The experiment with what the command line says in place of its own."""
+    """Return the experiment with settings replaced by those of the command line."""
     told = {
         name: getattr(given, name)
         for name in ("fileroot", "recover_mode")
@@ -142,7 +140,7 @@ def _as_told(experiment: Experiment, given: argparse.Namespace) -> Experiment:
 
 
 def _allocation_mode(text: str | None) -> str | None:
-    """Read `--allocation_mode`, ReaL's words for it too. Raises `ConfigError`."""
+    """Parse `--allocation_mode`, also in ReaL's terms. Raises `ConfigError`."""
     if text is None:
         return None
     mode = ALLOCATIONS.get(text, text)
@@ -181,7 +179,7 @@ def find_config(argv: Sequence[str]) -> int:
 
 
 def stop(argv: Sequence[str]) -> int:
-    """Ask a run to end after its step, wait until it has, and say so."""
+    """Ask a run to end after its current step, wait until it has, and print the result."""
     parser = Parser(
         prog="weft stop", description="End a run after its step; the same command resumes it."
     )
@@ -201,7 +199,7 @@ def stop(argv: Sequence[str]) -> int:
 
 
 def named_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """A parser of the options that say which run is meant."""
+    """Return a parser with the options that name a run."""
     parser = Parser(prog=prog, description=description)
     parser.add_argument(
         "-e", "--experiment", "--experiment_name", metavar="EXPERIMENT", help="experiment_name"

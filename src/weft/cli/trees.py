@@ -1,6 +1,4 @@
-"""`weft data trees`: Open-Assistant's message trees counted, filtered, split by tree, flattened to
-messages and built again.
-"""
+"""`weft data trees`: count, filter, split, flatten and rebuild Open-Assistant's message trees."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from weft.data.sources import Unreadable, find_files, read_rows
 from weft.errors import ConfigError, DataError
 from weft.writing import replacing
 
-COUNT = ("count", "counts")  # the same as stats
+COUNT = ("count", "counts")  # aliases of stats
 EPILOG = """examples:
   weft data trees stats trees.jsonl.gz
   weft data trees filter trees.jsonl.gz german.jsonl --lang de --least quality=0.5 --most toxicity=0.3
@@ -32,7 +30,7 @@ EPILOG = """examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `weft data trees ...`. Raises `UserError` for files and options that cannot be used."""
+    """Run `weft data trees ...`. Raises `UserError` for unusable files and options."""
     arguments = _parser().parse_args(list(argv))
     check_paths(arguments)
     if arguments.command is None:
@@ -123,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read(path: str) -> Iterator[Tree]:
-    """The trees of a file. Raises `DataError` with the place of what is none."""
+    """Iterate over the trees of a file. Raises `DataError` with the place of an invalid one."""
     place = path
 
     def rows() -> Iterator[Mapping[str, Any]]:
@@ -142,7 +140,7 @@ def read(path: str) -> Iterator[Tree]:
 
 
 def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
-    """Write one object a line, gzipped where the name ends so; how many there were."""
+    """Write one object per line, gzipped if the name says so; return the number of objects."""
     if not path.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(f"{path}: must end in .jsonl or .jsonl.gz")
     count = 0
@@ -157,7 +155,7 @@ def write(path: str, objects: Iterable[Mapping[str, Any]]) -> int:
 
 
 def stats(trees: Iterable[Tree]) -> list[str]:
-    """Counts, one a line."""
+    """Return lines of counts."""
     every = Wanted(states=(), reviewed=False)
     counts = Counter[str]()
     langs = Counter[str]()

@@ -1,1 +1,1 @@
-"""The open inference protocol (KServe v2, which Triton speaks), as both ends of it need it."""
+"""The open inference protocol (KServe v2, also spoken by Triton), for server and client."""

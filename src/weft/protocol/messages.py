@@ -1,6 +1,7 @@
-"""The protocol's gRPC messages and calls, built from the tables below in a pool of their own.
+"""Messages and calls of the inference protocol over gRPC, built from the tables below.
 
-Other programs' stubs of the same protocol (`tritonclient`) can then be loaded beside these.
+They live in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
+can be loaded in the same process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.protocol.tensors import DATATYPES, PART, Tensor, datatype_of, from_byt
 SERVICE = "inference.GRPCInferenceService"
 CALLS = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer")
 
-# name, number, type; "*" before a type is a list, "{}" a map of parameters
+# (name, number, type); the prefix "*" marks a repeated field, the type "{}" a map of parameters
 Field = tuple[str, int, str]
 
 _MODEL: tuple[Field, ...] = (("name", 1, "string"), ("version", 2, "string"))
@@ -111,7 +112,7 @@ _Proto = descriptor_pb2.FieldDescriptorProto
 
 @cache
 def message(name: str) -> Any:
-    """The class of a message."""
+    """Return the protobuf class of the message `name`."""
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"inference.{name}"))
 
 
@@ -135,6 +136,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
 
 
 def _add(owner: Any, name: str, field: Field) -> None:
+    """Add a field to the message descriptor `owner`; `name` is the message's full name."""
     called, number, kind = field
     if kind == "{}":
         entry = owner.nested_type.add(name="ParametersEntry")
@@ -156,9 +158,10 @@ def _add(owner: Any, name: str, field: Field) -> None:
 
 
 def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
-    """The tensors of a message: of their raw bytes where it has these, else of their contents.
+    """Return the tensors of a message by name.
 
-    Raises `DataError`.
+    They are read from the raw bytes if the message has any, else from the typed contents. Raises
+    `DataError` for tensors that do not match their declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
         raise DataError(f"{len(raws)} raw contents are there for {len(tensors)} tensors")
@@ -187,7 +190,7 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> None:
-    """Put tensors into a message, as raw bytes."""
+    """Append tensors to a message as raw bytes."""
     for name, tensor in tensors.items():
         datatype = datatype_of(tensor)
         entries.add(name=name, datatype=datatype, shape=list(tensor.shape))
@@ -195,13 +198,13 @@ def write_tensors(tensors: Mapping[str, Tensor], entries: Any, raws: Any) -> Non
 
 
 def read_parameters(parameters: Any) -> dict[str, Any]:
-    """Plain values of a map of parameters."""
+    """Return a map of protocol parameters as plain Python values."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     return {name: getattr(parameters[name], choice) for name, choice in chosen.items() if choice}
 
 
 def write_parameters(values: Mapping[str, Any], parameters: Any) -> None:
-    """Put plain values into a map of parameters."""
+    """Write plain Python values into a map of protocol parameters."""
     kinds = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     for name, value in values.items():
         setattr(parameters[name], kinds[type(value)], value)

@@ -1,5 +1,6 @@
-"""Named tensors as HTTP carries them: JSON, or JSON followed by the tensors' bytes (the binary
-tensor data extension).
+"""Encode and decode named tensors for HTTP: JSON, optionally followed by raw tensor bytes.
+
+The second form is the protocol's binary tensor data extension.
 
 body, header_length = pack({"id": "1"}, "inputs", {"input_ids": ids}, binary={"input_ids"})
 header, tensors = unpack(body, header_length, "inputs")
@@ -19,8 +20,8 @@ from weft.errors import DataError
 
 Tensor = npt.NDArray[Any]
 
-PART = 8192  # numbers that are written at a time
-LENGTH_HEADER = "Inference-Header-Content-Length"  # bytes of JSON in front of the tensors' bytes
+PART = 8192  # numbers encoded per chunk
+LENGTH_HEADER = "Inference-Header-Content-Length"  # number of JSON bytes before the raw tensors
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "INT8": np.dtype("<i1"),
@@ -38,15 +39,16 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
 
 
 def datatype_of(tensor: Tensor) -> str:
-    """The protocol's name of an array's type."""
+    """Return the protocol's name for an array's dtype."""
     return next(name for name, dtype in DATATYPES.items() if dtype == tensor.dtype)
 
 
 def pack(
     header: Mapping[str, Any], key: str, tensors: Mapping[str, Tensor], binary: Collection[str] = ()
 ) -> tuple[bytes, int | None]:
-    """(body, bytes of JSON in it; None where all of it is JSON): `header` with the tensors as its
-    list `key`.
+    """Return (body, number of JSON bytes in it), with the tensors listed under `key` of `header`.
+
+    Tensors named in `binary` follow the JSON as raw bytes; the number is None if no tensor does.
     """
     entries = list[str]()
     raws = list[bytes]()
@@ -67,20 +69,24 @@ def pack(
 
 
 def _extended(values: Mapping[str, Any], key: str, text: str) -> str:
-    """A JSON object with one entry more, whose value is JSON already."""
+    """Return `values` as a JSON object with one more entry, whose value `text` is already JSON."""
     return f"{json.dumps(dict(values))[:-1]}{', ' if values else ''}{json.dumps(key)}: {text}}}"
 
 
 def _numbers(tensor: Tensor) -> str:
-    """Numbers as JSON without the brackets, made in parts: other threads get their turn between
-    them.
+    """Return the numbers as JSON without brackets.
+
+    They are encoded in chunks, so that other threads can run in between.
     """
     parts = (tensor[at : at + PART] for at in range(0, len(tensor), PART))
     return ", ".join(json.dumps(part.tolist())[1:-1] for part in parts)
 
 
 def header_size(body: bytes, header_length: int | None) -> int:
-    """Bytes of the JSON at the body's beginning. Raises `DataError`."""
+    """Return the number of JSON bytes at the start of the body.
+
+    Raises `DataError` if `header_length` exceeds the body or is negative.
+    """
     size = len(body) if header_length is None else header_length
     if not 0 <= size <= len(body):
         raise DataError(f"{LENGTH_HEADER}={size}: the body has {len(body)} bytes")
@@ -90,15 +96,20 @@ def header_size(body: bytes, header_length: int | None) -> int:
 def unpack(
     body: bytes, header_length: int | None, key: str
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the JSON, its tensors of the list `key`). Raises `DataError` for what is no such body."""
+    """Return (the JSON header, the tensors listed under `key`).
+
+    Raises `DataError` for a malformed body.
+    """
     size = header_size(body, header_length)
     header = read_object(body[:size])
     return header, tensors_of(body, size, header, key)
 
 
 def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> dict[str, Tensor]:
-    """The tensors of the list `key` of `header`, which the first `size` bytes of the body are, in
-    JSON. Raises `DataError`.
+    """Return the tensors listed under `key` of `header`, by name.
+
+    `header` is the parsed JSON from the first `size` bytes of `body`; raw tensors follow it. Raises
+    `DataError` for a malformed tensor, a repeated name or leftover bytes.
     """
     entries = header.get(key)
     if not isinstance(entries, list):
@@ -123,7 +134,7 @@ def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> d
 
 
 def read_object(text: bytes) -> dict[str, Any]:
-    """A JSON object. Raises `DataError` for anything else."""
+    """Parse a JSON object. Raises `DataError` for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -134,9 +145,9 @@ def read_object(text: bytes) -> dict[str, Any]:
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Tensor:
-    """A tensor of its little-endian bytes.
+    """Return the tensor stored in `raw` as little-endian numbers.
 
-    Raises `DataError` where these are not as many as its shape says.
+    Raises `DataError` if the number of bytes does not match the shape.
     """
     dtype = DATATYPES[known(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
@@ -149,7 +160,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
 
 
 def known(name: str, datatype: Any) -> str:
-    """The datatype. Raises `DataError` for one that is not a number's."""
+    """Return `datatype`. Raises `DataError` unless it is one of the numeric `DATATYPES`."""
     if not isinstance(datatype, str) or datatype not in DATATYPES:
         raise DataError(
             f"tensor {name!r}: datatype={datatype!r} must be one of {', '.join(DATATYPES)}"
@@ -158,7 +169,7 @@ def known(name: str, datatype: Any) -> str:
 
 
 def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A parameter that is true or false. Raises `DataError` for anything else."""
+    """Return the Boolean parameter `name` of an entry. Raises `DataError` for other types."""
     parameters = entry.get("parameters") or {}
     if isinstance(parameters, Mapping):
         value = parameters.get(name, default)
@@ -170,6 +181,7 @@ def flag(entry: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
+    """Return (name, datatype, shape) of a tensor entry. Raises `DataError` if one is invalid."""
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
         raise DataError(f"each of {key} must be an object with a name")
     name = entry["name"]
@@ -180,6 +192,7 @@ def _described(entry: Any, key: str) -> tuple[str, str, list[int]]:
 
 
 def _parameter(entry: Mapping[str, Any], name: str) -> int | None:
+    """Return the integer parameter `name` of a tensor entry, or None if it is absent."""
     parameters = entry.get("parameters") or {}
     value = parameters.get(name) if isinstance(parameters, Mapping) else None
     if value is not None and type(value) is not int:
@@ -188,7 +201,10 @@ def _parameter(entry: Mapping[str, Any], name: str) -> int | None:
 
 
 def _from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
-    """A tensor of nested or flat lists of numbers."""
+    """Return a tensor from a nested or flat list of numbers.
+
+    Raises `DataError` for values that do not fit the datatype or the shape.
+    """
     if not isinstance(data, (list, np.ndarray)):
         raise DataError(f"tensor {name!r} has neither data nor binary_data_size")
     kind = DATATYPES[datatype].kind

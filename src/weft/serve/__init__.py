@@ -1,1 +1,1 @@
-"""`weft serve`: a policy and a reward model behind HTTP and gRPC."""
+"""`weft serve`: serve a policy and a reward model over HTTP and gRPC."""

@@ -1,11 +1,11 @@
-"""A process that reads large JSON bodies for the server: `python -m weft.serve._read_json`.
+"""Child process that parses large JSON bodies: `python -m weft.serve._read_json`.
 
 Loads no torch.
 
-Python reads JSON in one go, during which no other thread of its process runs: a list of five
-million numbers would keep health checks waiting for a second. Bodies come from standard input,
-eight bytes of length before each; answers go to standard output in the same way, pickled: ("ok",
-value), or ("error", what is wrong).
+Python's JSON parser holds the GIL until it is done: a list of five million numbers would delay
+health checks by a second. Each request on standard input is eight bytes of length (little-endian)
+and the body. Each answer on standard output is framed the same way and pickled: ("ok", value) or
+("error", message).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-MOST_VALUES = 200_000  # in one body, numbers in lists below `ARRAYS` apart
-ARRAYS = ("prompt", "data")  # keys whose lists of numbers become arrays, which travel fast
-SHORT = 64  # numbers of a list that stays one
+MOST_VALUES = 200_000  # limit per body, not counting lists converted to arrays
+ARRAYS = ("prompt", "data")  # keys whose lists of numbers become arrays: faster to pickle
+SHORT = 64  # shorter lists are not converted
 
 
 def main() -> None:
@@ -37,9 +37,9 @@ def main() -> None:
 
 
 class Compact:
-    """Turns lists of numbers into arrays, and counts all else.
+    """Converts long lists of numbers to arrays and counts all other values.
 
-    Raises `ValueError` for too much of it.
+    Raises `ValueError` for more than `MOST_VALUES` of them.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,9 @@ class Compact:
 
 
 def as_array(numbers: list[Any]) -> np.ndarray[Any, Any] | None:
-    """The numbers as int64 or, where some have a fraction, float64; None for a list that holds
-    anything else.
+    """Return the numbers as int64, or float64 if any is a float.
+
+    Returns None if the list contains anything else, or an integer too large for int64.
     """
     kinds = set(map(type, numbers))
     try:

@@ -1,4 +1,4 @@
-"""The HTTP application: who may ask, which endpoint answers, and in what form a refusal comes."""
+"""ASGI application: checks the token, routes requests to endpoints, formats errors."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from weft.serve.served import Served
 
 log = logging.getLogger(__name__)
 
-COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
-OPEN = ("/v2/health/live", "/v2/health/ready")  # without a token
+COMPLETIONS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> is a chat
+OPEN = ("/v2/health/live", "/v2/health/ready")  # paths that need no token
 
 
 @dataclass(frozen=True)
 class App:
-    """An ASGI application.
+    """The ASGI application of the HTTP port.
 
-    `token` is what a request must carry as `Authorization: Bearer`; None lets everybody in.
+    Requests must carry `token` as `Authorization: Bearer TOKEN`; with None, no token is needed.
     """
 
     models: Mapping[str, Served]
@@ -73,13 +73,17 @@ class App:
         self.metrics.answered(endpoint, status or str(exchange.status), time.perf_counter() - began)
 
     def _endpoint(self, path: str) -> str:
-        """A path in the words of the metrics, which must not grow with what clients make up."""
+        """Return the metrics label of a path.
+
+        Unknown paths share one label, so that clients cannot create new time series.
+        """
         if path in COMPLETIONS or path in OPEN or path in ("/v1/models", "/v2"):
             return path
         match = MODEL.fullmatch(path)
         return f"/v2/models{match['rest'] or ''}" if match else "other"
 
     async def _answer(self, exchange: Exchange) -> None:
+        """Route a request to its endpoint. Raises `Refused` for unknown paths and methods."""
         if exchange.path == "/v2/health/live" and exchange.method == "GET":
             return await exchange.reply(200, b"")
         if exchange.path == "/v2/health/ready" and exchange.method == "GET":
@@ -102,6 +106,7 @@ class App:
         raise Refused(404, f"unknown path {exchange.path[:80]!r}; see /v1/models and /v2")
 
     async def _complete(self, exchange: Exchange, *, chat: bool) -> None:
+        """Answer a completion request with the policy. Raises `Refused` for any other model."""
         body = await self.background.read(await self._body(exchange))
         name = body.get("model")
         policy = self.policy
@@ -125,7 +130,7 @@ class App:
         )
 
     async def _body(self, exchange: Exchange) -> bytes:
-        """The request's body, decompressed."""
+        """Return the request's body, decompressed."""
         limit = self.limits.body_bytes
         body = await exchange.body(limit, self.limits.body_seconds)
         encoding = exchange.headers.get("content-encoding", "").strip().lower()
@@ -136,6 +141,7 @@ class App:
     async def _model(
         self, exchange: Exchange, name: str, version: str | None, rest: str | None
     ) -> None:
+        """Answer a request below `/v2/models/NAME`."""
         served = self.inference.model(name, version)
         self._check_method(exchange, "POST" if rest == "/infer" else "GET")
         if rest is None:
@@ -150,7 +156,7 @@ class App:
             )
 
     def _listed(self, name: str) -> dict[str, Any]:
-        """The models, or one of them, as OpenAI lists them."""
+        """Return OpenAI's description of the model `name`, or of all models for ""."""
         cards = {
             each: {"id": each, "object": "model", "created": self.started, "owned_by": "weft"}
             for each in self.models
@@ -166,8 +172,10 @@ class App:
         return cards[name]
 
     def _check_allowed(self, exchange: Exchange) -> None:
-        """Raises `Refused` for a request without the token; where there is none, for one that
-        another page's script sends.
+        """Raise `Refused` unless the request carries the server's token.
+
+        Without a token on the server, requests with an `Origin` header are refused, because they
+        come from scripts of other web pages.
         """
         if self.token is None:
             if "origin" in exchange.headers:
@@ -185,8 +193,9 @@ class App:
             raise Refused(405, f"{exchange.method} is not possible here; use {method}")
 
     async def _refuse(self, exchange: Exchange, refused: Refused) -> None:
-        """A refusal in the form of the endpoint's protocol; where the answer has begun, as the
-        stream's last event.
+        """Send an error in the form of the endpoint's protocol.
+
+        If the answer has begun, send it as the last event of the stream.
         """
         if exchange.path.startswith("/v2"):
             value: dict[str, Any] = {"error": refused.message}
@@ -205,7 +214,7 @@ class App:
 
 
 def allowed(header: str | None, token: str) -> bool:
-    """Whether a header `Authorization` holds the token; it takes as long for every wrong one."""
+    """Return whether an `Authorization` header carries the token, compared in constant time."""
     scheme, _, given = (header or "").partition(" ")
     return (
         secrets.compare_digest(given.strip().encode(), token.encode())
@@ -214,7 +223,10 @@ def allowed(header: str | None, token: str) -> bool:
 
 
 def _as_refused(error: Exception, seconds: float) -> Refused:
-    """What went wrong, as an answer. What the server's own failure was stands in its log alone."""
+    """Convert an exception to an error response.
+
+    Details of internal errors go to the server's log only.
+    """
     if isinstance(error, Refused):
         return error
     if isinstance(error, TimeoutError):

@@ -1,6 +1,4 @@
-"""One HTTP exchange as ASGI gives it: a body within limits, a reply at once or in parts, and
-whether anybody waits for it.
-"""
+"""One HTTP exchange over ASGI: bounded body, whole or streamed reply, disconnect detection."""
 
 from __future__ import annotations
 
@@ -17,14 +15,15 @@ T = TypeVar("T")
 
 WORTH_COMPRESSING = 4096  # bytes
 ENCODINGS = ("gzip", "deflate")
-# times the limit that is read of a body too large, so that its sender can read the answer
+# A body that is too large is read up to this multiple of the limit and discarded, so that its
+# sender can read the answer.
 DRAIN = 4
 
 
 class Refused(Exception):
-    """A request that gets no answer but this.
+    """A request answered with an error status.
 
-    `param` names the field at fault, `code` the fault, in OpenAI's words.
+    `param` names the invalid field and `code` the kind of error, both as in OpenAI's API.
     """
 
     def __init__(
@@ -38,15 +37,17 @@ class Refused(Exception):
 
 
 class Gone(Exception):
-    """The client has closed the connection."""
+    """Raised when the client has closed the connection."""
 
 
 @dataclass
 class Exchange:
+    """One request and its reply."""
+
     scope: Mapping[str, Any]
     receive: Callable[[], Awaitable[Message]]
     send: Callable[[Message], Awaitable[None]]
-    status: int | None = None  # of the reply, once it has begun
+    status: int | None = None  # status of the reply; None before it begins
     headers: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,10 +65,10 @@ class Exchange:
         return str(self.scope["path"])
 
     async def body(self, limit: int, seconds: float) -> bytes:
-        """The whole body.
+        """Read the whole body.
 
-        Raises `Refused` for one of more than `limit` bytes or that takes longer, `Gone` for half of
-        one.
+        Raises `Refused` if it exceeds `limit` bytes or takes more than `seconds`, and `Gone` if the
+        client disconnects before its end.
         """
         parts = []
         size = 0
@@ -89,9 +90,9 @@ class Exchange:
         return b"".join(parts)
 
     async def unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is ended where the client leaves before (`Gone`).
+        """Await `work` and return its result; cancel it if the client disconnects.
 
-        The body has been read by then.
+        Raises `Gone` on disconnect. The body must have been read before.
         """
         task = asyncio.ensure_future(work)
         left = asyncio.ensure_future(self._left())
@@ -106,6 +107,7 @@ class Exchange:
             await asyncio.gather(task, left, return_exceptions=True)
 
     async def _left(self) -> None:
+        """Wait until the client disconnects."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
@@ -116,7 +118,7 @@ class Exchange:
         kind: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """The whole reply, compressed where the client takes that and it is worth the time."""
+        """Send a complete reply, compressed if the client accepts it and the body is large."""
         more = dict(headers or {})
         encoding = self._encoding() if len(body) >= WORTH_COMPRESSING else None
         if encoding is not None:
@@ -126,7 +128,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     def _encoding(self) -> str | None:
-        """The first of our encodings that the client takes."""
+        """Return the first of `ENCODINGS` that the client accepts, or None."""
         taken = {}
         for entry in self.headers.get("accept-encoding", "").lower().split(","):
             name, _, weight = entry.partition(";")
@@ -144,7 +146,7 @@ class Exchange:
         await self.reply(status, json.dumps(value).encode(), headers=headers)
 
     async def part(self, text: str) -> None:
-        """One server-sent event; the first begins the reply."""
+        """Send one server-sent event; the first one starts the reply."""
         if self.status is None:
             await self._start(
                 200,
@@ -155,7 +157,7 @@ class Exchange:
         )
 
     async def end(self) -> None:
-        """The end of a reply in parts."""
+        """End a streamed reply."""
         await self.send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:

@@ -1,9 +1,7 @@
-"""What a request needs before the network, off the event loop: reading bodies, templates,
-tokenizing, writing answers.
+"""Run slow CPU work off the event loop: parsing, templates, tokenizing, encoding answers.
 
-Threads suffice where the work lets go of the interpreter now and then (the tokenizers' Rust code,
-templates, numpy on parts). Reading large JSON does not, and is done by another process
-(`_read_json.py`).
+Threads suffice for work that releases the GIL regularly (tokenizers in Rust, templates, numpy in
+chunks). Parsing large JSON holds it throughout, so a child process does that (`_read_json.py`).
 """
 
 from __future__ import annotations
@@ -30,13 +28,14 @@ from weft.serve.asgi import Refused
 T = TypeVar("T")
 
 THREADS = 4
-# bytes of JSON that another process reads, characters of a text that is tokenized alone
+# Bodies above this many bytes are parsed by the child process; texts above this many characters are
+# tokenized one at a time.
 LARGE = 1 << 16
-GZIP_OR_ZLIB = 47  # what zlib takes for either kind of header
+GZIP_OR_ZLIB = 47  # zlib's wbits: detect a gzip or zlib header
 
 
 class BackgroundWork:
-    """Worker threads, the process that reads JSON, and a copy of each tokenizer for each thread."""
+    """Worker threads, the JSON parser process, and one copy of each tokenizer per thread."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="weft-requests")
@@ -44,32 +43,33 @@ class BackgroundWork:
         self._reader: subprocess.Popen[bytes] | None = None
         self._own = threading.local()
         self._long_texts = threading.Lock()
-        # by tokenizer, those that no thread has taken yet
+        # id of a tokenizer -> its copies that no thread has taken yet
         self._copies: dict[int, queue.SimpleQueue[Tokenizer]] = {}
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Return the result of `work`, which runs in a worker thread."""
+        """Run `work` in a worker thread and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args))
 
     async def read(self, text: bytes) -> dict[str, Any]:
-        """Return a JSON object; lists of numbers in a large one are arrays.
+        """Parse a JSON object; in large bodies, long lists of numbers become arrays.
 
-        Raises `DataError` for anything else.
+        Raises `DataError` for anything but an object.
         """
         if len(text) <= LARGE:
             return read_object(text)
         return await asyncio.get_running_loop().run_in_executor(self._reading, self._read, text)
 
     def prepare(self, tokenizer: Tokenizer) -> None:
-        """Copy a tokenizer for each thread, before there are requests: a copy keeps the interpreter
-        for tenths of a second.
+        """Copy a tokenizer for each worker thread.
+
+        Done before the first request, because a copy holds the GIL for tenths of a second.
         """
         copies = self._copies[id(tokenizer)] = queue.SimpleQueue()
         for _ in range(THREADS):
             copies.put(replace(tokenizer, hf=copy.deepcopy(tokenizer.hf)))
 
     def tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the copy of a prepared tokenizer that belongs to this thread."""
+        """Return this thread's copy of a prepared tokenizer."""
         name = f"tokenizer-{id(tokenizer)}"
         if name not in self._own.__dict__:
             self._own.__dict__[name] = self._copies[id(tokenizer)].get_nowait()
@@ -77,10 +77,10 @@ class BackgroundWork:
         return own
 
     def encode(self, tokenizer: Tokenizer, text: str, bos: bool | None = None) -> list[int]:
-        """Return the tokens of a text, by this thread's copy of the tokenizer.
+        """Return the token ids of a text, using this thread's copy of the tokenizer.
 
-        Of long texts one at a time: making hundreds of thousands of ids keeps the interpreter, from
-        several threads in a row for tenths of a second.
+        Long texts are tokenized one at a time: creating hundreds of thousands of ids holds the GIL,
+        and several threads in a row would hold it for tenths of a second.
         """
         with self._long_texts if len(text) > LARGE else nullcontext():
             return self.tokenizer(tokenizer).encode(text, bos=bos)
@@ -93,6 +93,7 @@ class BackgroundWork:
             self._reader.communicate()
 
     def _read(self, text: bytes) -> dict[str, Any]:
+        """Parse a large body in the child process, starting it if necessary."""
         if self._reader is None or self._reader.poll() is not None:
             command = [sys.executable, "-m", "weft.serve._read_json"]
             self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -118,9 +119,10 @@ class BackgroundWork:
 
 
 def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body without its content encoding.
+    """Return the body without its content encoding.
 
-    Raises `Refused` for an unknown one, and for more than `limit` bytes, without making them.
+    Raises `Refused` for an unknown encoding, invalid data, or more than `limit` bytes of output;
+    output beyond the limit is never produced.
     """
     if encoding in ("", "identity"):
         return body

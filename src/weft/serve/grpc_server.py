@@ -1,4 +1,4 @@
-"""The inference protocol over gRPC, answered by the same code as over HTTP."""
+"""The inference protocol over gRPC; shares its implementation with HTTP."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from weft.serve.served import VERSION
 
 log = logging.getLogger(__name__)
 
-THREADS = 64  # calls at a time
-SPARE = 8  # of them that inference does not take, so that health and metadata are answered
+THREADS = 64  # concurrent calls
+SPARE = 8  # threads reserved for health and metadata calls
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
     404: grpc.StatusCode.NOT_FOUND,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-OPEN = ("ServerLive", "ServerReady")  # without a token
+OPEN = ("ServerLive", "ServerReady")  # calls that need no token
 
 
 @dataclass(frozen=True)
 class Calls:
-    """The protocol's calls. Work is done in `loop`, where the HTTP server runs, too."""
+    """Handlers of the protocol's calls. Inference runs in `loop`, the HTTP server's event loop."""
 
     app: App
     loop: asyncio.AbstractEventLoop
@@ -44,7 +44,7 @@ class Calls:
     )
 
     def answer(self, name: str, request: Any, context: Any) -> Any:
-        """One call. Ends it with a status where it cannot be answered."""
+        """Answer one call, or abort it with a status code."""
         began = time.perf_counter()
         status = "OK"
         try:
@@ -119,7 +119,10 @@ class Calls:
         return reply
 
     def _run(self, work: Coroutine[Any, Any, Any], context: Any) -> Any:
-        """The result of `work`, which is ended where the client leaves, or the time is over."""
+        """Run `work` in the event loop and return its result.
+
+        Cancelled if the client disconnects or the deadline passes.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         context.add_callback(future.cancel)
         left = context.time_remaining()
@@ -132,7 +135,7 @@ class Calls:
 
 
 def grpc_server(app: App, loop: asyncio.AbstractEventLoop) -> grpc.Server:
-    """A server, not started, without a port."""
+    """Return a gRPC server that has no port yet and is not started."""
     calls = Calls(app, loop)
     limit = app.limits.body_bytes
 

@@ -1,4 +1,4 @@
-"""The inference protocol over HTTP: `/v2`, models' metadata, `/v2/models/NAME/infer`."""
+"""The inference protocol over HTTP: `/v2`, model metadata, `/v2/models/NAME/infer`."""
 
 from __future__ import annotations
 
@@ -23,23 +23,26 @@ EXTENSIONS = ["binary_tensor_data"]
 
 @dataclass(frozen=True)
 class Inference:
+    """Metadata and inference for all served models."""
+
     models: Mapping[str, Served]
     metrics: Metrics
     most_load: int
     background: BackgroundWork
 
     def about(self) -> dict[str, Any]:
+        """Return the server's metadata."""
         return {"name": PLATFORM, "version": __version__, "extensions": EXTENSIONS}
 
     def model(self, name: str, version: str | None) -> Served:
-        """Raises `Refused` for one that is not here."""
+        """Return the model of this name and version. Raises `Refused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
             shown = name if version in (None, "") else f"{name} version {version}"
             raise Refused(404, f"unknown model {shown[:80]!r}; here are {', '.join(self.models)}")
         return self.models[name]
 
     async def answer(self, exchange: Exchange, body: bytes, served: Served) -> None:
-        """Answer `infer`. Raises `Refused`."""
+        """Answer an `infer` request. Raises `Refused` for invalid requests and when overloaded."""
         try:
             size = header_size(body, _length(exchange))
             header = await self.background.read(body[:size])
@@ -66,7 +69,10 @@ class Inference:
     async def infer(
         self, served: Served, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The model's outputs. Raises `DataError`, and `Refused` where there is too much to do."""
+        """Return the model's outputs by name.
+
+        Raises `DataError` for invalid inputs and `Refused` when the model is overloaded.
+        """
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
             raise Refused(
                 429, "the server has as much to do as it takes; ask again later", code="overloaded"
@@ -86,7 +92,7 @@ def _length(exchange: Exchange) -> int | None:
 
 
 def _outputs(header: Mapping[str, Any], served: Served) -> tuple[list[str], set[str]]:
-    """(the outputs that are asked for, those of them to be sent as bytes). Raises `DataError`."""
+    """Return (names of the requested outputs, those to send as bytes). Raises `DataError`."""
     usual = flag(header, "binary_data_output", False)
     asked = header.get("outputs")
     if asked is None or asked == []:

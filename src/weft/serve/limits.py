@@ -1,4 +1,4 @@
-"""What the server takes of one request, and of all of them."""
+"""Limits on a single request and on the load of the server."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
+    """Limits on a single request and on the load of each model."""
+
     body_bytes: int = 16 * 2**20
     body_seconds: float = 30.0
-    seconds: float = 600.0  # from a request's arrival to the end of its answer
+    seconds: float = 600.0  # time from a request's arrival to the end of its answer
     most_prompt: int = 16384
-    prompt_bytes: int = 512 * 2**10  # of a request's text, before it is tokenized
+    prompt_bytes: int = 512 * 2**10  # size of a request's text, before tokenizing
     most_new: int = 1024
-    most_load: int = 1024  # completions and rows, waiting and under way, of one model
+    most_load: int = 1024  # waiting and running completions and rows per model

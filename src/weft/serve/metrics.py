@@ -1,4 +1,4 @@
-"""Counts of what the server did, in Prometheus's text format."""
+"""Request and token counts of the server in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELP = {
 
 @dataclass
 class Metrics:
-    """May be told and asked from any thread."""
+    """Thread-safe counters of the server."""
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -47,7 +47,7 @@ class Metrics:
             self.counts["weft_scored_tokens_total"] += scored
 
     def text(self, loads: dict[str, int]) -> str:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus's text format; `loads` maps each model to its load."""
         with self._lock:
             lines = _head("weft_requests_total", "counter")
             for (endpoint, status), count in sorted(self.requests.items()):

@@ -1,5 +1,6 @@
-"""The OpenAI endpoints for a policy: `/v1/chat/completions`, `/v1/completions`, whole or as a
-stream.
+"""OpenAI endpoints of a policy: `/v1/chat/completions` and `/v1/completions`.
+
+Both answer in one piece or as a stream.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from weft.serve.text import GrowingText, Said
 from weft.serve.worker import Job
 
 MOST_PROMPTS = 128
-# for a conversation; what a template has made in longer takes too long to clear away
+# Time limit for rendering a conversation; freeing a larger result would block for too long.
 TEMPLATE_SECONDS = 2.0
-PAUSE = 16  # tokens that one request reads in a row
+PAUSE = 16  # tokens handled per request before yielding to the event loop
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Both endpoints."""
+    """Both completion endpoints of one policy."""
 
     policy: Served
     metrics: Metrics
@@ -44,7 +45,7 @@ class Completions:
     background: BackgroundWork
 
     async def answer(self, exchange: Exchange, body: Mapping[str, Any], *, chat: bool) -> None:
-        """Answer a request. Raises `Refused`."""
+        """Answer a request. Raises `Refused` if it is invalid or the policy is overloaded."""
         asked = read_asked(body, self.limits.most_new, self._stop_ids, chat=chat)
         if chat:
             prompts = [await self.background.run(self._chat_prompt, body.get("messages"))]
@@ -67,6 +68,7 @@ class Completions:
         return self.policy.spec.stop_ids if self.policy.spec is not None else ()
 
     def _chat_prompt(self, messages: Any) -> list[int]:
+        """Return the token ids of a conversation, rendered with the chat template."""
         tokenizer = self.background.tokenizer(self.policy.tokenizer)
         if messages is None:
             raise Refused(400, "messages is missing", param="messages")
@@ -93,7 +95,10 @@ class Completions:
             raise Refused(400, said, param="messages") from None
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
-        """A text, token ids, or a list of either; ids may be an array."""
+        """Return the prompts as token ids.
+
+        `prompt` is a text, a list or array of token ids, or a list of either.
+        """
         self._check_bytes(num_bytes(prompt), "prompt")
         if isinstance(prompt, str) or is_ids(prompt):
             return [self._prompt(prompt)]
@@ -108,7 +113,7 @@ class Completions:
         )
 
     def _prompt(self, prompt: Any) -> list[int]:
-        """The ids of a text, or those that are given."""
+        """Return the token ids of a text; token ids are returned as they are."""
         if isinstance(prompt, str):
             return self.background.encode(self.policy.tokenizer, prompt)
         self._check_length(len(prompt))
@@ -125,8 +130,11 @@ class Completions:
             raise Refused(400, said, code="context_length_exceeded")
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
-        """Most tokens of a completion of this prompt. Raises `Refused` where there is no room."""
-        # first: the event loop waits while all of them are looked at
+        """Return the maximum number of completion tokens for a prompt.
+
+        Raises `Refused` if the prompt is invalid or leaves no room in the context.
+        """
+        # Check the length first: checking every id blocks the event loop.
         self._check_length(len(prompt))
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
             said = (
@@ -142,14 +150,14 @@ class Completions:
 
 
 def is_ids(value: Any) -> bool:
-    """Return whether this is a list of token ids, which a large request has as an array."""
+    """Return whether `value` is a list of token ids, or an array of them from a large request."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind == "i"
     return isinstance(value, list) and bool(value) and all(type(id) is int for id in value)
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of all texts in a JSON value."""
+    """Return the total size in bytes of all texts in a JSON value."""
     if isinstance(value, str):
         return len(value.encode(errors="surrogatepass"))
     if isinstance(value, Mapping):
@@ -163,7 +171,7 @@ def num_bytes(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """How an endpoint's answers look."""
+    """Response objects of one request, in the form of its endpoint."""
 
     id: str
     created: int
@@ -172,11 +180,13 @@ class Form:
 
     @classmethod
     def of(cls, model: str, chat: bool) -> Form:
+        """Return the form of a new request, with a new id and the current time."""
         return cls(
             f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", int(time.time()), model, chat
         )
 
     def head(self, *, chunk: bool) -> dict[str, Any]:
+        """Return the fields that every response object begins with."""
         kind = ("chat.completion" if self.chat else "text_completion") + (
             ".chunk" if chunk and self.chat else ""
         )
@@ -185,6 +195,7 @@ class Form:
     def choice(
         self, index: int, text: str, finish: str | None, said: Sequence[Said] | None
     ) -> dict[str, Any]:
+        """Return one entry of `choices` of a complete answer."""
         rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
         if self.chat:
             return {"index": index, "message": {"role": "assistant", "content": text}, **rest}
@@ -193,6 +204,7 @@ class Form:
     def delta(
         self, index: int, delta: Mapping[str, str], finish: str | None, said: Sequence[Said] | None
     ) -> dict[str, Any]:
+        """Return one chunk of a streamed answer."""
         rest = {"finish_reason": finish, "logprobs": self._logprobs(said)}
         if self.chat:
             own: dict[str, Any] = {"delta": dict(delta)}
@@ -222,12 +234,18 @@ def _token(piece: bytes, logprob: float) -> dict[str, Any]:
 
 
 def _text(piece: bytes) -> str:
-    """A token's text; a part of a character shows as U+FFFD, and is whole in `bytes` alone."""
+    """Return a token's text.
+
+    A token that ends within a character contains U+FFFD; its exact bytes are in `bytes`.
+    """
     return piece.decode(errors="replace")
 
 
 def _by_text(said: Said) -> dict[str, float]:
-    """The likeliest tokens, and the one that was taken; of tokens with equal texts the likeliest."""
+    """Return text -> log-prob of the likeliest tokens and the sampled one.
+
+    Of tokens with equal texts the likeliest counts.
+    """
     found: dict[str, float] = {}
     for piece, logprob in (*said.top, (said.piece, said.logprob)):
         found.setdefault(_text(piece), logprob)
@@ -236,16 +254,16 @@ def _by_text(said: Said) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """One request under way. Choice `p * n + k` is completion k of prompt p."""
+    """One running request. Choice `p * n + k` is completion k of prompt p."""
 
     of: Completions
     asked: Asked
     prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]  # tokens of a completion of each
+    limits: Sequence[int]  # maximum completion tokens of each prompt
     form: Form
 
     async def whole(self) -> bytes:
-        """The answer in one piece, as JSON."""
+        """Return the complete answer as JSON."""
         texts = self._texts()
         async with aclosing(self._events()) as events:
             async for index, event in events:
@@ -253,7 +271,10 @@ class Run:
         return await self.of.background.run(self._written, texts)
 
     def _written(self, texts: Sequence[GrowingText]) -> bytes:
-        """The whole answer, choice by choice: other threads get their turn between them."""
+        """Encode the complete answer.
+
+        Choices are encoded one at a time, so that other threads can run in between.
+        """
         wanted = self.asked.logprobs is not None
         choices = (
             json.dumps(
@@ -265,7 +286,7 @@ class Run:
         return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     async def stream(self, exchange: Exchange) -> None:
-        """The answer as server-sent events."""
+        """Send the answer as server-sent events."""
         texts = self._texts()
         async with aclosing(self._events()) as events:
             if self.form.chat:
@@ -293,9 +314,9 @@ class Run:
         await exchange.part(json.dumps(value))
 
     async def _events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Tokens as they come, with the number of the choice.
+        """Iterate over (choice number, token event) as tokens are sampled.
 
-        Leaving early stops what still runs.
+        Closing the generator cancels unfinished completions.
         """
         queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -318,7 +339,7 @@ class Run:
                     raise event
                 made += 1
                 if made % PAUSE == 0:
-                    await asyncio.sleep(0)  # a queue that is never empty lets nobody else run
+                    await asyncio.sleep(0)  # `queue.get` does not yield while the queue has items
                 left[event.id] -= event.finish is not None
                 yield places[event.id] * n + event.k, event
         finally:

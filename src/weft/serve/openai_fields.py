@@ -1,6 +1,4 @@
-"""What a request to the OpenAI endpoints may say: each field's type and range, and those that are
-refused by name.
-"""
+"""Parse and check the fields of requests to the OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from weft.serve.asgi import Refused
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_TOP = 5
-MOST_TOP_OF_CHAT = 20  # likeliest tokens told, as OpenAI has it
-COMPLETION_TOKENS = 16  # of `/v1/completions` where the request does not say, as OpenAI has it
+MOST_TOP_OF_CHAT = 20  # limit of `top_logprobs`, as in OpenAI's API
+COMPLETION_TOKENS = 16  # default `max_tokens` of `/v1/completions`, as in OpenAI's API
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "seed", "n", "max_tokens")
 COMMON = ("model", "stream", "stream_options", "user", "logprobs", *SAMPLING)
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs")
 COMPLETION = (*COMMON, "prompt")
-# Fields of OpenAI's that change nothing at these values, and are refused at others.
+# OpenAI fields that weft does not support -> values that have no effect and are accepted.
 IDLE: Mapping[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -52,25 +50,28 @@ IDLE: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """How a request wants its completions."""
+    """Checked settings of a completion request."""
 
     sampling: GenerationSpec
     max_new_tokens: int
-    # where the model's context has no room for as many: the request names no number
+    # Fewer tokens are allowed if the context is full, since the request gave no number.
     may_be_fewer: bool
     count: int
     seed: int | None
     stops: tuple[str, ...]
     stream: bool
-    usage_at_end: bool  # of a stream
-    # likeliest tokens that are told beside each one; None: nor its own log-prob
+    usage_at_end: bool  # a stream ends with token counts
+    # Number of likeliest alternatives per token; None returns no log-probs at all.
     logprobs: int | None
 
 
 def read_asked(
     body: Mapping[str, Any], most_new_tokens: int, stop_ids: Sequence[int], *, chat: bool
 ) -> Asked:
-    """The request's fields, checked. Raises `Refused` naming the field, its value and the rule."""
+    """Check the fields of a request.
+
+    Raises `Refused` naming the field, its value and the rule.
+    """
     _check_names(body, CHAT if chat else COMPLETION)
     temperature = number(body, "temperature", 1.0, 0.0, 2.0)
     stops = _stops(body.get("stop"))
@@ -110,7 +111,7 @@ def number(
     *,
     above: bool = False,
 ) -> float:
-    """A number from `least` (with `above`: above it) to `most`."""
+    """Return a number from `least` to `most`; with `above`, `least` itself is excluded."""
     value = body.get(name)
     if value is None:
         return default
@@ -126,7 +127,7 @@ def number(
 
 
 def whole(body: Mapping[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """A whole number from `least` to `most`."""
+    """Return an integer from `least` to `most`."""
     value = body.get(name)
     if value is None:
         return default
@@ -136,6 +137,7 @@ def whole(body: Mapping[str, Any], name: str, default: int, least: int, most: in
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a Boolean field, False if absent."""
     value = body.get(name)
     if value is not None and type(value) is not bool:
         raise wrong(name, value, "must be true or false")
@@ -143,7 +145,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def wrong(name: str, value: Any, rule: str) -> Refused:
-    """The refusal of a field's value."""
+    """Return the error for an invalid field value."""
     shown = repr(value)
     return Refused(
         400, f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}: {rule}", param=name
@@ -211,9 +213,7 @@ def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
-    """How many of the likeliest tokens are wanted beside each one, with log-probs; None where no
-    log-probs are.
-    """
+    """Return the number of likeliest alternatives per token; None if no log-probs are requested."""
     if not chat:
         if body.get("logprobs") is not None:
             return whole(body, "logprobs", 0, 0, MOST_TOP)

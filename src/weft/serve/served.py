@@ -1,6 +1,4 @@
-"""What is served: a policy, which samples text and gives log-probs, and a reward model, which gives
-scores.
-"""
+"""Served models: a policy samples text and returns log-probs, a reward model returns scores."""
 
 from __future__ import annotations
 
@@ -33,10 +31,9 @@ REWARDS = "rewards"
 
 @dataclass(frozen=True)
 class Served:
-    """One model by name.
+    """One served model.
 
-    `output` is what the inference protocol gives of it; `known` are its token ids, 0 to `known` -
-    1.
+    `output` is its output in the inference protocol; valid token ids are 0 to `known` - 1.
     """
 
     name: str
@@ -44,8 +41,8 @@ class Served:
     tokenizer: Tokenizer
     known: int
     output: str
-    context: int | None = None  # most tokens of a sequence, where the model says
-    # how a policy samples where a request does not say; None: it does not sample
+    context: int | None = None  # maximum sequence length, if the model has one
+    # Sampling defaults of a policy; None for a reward model.
     spec: GenerationSpec | None = None
 
     @cached_property
@@ -54,7 +51,7 @@ class Served:
         return Pieces(self.tokenizer)
 
     def metadata(self) -> dict[str, Any]:
-        """What the inference protocol says of a model."""
+        """Return the model's metadata in the inference protocol."""
         inputs = [_tensor(IDS, "INT32", -1, -1), _tensor(MASK, "INT32", -1, -1)]
         if self.output == LOGPROBS:
             inputs.append(_tensor(STARTS, "INT32", -1, 1))
@@ -68,9 +65,9 @@ class Served:
         }
 
     def rows(self, inputs: Mapping[str, Tensor]) -> tuple[Rows, npt.NDArray[np.int64]]:
-        """(the sequences that the inputs hold, where each begins in its row).
+        """Return (the sequences in the inputs, the column at which each begins in its row).
 
-        Raises `DataError` naming the tensor at fault.
+        Raises `DataError` naming the invalid tensor.
         """
         takes = [entry["name"] for entry in self.metadata()["inputs"]]
         for name, tensor in inputs.items():
@@ -99,12 +96,12 @@ class Served:
         parameters: Mapping[str, Any],
         background: BackgroundWork,
     ) -> dict[str, Tensor]:
-        """The model's output for token ids `input_ids` [B, T], of which those count where
-        `attention_mask` is 1.
+        """Return the model's output for the token ids `input_ids` [B, T].
 
-        `rewards` [B, 1], or `logprobs` [B, T] of each token after those before it, at the parameter
-        `temperature`: 0 on the first `prompt_length` [B, 1] tokens of a row (1 where it is absent)
-        and on padding. Raises `DataError`.
+        Only positions where `attention_mask` is 1 count. A reward model returns `rewards` [B, 1]. A
+        policy returns `logprobs` [B, T], the log-prob of each token given the tokens before it, at
+        the parameter `temperature`; they are 0 on padding and on the first `prompt_length` [B, 1]
+        tokens of a row (default 1). Raises `DataError`.
         """
         rows, begins = await background.run(self.rows, inputs)
         temperature = _temperature(parameters, self.output)
@@ -142,6 +139,7 @@ class Served:
                 )
 
     def _starts(self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]) -> list[int]:
+        """Return the index of the first scored token of each row."""
         if self.output == REWARDS:
             return [len(row) - 1 for row in tokens]
         if given is None:
@@ -163,7 +161,7 @@ def _tensor(name: str, datatype: str, *shape: int) -> dict[str, Any]:
 def _spans(
     mask: Tensor | None, shape: tuple[int, ...]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(first, last + 1) of the tokens of each row that count.
+    """Return (start, end) of the unmasked tokens of each row, each [B].
 
     Raises `DataError` for a mask with holes.
     """

@@ -1,4 +1,4 @@
-"""The server's ports: HTTP, gRPC and metrics, all of them in threads of their own.
+"""The server's HTTP, gRPC and metrics ports, each in a separate thread.
 
 with Server([policy, reward], Ports(http=8000), Limits(), token) as server:
     print(server.urls)
@@ -23,13 +23,13 @@ from weft.serve.limits import Limits
 from weft.serve.metrics import TYPE, Metrics
 from weft.serve.served import Served
 
-GRACE_S = 5.0  # that requests under way get at the end
+GRACE_S = 5.0  # time for running requests to finish at shutdown
 CONNECTIONS = 2048
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the server listens; 0 is a free port, None is not at all."""
+    """Addresses to listen on. Port 0 picks a free port; None disables the protocol."""
 
     host: str = "127.0.0.1"
     http: int = 8000
@@ -39,7 +39,7 @@ class Ports:
 
 @dataclass
 class Server:
-    """Runs while it is open. `urls` says where, by protocol."""
+    """Context manager that serves models while open. `urls` maps each protocol to its address."""
 
     models: Sequence[Served]
     ports: Ports
@@ -50,11 +50,11 @@ class Server:
     background: BackgroundWork = field(default_factory=BackgroundWork)
     _loop: asyncio.AbstractEventLoop | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
-    _servers: list[Any] = field(default_factory=list)  # uvicorn's
+    _servers: list[Any] = field(default_factory=list)  # uvicorn servers
     _grpc: Any = None
 
     def __enter__(self) -> Server:
-        """Listen, or raise `ConfigError` for a port that is taken."""
+        """Start listening. Raises `ConfigError` for a port that is taken."""
         models = {model.name: model for model in self.models}
         app = App(models, self.limits, self.token, self.metrics, int(time.time()), self.background)
         http = _listening("--port", self.ports.host, self.ports.http)
@@ -84,7 +84,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, give requests under way a little time, and end."""
+        """Stop listening, wait up to `GRACE_S` seconds for running requests, end all threads."""
         if self._grpc is not None:
             self._grpc.stop(GRACE_S).wait()
         for server in self._servers:
@@ -96,7 +96,7 @@ class Server:
         self.background.close()
 
     def _serve(self, app: Any, listening: socket.socket, name: str) -> None:
-        """Run an application on a socket in a thread, until `close`."""
+        """Run an ASGI application on a socket in a new thread, until `close`."""
         import uvicorn
 
         config = uvicorn.Config(
@@ -154,7 +154,7 @@ class Server:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
-        """The page of metrics; it holds counts alone and asks for no token."""
+        """Serve the metrics page; needs no token, since it contains only counts."""
         exchange = Exchange(scope, receive, send)
         if exchange.path != "/metrics":
             return await exchange.reply_json({"error": Refused(404, "see /metrics").message}, 404)
@@ -163,7 +163,7 @@ class Server:
 
 
 def _listening(option: str, host: str, port: int) -> socket.socket:
-    """A socket on the port. Raises `ConfigError` where that cannot be."""
+    """Return a socket bound to the port. Raises `ConfigError` if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         made = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""The text of one completion as it grows: what can be shown already, cut before a stop text."""
+"""Incremental text of one completion: the part that is final, cut before a stop text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from weft.data.pieces import Pieces
 from weft.data.tokenizer import StreamDecoder, Tokenizer
 from weft.engine.base import TokenEvent
 
-CONTEXT = 4  # tokens of the prompt that the first ones' text may depend on
+CONTEXT = 4  # last prompt tokens, on which the text of the first new tokens may depend
 
 
 @dataclass(frozen=True)
 class Said:
-    """A token whose text has been shown: its bytes, its log-prob, and where in the completion it
-    begins. `top` are the likeliest tokens in its place, with their log-probs.
+    """A token whose text has been emitted.
+
+    `piece` is its bytes, `offset` its position in the completion in characters, and `top` the
+    likeliest tokens at its position as (bytes, log-prob).
     """
 
     piece: bytes
@@ -25,11 +27,11 @@ class Said:
 
 
 class GrowingText:
-    """`feed` returns new text that will stay, `said` holds the tokens it came of, until `take`
-    gives them out.
+    """Decodes one completion token by token.
 
-    Text that may be the beginning of a stop text is held back. End tokens, and those of the stop
-    text, are not said.
+    `feed` returns new text that will not change, and `take` the tokens of that text. Text that may
+    be the start of a stop text is held back. End tokens and the tokens of the stop text are left
+    out.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class GrowingText:
         self._shown = 0
         self._held: list[Said] = []
         self._ready: list[Said] = []
-        self.count = 0  # tokens
+        self.count = 0  # tokens fed
         self.finish: str | None = None
 
     @property
@@ -55,7 +57,7 @@ class GrowingText:
         return self._text[: self._shown]
 
     def feed(self, event: TokenEvent) -> str:
-        """The text that this token lets be shown."""
+        """Add a token and return the text that is now final."""
         self.count += 1
         top = tuple((self._pieces.of(id), logprob) for id, logprob in event.top)
         self._held.append(Said(self._pieces.of(event.token), event.logprob, len(self._text), top))
@@ -71,13 +73,13 @@ class GrowingText:
         return new
 
     def take(self) -> list[Said]:
-        """The tokens whose text has been shown since the last call."""
+        """Return the tokens whose text became final since the last call."""
         taken = self._ready
         self._ready = []
         return taken
 
     def _until(self) -> int:
-        """How many characters can be shown."""
+        """Return the number of characters that are final."""
         found = [
             at
             for stop in self._stops
@@ -91,7 +93,7 @@ class GrowingText:
         return max(self._shown, len(self._text) - max(held, default=0))
 
     def _begins(self, stop: str) -> int:
-        """Characters at the end of the text that `stop` begins with."""
+        """Return the length of the longest start of `stop` that the text ends with."""
         return next(
             (
                 n

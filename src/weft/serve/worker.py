@@ -1,5 +1,6 @@
-"""The one thread that uses a network: all requests' tokens come of one running batch, and scoring
-happens between its steps.
+"""The only thread that uses a network: samples all requests in one running batch.
+
+Sequences are scored between its decoding steps.
 
 worker = Worker(engine, spec)
 worker.start()
@@ -27,15 +28,15 @@ from weft.errors import RunError, UserError
 
 Ids = Sequence[int]
 Vector = npt.NDArray[np.float32]
-MOST_SETTINGS = 256  # that one generator keeps; it is opened anew, when nothing runs, for more
+MOST_SETTINGS = 256  # sampling settings per generator; for more, a new one is opened when idle
 
 
 @dataclass(frozen=True)
 class Job:
     """`count` completions of one prompt.
 
-    `tell` is called in the worker's thread with each token, or with what went wrong; then nothing
-    more comes. Equal `draws_as` draw alike.
+    `tell` is called in the worker's thread with each token event. If the job fails, it is called
+    with the exception, and not again. Jobs with equal `draws_as` use the same random numbers.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Job:
     draws_as: str | None = None
 
     def requests(self, sampling: GenerationSpec) -> list[Request]:
+        """Return one engine request per completion."""
         return [
             Request(
                 self.id,
@@ -62,8 +64,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Rows:
-    """Token sequences to score; `starts[i]` is the first token of row i that is: the tokens before
-    it are its prompt.
+    """Token sequences to score.
+
+    `starts[i]` is the index of the first scored token of row i; the tokens before it are its
+    prompt.
     """
 
     tokens: Sequence[Ids | npt.NDArray[np.int64]]
@@ -72,7 +76,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows, what is wanted of them, and who waits for it."""
+    """A request to score rows.
+
+    `want` names the output and `future` receives one vector per row.
+    """
 
     rows: Rows
     want: Output
@@ -86,10 +93,10 @@ class Scoring:
 
 @dataclass
 class Worker:
-    """`spec` says how completions are sampled where a request says nothing; without one the network
-    only scores.
+    """Runs sampling and scoring of one network in a thread.
 
-    `load` is how many completions and rows are waiting or under way.
+    `spec` has the sampling defaults; without it the network only scores. `load` is the number of
+    waiting and running completions and rows.
     """
 
     engine: Engine
@@ -98,12 +105,12 @@ class Worker:
     _commands: queue.SimpleQueue[Job | Scoring | str | None] = field(
         default_factory=queue.SimpleQueue
     )
-    _jobs: dict[str, Job] = field(default_factory=dict)  # that run
-    _left: dict[str, int] = field(default_factory=dict)  # unfinished completions of each
-    # that wait for a generator with room for their settings
+    _jobs: dict[str, Job] = field(default_factory=dict)  # running jobs by id
+    _left: dict[str, int] = field(default_factory=dict)  # job id -> unfinished completions
+    # jobs that wait for a generator with room for their settings
     _next: list[Job] = field(default_factory=list)
     _scorings: list[Scoring] = field(default_factory=list)
-    # of the open generator, by what they say
+    # repr -> sampling settings that the open generator has seen
     _settings: dict[str, GenerationSpec] = field(default_factory=dict)
     _stopping: bool = False
     _load: int = 0
@@ -125,21 +132,25 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; what still runs is told so."""
+        """End the thread; unfinished jobs and scorings fail with an error."""
         self._commands.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def generate(self, job: Job) -> None:
+        """Queue a job."""
         self._count(job.count)
         self._commands.put(job)
 
     def cancel(self, id: str) -> None:
-        """Stop a job's completions; nobody is told any more."""
+        """Stop the completions of a job; its `tell` is not called again."""
         self._commands.put(id)
 
     def score(self, rows: Rows, want: Output, temperature: float = 1.0) -> Future[list[Vector]]:
-        """One vector a row: the log-probs of its tokens from `starts` on, or its score."""
+        """Queue rows and return a future with one vector per row.
+
+        A vector has the log-probs of the row's tokens from `starts` on, or its score.
+        """
         future: Future[list[Vector]] = Future()
         self._count(len(rows.tokens))
         self._commands.put(Scoring(rows, want, temperature, future))
@@ -148,6 +159,7 @@ class Worker:
     # -- in the worker's thread
 
     def _run(self) -> None:
+        """Serve until stopped, opening a generator whenever jobs are waiting."""
         while not self._stopping:
             try:
                 self._take(wait=not self._next)
@@ -157,13 +169,13 @@ class Worker:
                 self._settings.clear()
                 with self.engine.generating(self.spec) as generator:
                     self._generate(generator)
-            except Exception as error:  # ends what runs, and not the server
+            except Exception as error:  # fail the current work, but keep serving
                 self._fail(error)
         self._take(wait=False)
         self._fail(RunError("the server is stopping"))
 
     def _generate(self, generator: Generator) -> None:
-        """Until the worker stops, or another generator is needed."""
+        """Decode until the worker stops, or until waiting jobs need a new generator."""
         while not self._stopping:
             self._take(wait=generator.idle and not self._next, generator=generator)
             self._score()
@@ -174,7 +186,7 @@ class Worker:
                 self._tell(event)
 
     def _take(self, wait: bool, generator: Generator | None = None) -> None:
-        """Read the commands that are there; with `wait`, at least one."""
+        """Read all queued commands; with `wait`, block until there is at least one."""
         while True:
             try:
                 command = self._commands.get(block=wait)
@@ -197,9 +209,7 @@ class Worker:
                 self._count(-sum(job.count for job in dropped))
 
     def _admit(self, generator: Generator) -> None:
-        """Let waiting jobs join the running batch, as long as the generator has room for their
-        settings.
-        """
+        """Add waiting jobs to the running batch while the generator has room for their settings."""
         while self._next and not self._stopping:
             job = self._next[0]
             said = repr(job.sampling)
@@ -215,6 +225,7 @@ class Worker:
                 job.tell(error)
 
     def _tell(self, event: TokenEvent) -> None:
+        """Pass a token event to its job and count finished completions."""
         job = self._jobs.get(event.id)
         if job is None:
             return
@@ -226,11 +237,12 @@ class Worker:
         job.tell(event)
 
     def _close(self, id: str) -> None:
+        """Remove a job that has finished or been cancelled."""
         self._count(-self._left.pop(id))
         del self._jobs[id]
 
     def _score(self) -> None:
-        """Score what waits, rows of one kind together; where that fails, each by itself."""
+        """Score the waiting rows, batched by kind; if a batch fails, score each request alone."""
         waiting = self._scorings
         self._scorings = []
         for kind in dict.fromkeys(scoring.kind for scoring in waiting):
@@ -261,6 +273,7 @@ class Worker:
             return error
 
     def _forward(self, group: Sequence[Scoring]) -> list[list[Vector] | Exception]:
+        """Score a group of one kind in one forward pass; return the vectors of each request."""
         rows = [
             (ids, start)
             for scoring in group
@@ -280,7 +293,7 @@ class Worker:
         return split
 
     def _fail(self, error: Exception) -> None:
-        """Tell everybody whose work is lost."""
+        """Fail all running and waiting jobs and scorings with `error`."""
         jobs = [*self._jobs.values(), *self._next]
         scorings = self._scorings
         self._scorings = []
@@ -303,13 +316,13 @@ class Worker:
 def as_sample(
     tokens: Sequence[Ids | npt.NDArray[np.int64]], starts: Sequence[int]
 ) -> SequenceSample:
-    """One id a row, prompt and completion."""
+    """Return rows as a sample with one id per row, split into prompt and completion."""
     ids = [str(index) for index in range(len(tokens))]
     lengths = {
         "prompt": [[start] for start in starts],
         "completion": [[len(row) - start] for row, start in zip(tokens, starts, strict=True)],
     }
-    # row by row: other threads get their turn between them
+    # Convert row by row, so that other threads can run in between.
     rows = [np.asarray(row, np.int64) for row in tokens]
     parts = {
         "prompt": np.concatenate([row[:start] for row, start in zip(rows, starts, strict=True)]),

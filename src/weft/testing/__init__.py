@@ -1,8 +1,7 @@
-"""weft's own tests of the things users write, for them to run: `from weft.testing import
-check_dataset`.
+"""Checks that users can run on their own datasets, model families and interfaces.
 
-Nothing is imported before it is asked for: the checks of a family load torch and transformers,
-those of others need not.
+`from weft.testing import check_dataset`. Each check is imported on first access, because the check
+of families loads torch and transformers.
 """
 
 from __future__ import annotations

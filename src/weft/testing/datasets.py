@@ -1,5 +1,6 @@
-"""The built-in tests of a dataset class, for yours too: `check_dataset(MyDataset, path=...)` raises
-`AssertionError`.
+"""Check a dataset class: `check_dataset(MyDataset, path=...)` raises `AssertionError`.
+
+The built-in dataset classes pass the same check.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-SAMPLES = 64  # looked at in a large dataset, evenly spread
-BATCHES = 12  # positions that are resumed from
+SAMPLES = 64  # number of samples checked, evenly spread over a large dataset
+BATCHES = 12  # number of loader positions from which resuming is checked
 
 
 def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, **args: Any) -> None:
-    """Every property a dataset class, or what is registered by this name, has to have.
+    """Check every required property of a dataset class, given itself or by its registered name.
 
-    It is built as `cls(util=DatasetUtility(...), **args)`.
+    The dataset is built as `cls(util=DatasetUtility(...), **args)`.
 
-    Map-style classes: samples of one id each, unique ids, the same sample for the same index, in
-    every object built alike. Iterable ones: every pass gives the same batches. Both: keys that
-    agree, lengths that fit together, token ids within the vocabulary, values that survive the way
-    between processes, and an exact position at every batch. `tokenizer` defaults to
-    `small_tokenizer()`. Prints one line that says what was checked.
+    Map-style classes: one id per sample, unique ids, and the same sample for the same index on
+    every access and in every object built with the same arguments. Iterable classes: the same
+    batches in every pass. Both: consistent keys and lengths, token ids within the vocabulary,
+    samples that survive serialization, and exact resumption at every batch.
+
+    `tokenizer` defaults to `small_tokenizer()`. Prints one line that lists the checks.
     """
     words = tokenizer or small_tokenizer()
     make = datasets.get(cls) if isinstance(cls, str) else cls
@@ -60,14 +62,14 @@ def check_dataset(cls: type[Any] | str, *, tokenizer: Tokenizer | None = None, *
 
 
 def small_tokenizer() -> Tokenizer:
-    """One token a byte, `<s>`, `</s>`, and a chat template; no file is read."""
+    """Return a byte-level tokenizer with `<s>`, `</s>` and a chat template; reads no file."""
     hf = byte_level()
     hf.chat_template = TEMPLATE
     return Tokenizer(hf)
 
 
 def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check samples by index. Returns what was checked."""
+    """Check a map-style dataset. Returns a description of the checks."""
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
@@ -103,7 +105,7 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
 
 
 def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
-    """Check whole batches. Returns what was checked."""
+    """Check an iterable dataset. Returns a description of the checks."""
     first = list(islice(iter(dataset), SAMPLES))
     assert first, "the dataset is empty: iter() gives no batch"
     for number, batch in enumerate(first):
@@ -127,7 +129,10 @@ def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Token
 
 
 def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> None:
-    """That the keys of a sample fit together and survive the way to another process."""
+    """Check that the keys of a sample are consistent and survive serialization.
+
+    Raises `AssertionError`; `where` names the sample in its message.
+    """
     for key in sample.keys:
         assert key in sample.data, f"{where}: key {key!r} has lengths but no tensor"
         if key in ("prompt", "completion"):
@@ -180,9 +185,9 @@ def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
 
 
 def _check_resume(make: Callable[[], Loader]) -> str:
-    """Check that a new loader goes on with the same batches from each of the first positions.
+    """Check that a new loader continues with the same batches from each of the first positions.
 
-    Returns what was checked.
+    Returns a description of the check.
     """
     loader = make()
     states = [loader.state_dict()]

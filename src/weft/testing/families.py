@@ -1,9 +1,8 @@
-"""The built-in tests of a model family, for yours too: `check_family(MY_FAMILY)` raises
-`AssertionError` where one fails.
+"""Check a model family: `check_family(MY_FAMILY)` raises `AssertionError`.
 
-A tiny random `transformers` model of the family (float32, CPU) is the reference for everything:
-logits, log-probs, gradients of every parameter, scores, and what it reads back from a directory
-that weft has written.
+The built-in families pass the same check. The reference is a tiny random `transformers` model of
+the family (float32, CPU). Compared are logits, log-probs, the gradient of every parameter,
+classifier scores, and the model that `transformers` loads from a directory saved by weft.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ SCORES = frozenset({"scores"})
 
 
 def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
-    """Every property a family has to have. `overrides` replace values of its `tiny` config.json.
+    """Check every required property of a model family.
 
-    The family must be registered, and `transformers` must know its `model_type`. Needs no network.
-    Prints one line that says what was checked.
+    `overrides` replace values of the family's `tiny` config.json. The family must be registered,
+    and `transformers` must know its `model_type`. Needs no network. Prints one line that lists the
+    checks.
     """
     assert families.get(family.name) is family, (
         f"{family.name} is not registered; call register_hf_family"
@@ -67,7 +67,7 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Without the progress bars of `transformers`, which say nothing about a model this small."""
+    """Disable the progress bars of `transformers` within the context."""
     shown = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -78,7 +78,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str, Any]) -> Any:
-    """A `transformers` model with random values in every parameter, biases and norms included."""
+    """Return a `transformers` model with random values in every parameter, biases and norms too."""
     values = {**family.tiny, "pad_token_id": 0, **overrides}
     config = transformers.AutoConfig.for_model(family.name, **values)
     config._attn_implementation = "eager"
@@ -95,8 +95,9 @@ def reference_model(family: Family, head: str, seed: int, overrides: Mapping[str
 
 
 def check_config(family: Family, reference: Any) -> None:
-    """config.json survives both ways: read, write, read again, and `transformers` reads what was
-    written alike.
+    """Check that config.json survives reading and writing.
+
+    `transformers` must also read the written file with the same meaning.
     """
     config = family.config(reference.config.to_dict())
     written = family.to_hf(config)
@@ -110,8 +111,10 @@ def check_config(family: Family, reference: Any) -> None:
 
 
 def check_language_model(family: Family, reference: Any, directory: Path, seed: int) -> None:
-    """Logits, log-probs and gradients; packed equals one by one equals cached; save, load in
-    `transformers`, equal again.
+    """Compare logits, log-probs and gradients with the reference, before and after saving.
+
+    Packed, single-sequence and cached passes must agree. The model saved by weft is then loaded in
+    `transformers` and compared again.
     """
     network = hf_io.load(directory / "theirs")
     sequences = _sequences(network.config.vocab_size, seed)
@@ -148,9 +151,7 @@ def _check_values(network: Transformer, reference: Any, sequences: list[Tensor])
 def check_gradients(
     family: Family, network: Transformer, reference: Any, sequences: list[Tensor]
 ) -> None:
-    """The gradient of a weighted mean of log-probs, parameter by parameter, under the checkpoint's
-    names.
-    """
+    """Compare the gradients of a weighted mean of log-probs, per parameter by checkpoint name."""
     reference = copy.deepcopy(reference)
     weights = torch.cos(torch.arange(sum(len(s) - 1 for s in sequences)))
     network.zero_grad()
@@ -174,7 +175,7 @@ def check_gradients(
 
 @torch.no_grad()
 def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
-    """A prefill in two chunks and then token by token gives the hidden states of the whole pass."""
+    """Check that a prefill in two chunks, then single tokens, gives the uncached hidden states."""
     long = [s[:12] for s in sequences if len(s) >= 12]
     whole = [network.hidden(pack([s])) for s in long]
     cache = KVCache(network.config, "cpu", torch.float32, slots=1, room=4)
@@ -189,7 +190,10 @@ def check_cache(network: Transformer, sequences: list[Tensor]) -> None:
 
 
 def check_parts(directory: Path) -> None:
-    """Reading one block reads its bytes and no others; every part together is the whole."""
+    """Check that reading one block, or half a tensor, reads only its bytes.
+
+    The parts together must be the whole checkpoint.
+    """
     reader = hf_io.Reader(directory)
     names = reader.keymap.names("block", layer=1)
     assert names, "the key map has no block 1"
@@ -214,13 +218,13 @@ def check_parts(directory: Path) -> None:
 def check_classifier(
     family: Family, directory: Path, seed: int, overrides: Mapping[str, Any]
 ) -> None:
-    """Scores of a reward model that `transformers` saved, and of one that weft saved."""
+    """Compare scores of reward models saved by `transformers` and by weft."""
     reference = reference_model(family, "score", seed, overrides)
     reference.save_pretrained(directory / "reward")
     network = hf_io.load(directory / "reward", "score")
     sequences = [
         s.clamp_min(1) for s in _sequences(network.config.vocab_size, seed)
-    ]  # transformers looks for padding, id 0
+    ]  # transformers treats id 0 as padding
     scores = network(pack(sequences), SCORES)["scores"]
     assert_close(
         scores,
@@ -240,7 +244,10 @@ def check_classifier(
 
 
 def _sequences(vocab_size: int, seed: int) -> list[Tensor]:
-    """Ids from 1 on: id 0 is the reference's padding, whose embedding gets no gradient there."""
+    """Return random sequences of ids from 1 on.
+
+    Id 0 is the reference's padding, whose embedding gets no gradient in `transformers`.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     return [torch.randint(1, vocab_size, (n,), generator=generator) for n in LENGTHS]
 

@@ -1,5 +1,6 @@
-"""The built-in tests of an interface class, for yours too: `check_interface(Mine, scale=2.0)`
-raises `AssertionError`.
+"""Check an interface class: `check_interface(Mine, scale=2.0)` raises `AssertionError`.
+
+The built-in interfaces pass the same check.
 """
 
 from __future__ import annotations
@@ -48,18 +49,19 @@ TEXTS = {
 def check_interface(
     cls: type[Any], *, batch: SequenceSample | None = None, head: Head = "lm", **args: Any
 ) -> None:
-    """Every property that an interface has to have.
+    """Check every required property of an interface class.
 
-    It is built as `cls(**args)` and called on a small random Llama.
+    The interface is built as `cls(**args)` and called on a small random Llama.
 
-    For each method that it implements: an `MFCResult` with finite metrics; outputs with tensors for
-    exactly the ids of the batch, of a fitting number of sequences; the batch left as it was; the
-    same result when called again on the same weights; an id's outputs the same alone as among
-    others (`generate`, `inference`). A train step counts one version. `state_dict` comes back from
-    the disk and is taken up by `load_state_dict`. `save` fills a directory.
+    Each implemented method must return an `MFCResult` with finite metrics and with outputs for
+    exactly the ids of the batch and a matching number of sequences. It must leave the batch
+    unchanged and return the same result when called again with the same weights. `generate` and
+    `inference` must return the same outputs for an id alone as within a batch. A train step
+    increases the version by one. `state_dict` must survive writing to disk and `load_state_dict`.
+    `save` must write at least one file.
 
-    `batch` defaults to `small_batch()`, which has every key that shipped datasets and nodes make;
-    `head` says what the network ends in: lm, value or score.
+    `batch` defaults to `small_batch()`, which has every key of the shipped datasets and nodes
+    except `support`; `head` is the network's head: lm, value or score.
     """
     assert isinstance(cls, type), f"{cls!r} is no class; an interface is built as cls(**args)"
     found = [name for name in CALLS if _implements(cls, name)]
@@ -76,7 +78,7 @@ def check_interface(
 
 @dataclass(frozen=True)
 class Bench:
-    """What an interface is tried on. Every call of `model` gives the same fresh weights."""
+    """The interface under test and its inputs. `model` always returns the same fresh weights."""
 
     cls: type[Any]
     args: Mapping[str, Any]
@@ -88,7 +90,7 @@ class Bench:
         return self.cls(**self.args)
 
     def model(self) -> Model:
-        """A random Llama with an optimizer and a byte tokenizer."""
+        """Return a random Llama with an optimizer and a byte-level tokenizer."""
         tokenizer = small_tokenizer()
         directory = self.folder / "model"
         if not directory.exists():
@@ -120,13 +122,14 @@ class Bench:
         )
 
     def call(self, name: str, batch: SequenceSample | None = None) -> MFCResult:
-        """One call of a newly built interface on fresh weights."""
+        """Call the method `name` of a newly built interface once, on fresh weights."""
         return _call(self.build(), name, self.model(), self.batch if batch is None else batch)
 
 
 def small_batch() -> SequenceSample:
-    """Three ids of two completions each, with every key that shipped datasets and nodes make but
-    `support`.
+    """Return a batch of three ids with two completions each.
+
+    It has every key that the shipped datasets and nodes produce, except `support`.
     """
     tokenizer = small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]

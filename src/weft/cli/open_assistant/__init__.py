@@ -1,3 +1,1 @@
-"""Open-Assistant's way of working on weft: the keys of its config files, and the arguments of its
-commands.
-"""
+"""Compatibility with Open-Assistant: its config keys and the arguments of its commands."""

@@ -1,6 +1,4 @@
-"""Open-Assistant's commands, with the arguments of its guide, as commands of weft: `run` prints the
-command and runs it.
-"""
+"""Translate Open-Assistant's commands to weft's; `run` prints the command and runs it."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from weft.cli.open_assistant.datasets import VALID_SPLIT
 from weft.errors import ConfigError, nearest
 from weft.redaction import masked_words
 
-# weft's, handed on as they are
+# weft's own flags, passed through
 OWN_FLAGS = ("--dry-run", "--debug", "--help", "-h", "--print-script")
 OWN_VALUES = ("--cfg", "--import", "--config-dir", "--config")
 SIMPLE = re.compile(r"[\w./+:@%-]*|[\[{].*[\]}]")
 HISTORY = ("--no-history", "--no_history")
-UNUSED = {  # flags of the chats that change nothing here, and why
+UNUSED = {  # chat flags without effect -> reason
     "--cache_dir": "models are read from the hub's cache; set HF_HOME to have it elsewhere",
     "--bot_name": "answers stand without a name in front",
     "--per-digit-tokens": "the tokenizer is the checkpoint's own",
@@ -32,7 +30,7 @@ UNUSED = {  # flags of the chats that change nothing here, and why
 
 @dataclass
 class Arguments:
-    """`--flag value ...` taken apart: `named` has the known ones, `rest` weft's own words in order."""
+    """Parsed `--flag value ...`: `named` has the known flags, `rest` weft's own words in order."""
 
     named: dict[str, list[str]] = field(default_factory=dict)
     rest: list[str] = field(default_factory=list)
@@ -42,7 +40,7 @@ class Arguments:
 
 
 def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
-    """Print the weft command that a script's arguments come to, run it, and return its exit code."""
+    """Print and run the weft command for a script's arguments; return its exit code."""
     from weft.cli import main
 
     words: list[str] = []
@@ -58,7 +56,7 @@ def run(script: str, argv: Sequence[str], environment: Mapping[str, str] = os.en
 def command(
     script: str, argv: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """The words of the weft command.
+    """Return the words of the weft command.
 
     Raises `ConfigError` for arguments that the script does not have.
     """
@@ -71,7 +69,7 @@ def command(
 def _trainer(
     quickstart: str, begins_with: str, words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """`--configs A B --key value --no-key ...` as a quickstart."""
+    """Translate `--configs A B --key value --no-key ...` to a quickstart."""
     lists = ("--configs",)
     values = ("--local_rank", "--wandb-entity", "--rng_seed")
     flags: tuple[str, ...] = ("--show_dataset_stats",)
@@ -113,8 +111,9 @@ def _take(
     *,
     keys: bool = False,
 ) -> tuple[Arguments, list[str]]:
-    """The arguments by their names, and, with `keys`, `--key value` and `--no-key` of a
-    configuration as assignments.
+    """Parse arguments by name.
+
+    With `keys`, `--key value` and `--no-key` of a configuration become assignments.
     """
     done = Arguments()
     assigned = []
@@ -162,7 +161,7 @@ def _value(flag: str, rest: list[str]) -> str:
 
 
 def _assignment(key: str, value: str) -> str:
-    """`key=value`, quoted where Hydra's grammar needs it."""
+    """Return `key=value`, quoted if Hydra's grammar requires it."""
     if value in ("None", ""):
         return f"{key}=null"
     quoted = value.replace("\\", "\\\\").replace("'", "\\'")
@@ -173,8 +172,9 @@ def _assignment(key: str, value: str) -> str:
 
 
 def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """`--datasets all|NAMES|SECTIONS --mode sft|rm|rl`, with the share that is set aside where an
-    entry says nothing.
+    """Translate `--datasets all|NAMES|SECTIONS --mode sft|rm|rl` to `weft data counts`.
+
+    The default evaluation share is Open-Assistant's.
     """
     done, _ = _take(words, ("--datasets",), ("--mode", "--output_path"), ("--detect_language",))
     mode = done.one("--mode", "sft") or "sft"
@@ -189,7 +189,7 @@ def _counts(words: list[str], environment: Mapping[str, str]) -> list[str]:
 
 
 def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
-    """`--configs X --triton_mode rm|sft`: the model that rank_config or sft_config names."""
+    """Translate `--configs X --triton_mode rm|sft`, for the model of rank_config or sft_config."""
     done, assigned = _take(words, ("--configs",), ("--triton_mode",), (), keys=True)
     mode = done.one("--triton_mode")
     names = [name for word in done.named.get("--configs", []) for name in word.split(",") if name]
@@ -200,7 +200,7 @@ def _triton(words: list[str], environment: Mapping[str, str]) -> list[str]:
 def triton_model(
     names: Sequence[str], mode: str, assigned: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> str:
-    """The model that a stack of sections serves as reward model (`rm`) or reference (`sft`).
+    """Return the model that a stack serves as reward model (`rm`) or reference (`sft`).
 
     Raises `ConfigError`.
     """
@@ -228,7 +228,7 @@ def triton_model(
 def _talk(
     defaults: Mapping[str, str], words: list[str], environment: Mapping[str, str]
 ) -> list[str]:
-    """`--model_path M` and the options of sampling as `weft chat M`."""
+    """Translate `--model_path M` and sampling options to `weft chat M`."""
     values = (
         "--model_path",
         "--max_new_tokens",

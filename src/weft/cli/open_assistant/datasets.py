@@ -1,5 +1,6 @@
-"""Open-Assistant's lists of datasets (`- name`, or `- name:` with parameters below it) as entries
-of `dataset.sources`.
+"""Convert Open-Assistant's lists of datasets to entries of `dataset.sources`.
+
+An item is `- name`, or `- name:` with parameters below it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ PARAMETERS = {
     "val_split": "valid_split",
     "max_val_set": "max_valid",
     "data_path": "path",
-    # of oasst_export and augment_oasst: a local copy, which goes before the hub's
+    # local copy for oasst_export and augment_oasst; preferred to the hub's
     "input_file_path": "path",
 }
-# what a path that is not there ends in, where it means a file
+# a missing path with one of these endings is a file, any other a folder
 FILES = (".jsonl", ".json", ".gz", ".parquet")
-SHARES = ("fraction", "size", "weight")  # of which an entry has one
-# weft's own spellings
+SHARES = ("fraction", "size", "weight")  # mutually exclusive
+# keys of a source in weft's spelling
 SOURCE_KEYS = ("name", "path", "valid_path", "valid_split", "max_valid", "args")
-# hf_dataset_name of oasst_export -> the data set that is fetched from there.
+# hf_dataset_name of oasst_export -> name of the dataset fetched from there
 HUB = {"OpenAssistant/oasst1": "oasst_export", "OpenAssistant/oasst2": "oasst2"}
-VALID_SPLIT = 0.2  # what Open-Assistant splits off where an entry says nothing
+VALID_SPLIT = 0.2  # Open-Assistant's default evaluation share
 GRAMMAR = "an entry is '- name' or '- name:' with its parameters (fraction, size, val_split, ...) indented below it"
 
 
 class BadEntry(Exception):
-    """An entry that cannot be read: which one, and why."""
+    """An entry that cannot be read: its index and the reason."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(why)
@@ -40,7 +41,7 @@ class BadEntry(Exception):
 
 
 def sources(entries: Any) -> list[dict[str, Any]]:
-    """The entries of `dataset.sources` that a list of datasets comes to. Raises `BadEntry`."""
+    """Convert a list of datasets to entries of `dataset.sources`. Raises `BadEntry`."""
     if isinstance(entries, str):
         entries = [each for each in entries.split(",") if each]
     if not isinstance(entries, Sequence):
@@ -69,13 +70,13 @@ def _source(entry: Any, index: int) -> dict[str, Any]:
 
 
 def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A source of the data set `name` with the parameters that are set."""
+    """Return a source for the dataset `name` with the given parameters."""
     made: dict[str, Any] = {"named": name}
     given = {str(key): value for key, value in parameters.items() if value is not None}
     if "data_path" in given and "input_file_path" in given:
         given["path"] = _in_folder(str(given.pop("data_path")), str(given.pop("input_file_path")))
     hub = given.pop("hf_dataset_name", None)
-    # a file goes before the hub
+    # a local file is preferred to the hub
     if hub is not None and not {"path", "data_path", "input_file_path"} & given.keys():
         if hub not in HUB:
             raise BadEntry(
@@ -95,14 +96,14 @@ def _entry(name: str, parameters: Mapping[str, Any], index: int) -> dict[str, An
 
 
 def _in_folder(data_path: str, file: str) -> str:
-    """The file in the folder `data_path`; a `data_path` that is a file itself goes before it."""
+    """Return `file` in the folder `data_path`, or `data_path` itself if it is a file."""
     place = Path(data_path).expanduser()
     is_file = place.is_file() or (place.suffix in FILES and not place.is_dir())
     return data_path if is_file else str(Path(data_path) / file)
 
 
 def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str, Any]]:
-    """The entries with `share` of the rows that they gave to an epoch."""
+    """Return the entries with their rows per epoch multiplied by `share`."""
     made = []
     for index, entry in enumerate(entries):
         if "weight" in entry:
@@ -115,5 +116,5 @@ def shrunk(entries: Sequence[Mapping[str, Any]], share: float) -> list[dict[str,
 
 
 def at_most(entries: Sequence[Mapping[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The entries with validation sets of no more than `count` rows."""
+    """Return the entries with validation sets limited to `count` rows."""
     return [{**entry, "max_valid": min(count, entry.get("max_valid", count))} for entry in entries]

@@ -1,6 +1,6 @@
-"""Every key of Open-Assistant's SFT and reward-model configs, and what becomes of it in weft.
+"""Mapping of every key of Open-Assistant's SFT and reward-model configs to weft's options.
 
-Its RL keys are in `rl`.
+RL keys are in `rl`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ LINEAR = {
     "up_proj": "up",
     "down_proj": "down",
 }
-MIXING = 0.4  # how often samples_mixing puts two short samples together
-# The tokens that mark the turns of a dialogue.
+MIXING = 0.4  # probability that samples_mixing joins two short samples
+# Tokens that mark the turns of a dialogue.
 TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
-# Models whose tokenizer names no end token: part of the model's name -> (padding, end).
+# For tokenizers without an end token: part of the model's name -> (padding, end).
 UNNAMED_END = {"galactica": ("<pad>", "</s>")}
 PROJECTS = {SFT: "supervised-finetuning", RM: "reward-model", RL: "rlhf"}
 
@@ -83,7 +83,7 @@ def _epochs(done: Mapped, value: Any) -> None:
 
 
 def _saving(done: Mapped, value: Any) -> None:
-    """save_strategy and save_steps together."""
+    """Map save_strategy and save_steps."""
     strategy = done.get("save_strategy", "steps")
     steps = done.get("save_steps")
     if strategy not in ("no", "steps", "epoch"):
@@ -96,8 +96,9 @@ def _saving(done: Mapped, value: Any) -> None:
 
 
 def _datasets(done: Mapped, value: Any) -> None:
-    """datasets with datasets_extra behind them; the validation sets no larger than eval_size, and
-    in RL num_eval_prompts.
+    """Map datasets followed by datasets_extra.
+
+    Validation sets are limited to eval_size, and in RL to num_eval_prompts.
     """
     entries = []
     for key in ("datasets", "datasets_extra"):
@@ -205,7 +206,7 @@ def _lima(done: Mapped, value: Any) -> None:
 
 
 def _peft(done: Mapped, value: Any) -> None:
-    """peft_model, peft_type and peft_config together."""
+    """Map peft_model, peft_type and peft_config."""
     if not done.truth(value):
         return
     settings = done.get("peft_config", {})
@@ -237,7 +238,7 @@ def _peft(done: Mapped, value: Any) -> None:
 
 
 def _peft_type(done: Mapped) -> Any:
-    """None without an adapter."""
+    """Return the type of adapter, or None without an adapter."""
     settings = done.get("peft_config", {})
     inner = settings.get("peft_type") if isinstance(settings, Mapping) else None
     if done.truth(done.get("peft_model") or False):
@@ -246,7 +247,7 @@ def _peft_type(done: Mapped) -> Any:
 
 
 def _prefix(done: Mapped, settings: Mapping[str, Any]) -> None:
-    """Of as many tokens as Open-Assistant's own default where peft_config does not say."""
+    """Map a prefix; its default number of tokens is Open-Assistant's."""
     if "num_virtual_tokens" in settings:
         at = done.under("peft_config.num_virtual_tokens")
     else:
@@ -289,7 +290,7 @@ def _targets(done: Mapped, settings: Mapping[str, Any]) -> None:
 
 
 def _rope(done: Mapped, value: Any) -> None:
-    """superhot and superhot_config together."""
+    """Map superhot and superhot_config."""
     if not done.truth(value):
         return
     settings = done.get("superhot_config")
@@ -444,7 +445,7 @@ OWN = (
 
 
 def map_keys(done: Mapped) -> Mapped:
-    """Fill in what the keys of `done` come to: options, notes, refusals."""
+    """Map all keys of `done` to options, notes and rejections."""
     if done.mode == RL and any(key in TRLX for key in done.values):
         TRLX["implied"].rule(done, None)
     if OWN & done.values.keys():
@@ -467,9 +468,7 @@ def map_keys(done: Mapped) -> Mapped:
 
 
 def _implied(done: Mapped) -> None:
-    """What Open-Assistant's trainers do whatever the keys say: the form of dialogues, and the
-    course of the learning rate.
-    """
+    """Set what Open-Assistant's trainers always do: dialogue format and learning-rate schedule."""
     at = done.under(IMPLIED)
     if done.mode != RL:
         at.put("{model}.optimizer.lr_scheduler_type", "linear")
@@ -479,7 +478,7 @@ def _implied(done: Mapped) -> None:
     at.put(
         "{first}.tokenizer.chat_template", "oasst_v25" if done.get("use_system_tag") else "oasst"
     )
-    if done.mode == RL:  # policy and reward model know the tokens from their own training
+    if done.mode == RL:  # policy and reward model were trained with the tokens
         if done.get("rank_config") or done.get("rank_model"):
             at.put("rew.tokenizer.chat_template", "oasst")
         return
@@ -495,8 +494,9 @@ def _implied(done: Mapped) -> None:
 
 
 def table() -> str:
-    """The keys and what becomes of them, as Markdown: docs/open-assistant.md holds it, and a test
-    compares them.
+    """Return a Markdown table of the keys and their mapping.
+
+    docs/open-assistant.md contains it, and a test compares them.
     """
     names = {SFT: "sft", RM: "rw", RL: "ppo"}
     lines = ["| key | read by | in weft |", "|---|---|---|"]

@@ -1,6 +1,4 @@
-"""What the keys of an Open-Assistant configuration come to: options of weft, notes, and what is
-refused.
-"""
+"""Result of mapping an Open-Assistant configuration: options, notes and rejected keys."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from weft.options import leaves
 SFT = "sft"
 RM = "rm"
 RL = "rl"
-# Which of Open-Assistant's trainers a quickstart stands for, by the options of its algorithm.
+# Algorithm of a quickstart -> the corresponding trainer of Open-Assistant.
 MODES = {"sft": SFT, "distill": SFT, "rw": RM, "dpo": RM}
-IMPLIED = "Open-Assistant's trainer"  # the key of what its code does whatever the keys say
-TRL = "trlx."  # before the keys of trlX's configuration
+IMPLIED = "Open-Assistant's trainer"  # key of settings that its code always applies
+TRL = "trlx."  # prefix of keys of trlX's configuration
 NOTHING = object()
 
 
 @dataclass(frozen=True)
 class Option:
-    """A value for an option of weft, and the key that says so."""
+    """A value for an option of weft, and the key that sets it."""
 
     value: Any
     key: str
@@ -32,21 +30,21 @@ class Option:
 
 @dataclass
 class Mapped:
-    """The keys of a stack of sections, and what they come to.
+    """Keys of a stack of sections, and the options they map to.
 
-    `ranks` says how late in the stack a key was set.
+    `ranks` maps a key to its position in the stack.
     """
 
     config: RunConfig
-    values: Mapping[str, Any]  # without those that are null
+    values: Mapping[str, Any]  # null values left out
     ranks: Mapping[str, int]
-    # weft's own options that are set beside them
+    # weft's own options that are also set
     given: Mapping[str, Any] = field(default_factory=dict)
     options: dict[str, Option] = field(default_factory=dict)
-    # reason -> the keys that it holds for
+    # note -> keys that it applies to
     notes: dict[str, list[str]] = field(default_factory=dict)
     refused: list[tuple[str, str]] = field(default_factory=list)  # (key, what is wrong)
-    key: str = IMPLIED  # that is being read
+    key: str = IMPLIED  # key being mapped
     known: frozenset[str] = frozenset()  # the options of the experiment
 
     def __post_init__(self) -> None:
@@ -67,15 +65,15 @@ class Mapped:
         return self.values.get(key, default)
 
     def under(self, key: str) -> Mapped:
-        """The same mapping while it reads `key`."""
+        """Return a view of this mapping that attributes options to `key`."""
         return replace(self, key=key)
 
     def put(self, target: str, value: Any, *, off: Any = NOTHING) -> None:
-        """An option of the run; `{model}` is every trained role, `{first}` the main one,
-        `{algorithm}` its group.
+        """Set an option of the run.
 
-        `off` is the value that asks for nothing, which an experiment without the option may have
-        too. A key set later in the stack goes over an earlier one.
+        In `target`, `{model}` stands for every trained role, `{first}` for the main one,
+        `{algorithm}` for its group. `off` is the value without effect, which is accepted in
+        experiments that lack the option. A key set later in the stack overrides an earlier one.
         """
         config = self.config
         roles = config.trained_roles or (config.main_role,)
@@ -89,8 +87,9 @@ class Mapped:
                 self.options[name] = Option(value, self.key)
 
     def rank(self, key: str) -> int:
-        """How late a key was set; one within a group, such as `rank_config.dtype`, by itself or
-        with the group.
+        """Return the position of a key in the stack.
+
+        A key in a group, such as `rank_config.dtype`, has its own position or the group's.
         """
         return self.ranks.get(key, self.ranks.get(key.split(".")[0], -1))
 
@@ -103,14 +102,14 @@ class Mapped:
         self.refused.append((self.key, f"{self.key.removeprefix(TRL)}={shown(value)}: {why}"))
 
     def truth(self, value: Any) -> bool:
-        """Whether a switch is on; refused where it is neither true nor false."""
+        """Return a Boolean value; reject any other value and return False."""
         if isinstance(value, bool):
             return value
         self.refuse(value, "must be true or false")
         return False
 
     def number(self, value: Any, least: float = 0.0) -> bool:
-        """Whether it is a number of at least `least`; refused where it is none."""
+        """Return whether `value` is a number of at least `least`; reject it if not."""
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
             self.refuse(value, f"must be a number, at least {least:g}")
             return False
@@ -118,7 +117,7 @@ class Mapped:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML spells it."""
+    """Format a value as in YAML."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -126,7 +125,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """The mapping rule of a key.
 
     `says` is its line in the documentation; `modes` are the trainers that read it.
     """
@@ -137,7 +136,7 @@ class Key:
 
 
 def to(target: str, *modes: str, off: Any = NOTHING) -> Key:
-    """A key that is an option of weft under another name."""
+    """Return the rule of a key that is an option of weft under another name."""
     return Key(
         f"`{_named(target)}`",
         lambda done, value: done.put(target, value, off=off),
@@ -146,12 +145,12 @@ def to(target: str, *modes: str, off: Any = NOTHING) -> Key:
 
 
 def anyway(why: str, *modes: str) -> Key:
-    """A key that says only what weft does anyway, or how Open-Assistant did it: noted once."""
+    """Return the rule of a key that needs no option: weft's behaviour is fixed; noted once."""
     return Key(f"nothing: {why}", lambda done, value: done.note(why), modes or (SFT, RM, RL))
 
 
 def never(why: str, *allowed: Any, modes: Sequence[str] = (SFT, RM, RL)) -> Key:
-    """A key that may hold only the `allowed` values, which ask for nothing."""
+    """Return the rule of a key that only accepts the `allowed` values, which have no effect."""
 
     def rule(done: Mapped, value: Any) -> None:
         if value not in allowed:

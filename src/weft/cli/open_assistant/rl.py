@@ -1,6 +1,4 @@
-"""Keys of Open-Assistant's RL configs, and of trlX's PPO configuration, which its trainer reads
-beside them.
-"""
+"""Mapping of Open-Assistant's RL keys, and of trlX's PPO configuration that it reads."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 from weft.cli.open_assistant.mapped import IMPLIED, RL, Key, Mapped, anyway, never, shown, to
 
-# Keys of rank_config (the reward model) and sft_config (the policy), as options of their roles.
+# Keys of rank_config (reward model) and sft_config (policy) -> options of their roles.
 RANK = {"model_name": "rew.path", "pooling": "rew.pooling", "dtype": "rew.dtype"}
 POLICY = {
     "dtype": "dtype",
@@ -91,7 +89,7 @@ def _policy(done: Mapped, value: Any) -> None:
         elif (key == "num_layers_unfrozen" and each == -1) or (
             key == "residual_dropout_lima" and not value.get("residual_dropout")
         ):
-            continue  # all of them; a ramp up to nothing
+            continue  # no effect: all layers train; the ramp of dropout ends at 0
         elif key in POLICY:
             name = POLICY[key]
             made = HALF.get(each, each) if key == "dtype" else each
@@ -139,14 +137,15 @@ TOTAL = ("total_steps", "trlx.train.total_steps")
 
 
 def _latest(done: Mapped, keys: Sequence[str]) -> str:
-    """The key that was set last in the stack, of two in one section the first; `IMPLIED` where none
-    is set.
+    """Return the key set last in the stack, `IMPLIED` if none is set.
+
+    Of two keys in one section the first is returned.
     """
     return max((key for key in keys if done.get(key) is not None), key=done.rank, default=IMPLIED)
 
 
 def _number(done: Mapped, keys: Sequence[str], default: int) -> int:
-    """The number under the key that was set last."""
+    """Return the number under the key that was set last."""
     key = _latest(done, keys)
     if key != IMPLIED and done.under(key).number(done.get(key), 1):
         return int(done.get(key))
@@ -162,12 +161,12 @@ def _batch(done: Mapped) -> int:
 
 
 def _updates(done: Mapped) -> int:
-    """Optimizer updates of a step: passes over the rollouts, a batch at a time."""
+    """Return the optimizer updates per step: passes over the rollouts x batches per pass."""
     return _number(done, ("trlx.method.ppo_epochs",), 4) * math.ceil(_rollouts(done) / _batch(done))
 
 
 def _sizes(done: Mapped, value: Any) -> None:
-    """Rollouts of a step, and the batch that an update takes; both are per device in trlX."""
+    """Map the rollouts per step and the batch of an update; both are per device in trlX."""
     done.under(_latest(done, ROLLOUTS)).put(
         "dataset.train_bs_n_seqs", _rollouts(done) * done.data_ranks
     )
@@ -243,7 +242,10 @@ def _generation(name: str) -> Key:
 
 
 def _truncation(name: str, done: Mapped, value: Any) -> None:
-    """Where the reference is a server, it cannot know which ids sampling left out, so nothing is."""
+    """Map a sampling limit.
+
+    It is left out if a server is the reference, which cannot know the excluded ids.
+    """
     if done.get("triton_host_sft") is not None and value not in (0, 1):
         done.note(
             f"{name}={shown(value)} is left out, for the server of triton_host_sft gives "
@@ -287,8 +289,9 @@ def _deviation(done: Mapped, value: Any) -> None:
 
 
 def _implied(done: Mapped, value: Any) -> None:
-    """What trlX does whatever the keys say: values of the policy's own head, unscaled, no early
-    stop, no warm-up.
+    """Set what trlX always does.
+
+    The value head is on the policy; no value scaling, early stop or warm-up.
     """
     for name, each in (
         ("value_norm", False),
