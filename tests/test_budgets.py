@@ -19,6 +19,7 @@ EXCUSED: dict[tuple[str, str, str], str] = {
         "a verifier's options are its parameters, and it has many"
     ),
     ("file", "src/weft/observe/metric_help.py", ""): "a table: one entry for each metric",
+    ("function", "src/weft/observe/diagnosis.py", "_cause"): "a table: one case for each metric",
     **dict.fromkeys(
         [
             ("function", "src/weft/cli/convert.py", "main"),
@@ -31,7 +32,6 @@ EXCUSED: dict[tuple[str, str, str], str] = {
     **dict.fromkeys(
         [
             ("function", "src/weft/launch/assemble.py", "parts_of"),
-            ("function", "src/weft/observe/diagnosis.py", "_cause"),
             ("class", "src/weft/data/sample.py", "SequenceSample"),
             ("class", "src/weft/data/tokenized_ahead.py", "TableAhead"),
             ("class", "src/weft/data/tokenizer.py", "Tokenizer"),
@@ -41,7 +41,7 @@ EXCUSED: dict[tuple[str, str, str], str] = {
             ("class", "src/weft/experiments/_policy.py", "Policy"),
             ("class", "src/weft/runtime/session.py", "Session"),
         ],
-        "within budget at 120 columns; lines are 100 columns wide now, and it is to be divided",
+        "exceeds it since lines have at most 100 columns; not divided yet",
     ),
 }
 

@@ -19,11 +19,9 @@ DENSITY = {"conditional expressions": 22.5, "comprehensions": 42.0, "tuple assig
 # Words that begin a relative clause or a phrase whose noun stands elsewhere.
 STILTED_OPENING = re.compile(r"(Whether|Which|Where|What|How|Why|Of|As|Those|That|One that)\b")
 
-# Packages whose docstrings are rewritten. The others follow one by one.
-PLAIN_PACKAGES: list[str] = []
-
 
 def read_sources() -> dict[Path, str]:
+    """Return the source text of each module, by its path below `src/weft`."""
     return {path.relative_to(SOURCE): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
 
 
@@ -73,7 +71,6 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     stilted = [
         f"{path}:{line}: {text.splitlines()[0]}"
         for path, source in read_sources().items()
-        if path.parts[0] in PLAIN_PACKAGES
         for line, text in docstrings(source)
         if STILTED_OPENING.match(text)
     ]
