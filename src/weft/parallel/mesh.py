@@ -1,11 +1,11 @@
 """Process groups of layouts: one for each set of communicating ranks, created only by them.
 
     groups = ProcessGroups()                           # one per process
-    mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout; torch.distributed is initialized
+    mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
     dist.all_reduce(x, group=mesh.group("data"))
 
-The backend is gloo for ranks on CPUs and NCCL for ranks on GPUs. It is chosen once, where
-`torch.distributed` is initialized.
+Each group is created once. `torch.distributed` must be initialized first; that also chooses the
+backend, gloo for ranks on CPUs and NCCL for ranks on GPUs.
 """
 
 from __future__ import annotations

@@ -240,8 +240,7 @@ class StagedDecoder:
         return taken
 
     def _drawn(self, rows: int, sent: int, step: _Step | None) -> Drawn:
-        """Receive the last rank's tokens, and release the first `sent` tensors that this rank
-        sent."""
+        """Receive the last rank's tokens, and release this rank's first `sent` tensors."""
         self._reach(step)
         first = torch.empty(3, rows, dtype=torch.float64)
         self._receive(first, self._last, "tokens", self._host)
