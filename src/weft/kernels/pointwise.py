@@ -277,10 +277,10 @@ def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: floa
 def rotate_heads(
     heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (q, k, v) of heads [T, heads + 2 kv_heads, head_dim]; q and k are rotated as by
-    `rotate`.
+    """Return (q, k, v) of `heads`, with q and k rotated as by `rotate`.
 
-    All three are views of one new tensor, so the backward pass keeps nothing else in memory.
+    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor, so the
+    backward pass keeps nothing else in memory.
     """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
     if torch.is_grad_enabled():

@@ -2,9 +2,9 @@
 
 On a CPU, float32 uses weft's own kernels, which reach more than four fifths of the processor's peak
 rate in training. Without a compiler to build them, oneDNN's kernels in torch are used; MKL's,
-torch's default, leave the wide vector units of AMD's processors idle. All of them give a row the
-same bits whatever the other rows are. The exception are torch's products of very few rows, which
-use other kernels; such inputs are padded.
+torch's default, leave the wide vector units of AMD's processors idle. A row's result has the same
+bits whatever the other rows are. torch's products of very few rows use other kernels and would
+break this, so their inputs are padded.
 """
 
 from __future__ import annotations

@@ -140,6 +140,7 @@ def scattered(x: Tensor, rows: RowParts) -> Tensor:
 
 
 def _all(own: Tensor, rows: RowParts) -> Tensor:
+    # Every rank's rows, each rank's padded to `most` rows.
     every = own.new_empty(rows.group.size() * rows.most, *own.shape[1:])
     if rows.most:
         dist.all_gather(list(every.split(rows.most)), _to(rows.most, own), group=rows.group)

@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a group split the tokens of every pack, so long sequences fit.
 
-    join(network, group)             # the whole network on every rank, or the same stage of a pipeline
-    network(packed, want)            # called with the same pack on all; every rank gets the outputs of all rows
+    join(network, group)             # the whole network, or the same stage of a pipeline
+    network(packed, want)            # same pack on all ranks; every rank gets all outputs
     # each rank has only its part of the parameters' gradients: sum them over the group
 
 A pack is cut into 2c pieces, and rank r of c gets the r-th piece from either end. Later tokens see
@@ -97,6 +97,7 @@ class _Sharing:
         """Reduce the pack in the arguments to the part that this rank computes."""
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
+        # Assign tokens to ranks, and each output to the rank of the token where it is read.
         owner = _owners(len(x.tokens), self._group.size(), x.tokens.device)
         tokens = RowParts.of(owner, self._group)
         if network.kind == "score":
@@ -108,6 +109,7 @@ class _Sharing:
             self._outputs = None
         else:
             self._outputs = outputs
+        # Select the rows, labels and supports of this rank's outputs.
         part = x if network.kind == "score" else x.at(outputs.own)
         own = tokens.number[reads[outputs.own]]
         part = replace(

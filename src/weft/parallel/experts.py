@@ -1,14 +1,14 @@
 """Expert parallelism: each of e ranks holds E / e whole experts; tokens are sent to their experts.
 
     join(network, group)             # before memory is allocated: keeps only this rank's experts
-    network(packed, want)            # each rank with its own pack; equally many forward and backward passes on all
+    network(packed, want)            # a different pack on each rank
 
-Tokens travel to the ranks of their experts and back by all-to-all, with as many rows per rank as
-there are tokens for it (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, but without capacities:
-no token is dropped). Every rank has all routers. The gradient of an expert covers the tokens of all
-ranks of the group, and is summed over the ranks of other groups that hold the same experts; all
-other gradients are summed as without expert parallelism. `weft.parallel.shard.gather` collects all
-experts again.
+All ranks must run equally many forward and backward passes. Tokens travel to the ranks of their
+experts and back by all-to-all, with as many rows per rank as there are tokens for it (Lepikhin et
+al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is dropped). Every rank has
+all routers. The gradient of an expert covers the tokens of all ranks of the group, and is summed
+over the ranks of other groups that hold the same experts; all other gradients are summed as without
+expert parallelism. `weft.parallel.shard.gather` collects all experts again.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Exchange:
     def __call__(
         self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
     ) -> Tensor:
+        # Exchange the numbers of rows, which the host needs as split sizes.
         counts = groups.counts.view(self.group.size(), -1)  # [ranks, experts of a rank]
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
@@ -71,6 +72,7 @@ class Exchange:
             keys = None
         else:
             keys = self._dropout(dropout, sent, taken).select(order)
+        # Compute this rank's experts, and send the results back in the order of arrival.
         here = Groups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         made = compute(rows, here, keys).index_select(0, order.argsort())
         return _exchanged(made, taken, sent, self.group)

@@ -1,9 +1,9 @@
 """Pipeline parallelism: each rank computes its stages of a network and sends their results.
 
-    pipeline = Pipeline({0: first}, "1f1b", group)          # on rank 0 of the group; {1: second} on rank 1
-    pipeline.train(microbatches, loss)                      # adds to the gradients of this rank's stages
+    pipeline = Pipeline({0: first}, "1f1b", group)          # rank 0; {1: second} on rank 1
+    pipeline.train(microbatches, loss)                      # adds to this rank's gradients
     sum_tied_gradients(tied_copies(pipeline.networks), ends, device)
-    outputs = pipeline.forward(microbatches)                # on the rank of the last stage; None elsewhere
+    outputs = pipeline.forward(microbatches)                # on the last stage's rank, else None
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
 `weft.parallel.schedule` defines the order. All ranks have the same micro-batches, so each knows the
@@ -142,10 +142,12 @@ class Pipeline:
         """
         if self.group is None:
             return list(outputs or ())
+        # Share shapes and dtypes first, so that the other ranks can allocate buffers.
         given = [] if outputs is None else outputs
         forms = self.share_values(
             [{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in given]
         )
+        # Broadcast each output of all micro-batches as one flat tensor.
         found: list[Outputs] = [{} for _ in forms]
         for name in dict.fromkeys(name for form in forms for name in form):
             having = [number for number, form in enumerate(forms) if name in form]
@@ -343,6 +345,7 @@ class _Run:
     def _message(self, message: Message) -> None:
         pipeline = self._pipeline
         ends = (message.source, message.target, message.microbatch)
+        # A tag per micro-batch, source stage and direction.
         tag = 2 * (message.microbatch * pipeline.placement.num_stages + message.source)
         tag += message.target > message.source
         try:

@@ -1,7 +1,8 @@
 """Decoder for a pipeline rank: generators on all ranks generate together with the whole network.
 
-    with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:      # on rank 0 of both groups
-        with open_generator(decoder, spec, ..., budget=budget, settle=decoder.settle) as generator: ...
+    # on rank 0 of both groups:
+    with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:
+        with open_generator(decoder, ..., settle=decoder.settle) as generator: ...
 
 The generators of all ranks get the same requests and the same budget, so they plan the same steps.
 Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends its

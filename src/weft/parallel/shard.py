@@ -55,6 +55,7 @@ def shard(
         lent: set[nn.Parameter] = {
             parameter for parameter in network.parameters() if isinstance(parameter, DTensor)
         }
+        # FSDP2 wants inner modules first: experts, then blocks, then the rest of the network.
         if apart is not None:
             stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
             parts += [(list(experts.values()), apart) for experts in stacks]
@@ -67,6 +68,7 @@ def shard(
                 reshard_after_forward=reshard,
                 ignored_params=lent,
             )
+            # Sum gradients over the ranks instead of averaging them.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
 

@@ -1,9 +1,10 @@
 """Tensor parallelism: the ranks of a group split the heads, the MLPs' width and the vocabulary.
 
-    narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
+    narrow = Transformer(config.narrowed(t, rank))  # parameters: `weft.topology.tensor_slice`
     join(narrow, config, group, shares_rows=True)
-    narrow(packed, want)                                     # every rank gets the outputs of the whole network
-    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)  # after the backward passes of a step
+    narrow(packed, want)                            # every rank gets the whole network's outputs
+    # after the backward passes of a step:
+    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)
 
 Attention and MLP get the whole hidden states, whose gradients are summed over the ranks, and their
 results are summed over the ranks (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
