@@ -1,11 +1,12 @@
 """Copies between host and device in parallel with the device's computation, with marks to wait for.
 
-lane = lane_of(device)
-lane.follow()                     # later copies start after the device's queued work
-lane.copy(there, pinned)
-mark = lane.mark()
-mark.hold()                       # work queued on the device from now on starts after the copy
-mark.wait()                       # the host waits for the copy
+    lane = lane_of(device)
+    lane.follow()                     # later copies start after the device's queued work
+    lane.copy(there, pinned)
+    mark = lane.mark()
+    mark.hold()                       # work queued on the device from now on starts after the copy
+
+`mark.wait()` makes the host wait for the copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Differentiable collectives: sums over a process group, and gather and scatter of a tensor's rows.
 
-The compiler leaves these functions out of what it compiles, so ranks wait for each other between
-compiled parts. `_disable_dynamo` is `torch.compiler.disable`, but it loads the compiler at the
-first call and not when this file is imported.
+torch's compiler does not compile these functions but calls them between compiled parts.
+`_disable_dynamo` is `torch.compiler.disable`, but it loads the compiler at the first call and not
+when this file is imported.
 """
 
 from __future__ import annotations

@@ -209,9 +209,11 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     the next accepted number, and the micro-batches beyond `count` are left out; the others do not
     depend on them.
     """
+    # Round up to a number of micro-batches that torch's table accepts.
     rounded = count
     while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
         rounded += 1
+    # Build the table from stand-ins with the attributes that it reads.
     stages = [
         SimpleNamespace(
             group_size=placement.ranks,
@@ -228,6 +230,7 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     from torch.distributed.pipelining import schedules
 
     table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_unused).pipeline_order
+    # Convert it, and drop the extra micro-batches.
     return [
         [
             Compute(

@@ -1,8 +1,10 @@
 """Sharding of a network's parameters over data-parallel ranks by FSDP2.
 
-shard([network], rank_mesh, device, dtype)     # by block, then the rest; may be on the meta device
-shards = Shards(network)                       # after memory was allocated
-shards.stored["blocks.0.mlp.down.weight"]      # this rank's rows, for the optimizer
+    shard([network], rank_mesh, device, dtype)     # the network can be on the meta device
+    shards = Shards(network)                       # after memory was allocated
+    shards.stored["blocks.0.mlp.down.weight"]      # this rank's rows, for the optimizer
+
+Each block of a network is sharded separately, then the network's other parameters.
 """
 
 from __future__ import annotations

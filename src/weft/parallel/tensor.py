@@ -143,6 +143,7 @@ def sum_gradients(
     `stored` maps canonical names to parameters. All ranks of `group` must call this. The group
     communicates through `device`; the gradients may be on another device.
     """
+    # Sum the gradients of parameters that all ranks use in part.
     parts = _partial(stored, config)
     if shares_rows:
         parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
@@ -151,6 +152,7 @@ def sum_gradients(
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
         dist.all_reduce(flat, group=group)
         put_back(flat, gradients)
+    # Sum those of key and value heads over the ranks that hold the same head.
     copies = group.size() // config.num_kv_heads
     if copies > 1:
         _sum_copies(
