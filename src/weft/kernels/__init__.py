@@ -1,9 +1,9 @@
-"""Functions on plain tensors that networks are made of, each by the fastest kernel at hand.
-docs/kernels.md is the contract.
+"""Functions on plain tensors that networks are built from; each uses the fastest available kernel.
 
-`models/` imports this module and nothing below it. Most functions serve any tensor: where a kernel
-takes it (plain, of a dtype and device that it knows) by the kernel, else by torch, with the same
-numbers but for rounding. Those that are kernels alone are called where `serves` or its kin say so.
+`models/` imports this module and nothing below it; docs/kernels.md is the contract. Most functions
+accept any tensor: they use a kernel if it supports the tensor's type, dtype and device, else torch,
+with equal results up to rounding. Functions that exist only as kernels must be guarded by the
+`serves` function for them.
 """
 
 from weft.kernels.activations import activate

@@ -1,4 +1,4 @@
-"""The activations of the families, and their gradients, by torch."""
+"""Activation functions of the model families and their gradients, computed by torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def activate(x: Tensor, name: Activation) -> Tensor:
 
 
 def activation_gradient(grad_y: Tensor, x: Tensor, name: Activation) -> Tensor:
-    """The gradient of `activate(x, name)` with respect to `x`, given the one with respect to its
-    result.
-    """
+    """Return the gradient by `x` of `activate(x, name)`, given the gradient by its result."""
     match name:
         case "silu":
             return torch.ops.aten.silu_backward(grad_y, x)

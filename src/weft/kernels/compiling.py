@@ -1,4 +1,4 @@
-"""Functions of whole parts of a network, compiled by torch for any number of rows."""
+"""Compilation by torch of whole parts of a network, for any number of rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from weft.kernels.gpu import flex
 
-ROWS = 0  # the dimension whose size differs from call to call
+ROWS = 0  # dimension whose size varies between calls
 
 
 def obstacle(device: torch.device) -> str | None:
-    """What keeps torch from compiling for the device; None where nothing does."""
+    """Return the reason why torch cannot compile for the device; None if it can."""
     if device.type == "cuda":
         if flex._compiles():
             return None
@@ -33,13 +33,12 @@ def obstacle(device: torch.device) -> str | None:
 def by_rows(
     function: Callable[..., Any], backend: Any = "inductor", *, whole: bool = True
 ) -> Callable[..., Any]:
-    """The function compiled where it is first called, for tensors of any number of rows (one row
-    apart).
+    """Return the function, compiled at its first call for tensors of any number of rows.
 
-    The first dimension of tensors among its arguments, and in dataclasses among them, is that of
-    rows. What is compiled serves all callers in the process whose arguments are alike: modules of
-    one form, say. Not `whole`: it may call what is not compiled, and is compiled in the parts
-    between.
+    Rows are the first dimension of all tensors among the arguments and in dataclasses among them; a
+    single row is compiled separately. Callers in the process share the compiled code if their
+    arguments are alike, for example modules of one form. Unless `whole`, the function can call code
+    that is not compiled; the parts in between are compiled.
     """
 
     @functools.wraps(function)

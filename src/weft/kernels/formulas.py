@@ -1,6 +1,4 @@
-"""Pointwise parts of a block written out for torch's compiler, which makes one kernel of each
-(`gpu/compiled.py`).
-"""
+"""Pointwise parts of a block as formulas, each compiled by torch into one kernel."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(x / sqrt(mean(x^2) + eps) * (offset + weight), what x is multiplied by before the weights
-    [..., 1]).
-    """
+    """Return (x / rms * (offset + weight), 1 / rms [..., 1]) with rms = sqrt(mean(x^2) + eps)."""
     wide = _wide(x)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * inverse * (_wide(weight) + offset)).to(x.dtype), inverse
@@ -33,8 +29,10 @@ def rms_norm_gradients(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight =
-    sum of dy n.
+    """Return the gradients (dx, dweight) of `rms_norm`, each None if not wanted.
+
+    With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight = sum
+    of dy n.
     """
     grad = _wide(grad_y)
     normed = _wide(x) * inverse
@@ -50,7 +48,7 @@ def rms_norm_gradients(
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """activation(gate_up); where it is `gated`, that of its first half, times its second."""
+    """Return activation(gate_up); if `gated`, activation(first half) * second half."""
     wide = _wide(gate_up)
     if not gated:
         return activate(wide, activation).to(gate_up.dtype)
@@ -61,8 +59,9 @@ def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def activated_gradients(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it
-    is wanted `again`).
+    """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
+
+    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
     wide = _wide(gate_up)
     grad = _wide(grad_out)
@@ -78,7 +77,10 @@ def activated_gradients(
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated, or rotated back."""
+    """Return x [T, heads, dim] with its first `2 * cos.shape[-1]` dimensions rotated.
+
+    With `back`, rotate in the opposite direction.
+    """
     half = cos.shape[-1]
     wide = _wide(x)
     first = wide[..., :half]
@@ -91,10 +93,10 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
 
 
 def rotated_heads(heads: Tensor, count: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads [T, n, dim], of which the first `count` are rotated."""
+    """Return heads [T, n, dim] with the first `count` heads rotated."""
     return torch.cat([rotated(heads[:, :count], cos, sin, False), heads[:, count:]], dim=1)
 
 
 def heads_gradient(by_q: Tensor, by_k: Tensor, by_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `rotated_heads` by all heads, given those by queries, keys and values."""
+    """Return the gradient of `rotated_heads` by its heads, given those by q, k and v."""
     return torch.cat([rotated(by_q, cos, sin, True), rotated(by_k, cos, sin, True), by_v], dim=1)

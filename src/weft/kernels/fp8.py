@@ -1,5 +1,6 @@
-"""Matrix products of 8-bit floats (Micikevicius et al. 2022, arXiv:2209.05433) by torchao, which is
-not installed with weft.
+"""Matrix products in 8-bit floats (Micikevicius et al. 2022, arXiv:2209.05433), using torchao.
+
+weft does not install torchao.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # names of torchao's
-MULTIPLE = 16  # of both sides of a matrix
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # torchao's names
+MULTIPLE = 16  # required divisor of both sizes of a matrix
 LEAST_CAPABILITY = (9, 0)  # Hopper
 
 NarrowProduct = Callable[[Tensor, Tensor], Tensor]  # x [..., in], weight [out, in] -> [..., out]
 
 
 def obstacle(device: torch.device) -> str | None:
-    """What keeps a device from them; None where nothing does."""
+    """Return the reason why the device has no fp8 products; None if it has them."""
     if (
         device.type != "cuda"
         or torch.version.hip is not None
@@ -29,13 +30,14 @@ def obstacle(device: torch.device) -> str | None:
 
 
 class Fp8Product:
-    """x [..., in] times weight [out, in] transposed, differentiable in both.
+    """Product of x [..., in] and weight [out, in] transposed, differentiable in both.
 
-    Each of the three products of a layer rounds what it multiplies to 8 bits, scaled by its largest
-    entries: those of the whole tensor, or by `recipe` of a row. Sums are wide, and so are
-    gradients; `emulate` computes the same anywhere, by wide products of rounded numbers.
+    Each of a layer's three products (forward, and the gradients by x and by weight) rounds its
+    inputs to 8 bits. The scale comes from the largest entry of the whole tensor or of each row, as
+    the torchao `recipe` says. Sums and gradients have the wider dtype. `emulate` computes the same
+    on any device, with products in the wider dtype of rounded inputs.
 
-    Raises `ImportError` where torchao is missing.
+    Raises `ImportError` if torchao is missing.
     """
 
     @staticmethod
@@ -45,8 +47,8 @@ class Fp8Product:
     def __init__(self, recipe: str, *, emulate: bool = False) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        # Packs have any number of tokens, which gradients of matrices sum over: torchao fills them
-        # up.
+        # Weight gradients sum over the tokens of a pack, whose number need not be a multiple of 16:
+        # let torchao pad this dimension.
         config = replace(
             Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True, emulate=emulate
         )

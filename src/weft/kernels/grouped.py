@@ -1,7 +1,7 @@
-"""Products of rows that are sorted by group with one matrix a group, such as those of experts.
+"""Products of rows sorted by group with one matrix per group, such as those of experts.
 
-On a GPU in bfloat16 one kernel computes all groups, and how many rows each has stays on the device.
-Elsewhere each group is a product of its own, and the host must know the sizes.
+On a GPU, in bfloat16, one kernel computes all groups, and the group sizes stay on the device.
+Elsewhere, each group is a separate product, and the host must know the sizes.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from torch.autograd.function import once_differentiable
 
 from weft.kernels.products import linear
 
-ALIGNMENT = 16  # bytes between the rows of what the kernel reads
+ALIGNMENT = 16  # bytes; rows that the kernel reads begin at multiples of this
 
 
 @dataclass(frozen=True)
 class Groups:
-    """How many rows each group has: `counts` int64 [groups], which the host may know too."""
+    """Number of rows per group: `counts` int64 [groups], and the same on the host if known."""
 
     counts: Tensor
     known: list[int] | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
-        """On the host, which waits for a device."""
+        """Number of rows per group on the host; copying them waits for the device."""
         if self.known is None:
             return [int(count) for count in self.counts.tolist()]
         return self.known
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 [groups]: one past each group's last row."""
+        """Exclusive end of each group's rows, int32 [groups]."""
         return self.counts.cumsum(0).to(torch.int32)
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
-    """Whether one kernel computes x [rows, in] times weights [groups, out, in]: bfloat16 on a GPU
-    by CUDA, with rows that begin at multiples of 16 bytes. (torch's form for AMD's GPUs leaves
-    memory unwritten, pytorch pull request 174314.)
+    """Return True if one kernel computes x [rows, in] times weights [groups, out, in].
+
+    It needs bfloat16 on a CUDA GPU, and rows that begin at multiples of 16 bytes. (torch's kernel
+    for AMD GPUs leaves memory unwritten, pytorch pull request 174314.)
     """
     plain = (
         x.dtype == torch.bfloat16
@@ -57,15 +58,16 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """x [rows, in], sorted by group, times its group's matrix of weight [groups, out, in]
-    transposed -> [rows, out]; differentiable in both, once.
+    """Return x [rows, in], sorted by group, times each group's matrix transposed -> [rows, out].
+
+    The matrices are weight [groups, out, in]. Differentiable once, in x and weight.
     """
     if serves(x, weight):
         return _Grouped.apply(x, weight, groups)
-    # whose gradients are stacked once: those of weight[e] would each be as large as all
+    # The gradient of unbind is one stack; that of each weight[e] would be as large as the weight.
     matrices = weight.unbind()
     made = [linear(part, matrices[e]) for e, part in enumerate(x.split(groups.sizes)) if len(part)]
-    # without rows, so that every rank takes part
+    # Multiply even without rows, so that this rank takes part in the backward pass's collectives.
     return torch.cat(made) if made else linear(x, matrices[0])
 
 

@@ -1,12 +1,12 @@
-"""Copies between host and device beside what the device computes, and marks by which either waits
-for them.
+"""Copies between host and device in parallel with the device's computation, with marks to wait for.
 
-lane = lane_of(device)
-lane.follow()                     # what is copied next comes after what the device was given so far
-lane.copy(there, pinned)
-mark = lane.mark()
-mark.hold()                       # what the device is given from now on comes after the copy
-mark.wait()                       # the host goes on after it
+    lane = lane_of(device)
+    lane.follow()                     # later copies start after the device's queued work
+    lane.copy(there, pinned)
+    mark = lane.mark()
+    mark.hold()                       # work queued on the device from now on starts after the copy
+
+`mark.wait()` makes the host wait for the copy.
 """
 
 from __future__ import annotations
@@ -19,45 +19,44 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A place among a lane's copies."""
+    """A position in a lane's sequence of copies."""
 
     def hold(self) -> None:
-        """What the device is given from now on begins when the copies before the mark are done; the
-        host does not wait.
+        """Make work queued on the device from now on wait for the copies before the mark.
+
+        The host does not wait.
         """
         ...
 
     def wait(self) -> None:
-        """The host waits until they are done."""
+        """Block the host until the copies before the mark are done."""
         ...
 
 
 class Lane(Protocol):
-    """Copies that are done in the order in which they are asked for.
+    """Queue of copies, which are done in the order of the calls.
 
-    `apart`: the device has memory of its own.
+    `apart`: True if the device has memory separate from the host's.
     """
 
     @property
     def apart(self) -> bool: ...
 
     def follow(self) -> None:
-        """Copies that are asked for from now on begin when the device has done all that it was
-        given until now.
-        """
+        """Make later copies wait for all work queued on the device so far."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """One of the two is in `buffer`'s memory.
+        """Queue a copy; one of the two tensors must be in memory from `buffer`.
 
-        Neither may be written to, nor the target read, before a mark says so.
+        Until a mark confirms the copy, neither tensor can be written, and `target` cannot be read.
         """
         ...
 
     def mark(self) -> Mark: ...
 
     def buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """[count] in host memory from and to which copies are made; without values."""
+        """Return an uninitialized host tensor [count] that can take part in copies."""
         ...
 
 
@@ -97,14 +96,12 @@ class _EventMark:
 
 @dataclass(frozen=True)
 class AtOnce:
-    """Implements `Lane` for a device that works in the host's memory: every copy is done when
-    `copy` returns.
-    """
+    """Implements `Lane` for devices that use host memory: `copy` returns when the copy is done."""
 
     apart: bool = False
 
     def follow(self) -> None:
-        """Nothing: the device has done all that it was given, or orders copies by itself."""
+        """Do nothing: the device has finished its work, or orders copies itself."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -118,14 +115,14 @@ class AtOnce:
 
 class _Done:
     def hold(self) -> None:
-        """Nothing: the copies are done."""
+        """Do nothing: the copies are done."""
 
     def wait(self) -> None:
-        """Nothing: the copies are done."""
+        """Do nothing: the copies are done."""
 
 
 def lane_of(device: torch.device) -> Lane:
-    """A lane of its own for who asks."""
+    """Return a new lane for the device."""
     if device.type == "cuda":
         return SideStream(device, torch.cuda.Stream(device))
     return AtOnce()

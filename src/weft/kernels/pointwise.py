@@ -1,10 +1,9 @@
-"""The parts of a block between its matrix products, as autograd functions that keep little for the
-backward pass.
+"""Parts of a block between its matrix products, as autograd functions that save little memory.
 
-RMS norm keeps its input and one number a token; the MLP's second half keeps what came out of its
-first matrices and computes the activation again. What torch keeps for the same formulas is two to
-three times as much. On a GPU each is one kernel (`formulas.py`, compiled), where kernels can be
-compiled. A compiler that reads a whole part of a block is given the formulas.
+For the backward pass, RMS norm saves its input and one number per token, and the second half of the
+MLP saves the result of its first matrices and computes the activation again. torch saves two to
+three times as much for the same formulas. On a GPU, each function is one kernel (`formulas.py`,
+compiled) if kernels can be compiled. Under torch's compiler, the plain formulas are used.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from weft.kernels.types import Activation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension; statistics in float32.
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dimension.
 
-    Zhang and Sennrich 2019, arXiv:1910.07467. Gemma's weights count from 1 (`offset` 1) and it
-    rounds to `x`'s dtype after scaling; the others round before, but for torch's own kernel, which
-    rounds once.
+    Statistics are in float32 (Zhang and Sennrich 2019, arXiv:1910.07467). Gemma's weights are
+    relative to 1 (`offset` 1), and its result is rounded to `x`'s dtype after scaling. Other
+    families round before scaling, except in torch's own kernel, which rounds once.
     """
     if torch.compiler.is_compiling():
         return formulas.rms_norm(x, weight, eps, offset)[0]
@@ -42,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> T
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(the result, what x is multiplied by before the weights [..., 1])."""
+    """Return (the result of `rms_norm`, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
     if library.serves(x, weight):
         return native.rms_norm(x, weight, eps, offset)
     if compiled.serves(x, weight):
@@ -52,7 +51,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Ten
 
 
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(float32 x, what it is multiplied by [..., 1])."""
+    """Return (x in float32 or wider, 1 / sqrt(mean(x^2) + eps) [..., 1])."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
     return wide, squares.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -78,8 +77,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight
-        = sum of dy n.
+        """Return the gradients by x and weight.
+
+        With n = x r, r = 1 / rms and g = dy (offset + weight): dx = r (g - n mean(g n)), dweight =
+        sum of dy n.
         """
         x, weight, inverse = ctx.saved_tensors
         if library.serves(x, weight, gradients[0]):
@@ -111,7 +112,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
-    """activation(gate_up), [T, n]; where it is `gated`, that of its first half, times its second."""
+    """Return activation(gate_up), [T, n]; if `gated`, activation(first half) * second half."""
     if torch.compiler.is_compiling():
         return formulas.activated(gate_up, gated, activation)
     if not torch.is_grad_enabled():
@@ -127,8 +128,10 @@ def activated_linear(
     activation: Activation,
     gradient_sum: GradientSum | None = None,
 ) -> Tensor:
-    """activated(gate_up) times weight [hidden, n] transposed, plus bias: [T, n or 2 n] -> [T,
-    hidden]. With a `gradient_sum` the weight's gradient goes there.
+    """Return activated(gate_up) times weight [hidden, n] transposed, plus bias -> [T, hidden].
+
+    `gate_up` is [T, n], or [T, 2 n] if `gated`. With a `gradient_sum`, the weight's gradient is
+    added there.
     """
     if torch.compiler.is_compiling():
         return F.linear(formulas.activated(gate_up, gated, activation), weight, bias)
@@ -151,8 +154,9 @@ def _activated(gate_up: Tensor, gated: bool, activation: Activation) -> Tensor:
 def _gate_up_gradient(
     grad_out: Tensor, gate_up: Tensor, gated: bool, activation: Activation, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient of `activated` by `gate_up`, given the one by its result; that result, where it
-    is wanted `again`).
+    """Return (the gradient of `activated` by `gate_up`, the recomputed result of `activated`).
+
+    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
     if activation == "silu" and library.serves(gate_up, grad_out):
         return native.silu_gradients(gate_up, gated, grad_out, again=again)
@@ -225,8 +229,9 @@ class _ActivatedLinear(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated: dimension i
-    with i + dim / 2.
+    """Return x [T, heads, head_dim] with its first `2 * cos.shape[-1]` dimensions rotated.
+
+    Dimension i is rotated with dimension i + cos.shape[-1].
     """
     if torch.is_grad_enabled():
         return _Rotation.apply(x, cos, sin)
@@ -234,7 +239,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Keeps the angles alone; the gradient is rotated back by the same angles."""
+    """Saves only the angles; the gradient is rotated back by the same angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -272,8 +277,10 @@ def _rotate_to(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, direction: floa
 def rotate_heads(
     heads: Tensor, kv_heads: int, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of heads [T, heads + 2 kv_heads, head_dim], q and k rotated as by `rotate`: views
-    of one new tensor, so that the backward pass keeps no more than these.
+    """Return (q, k, v) of `heads`, with q and k rotated as by `rotate`.
+
+    `heads` is [T, heads + 2 kv_heads, head_dim]. The results are views of one new tensor, so the
+    backward pass keeps nothing else in memory.
     """
     counts = [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
     if torch.is_grad_enabled():

@@ -1,10 +1,10 @@
-"""Matrix products by the fastest kernel at hand.
+"""Matrix products by the fastest available kernel.
 
-On a CPU float32 goes through weft's own kernels, which reach more than four fifths of the
-processor's rate in training. Without a compiler to make them oneDNN's serve, which torch carries:
-MKL's, which torch would take, leave the wide vector units of AMD's processors idle. All give a row
-the same bits whatever rows stand beside it, but for passes of very few rows by torch's, which take
-other kernels; those are filled up.
+On a CPU, float32 uses weft's own kernels, which reach more than four fifths of the processor's peak
+rate in training. Without a compiler to build them, oneDNN's kernels in torch are used; MKL's,
+torch's default, leave the wide vector units of AMD's processors idle. A row's result has the same
+bits whatever the other rows are. torch's products of very few rows use other kernels and would
+break this, so their inputs are padded.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ if torch.backends.mkldnn.is_available():
 else:
     _KERNELS = None
 ONEDNN: Any = None if _KERNELS is None else _KERNELS.default
-LEAST_ROWS = 4  # of a product by torch's kernels on a CPU
-CELLS = 1 << 24  # of a product that stands by itself before it is added to a sum
+LEAST_ROWS = 4  # rows to which products by torch's CPU kernels are padded
+CELLS = 1 << 24  # limit on the size of temporary copies and products
 HALF = (torch.bfloat16, torch.float16)
-# devices with products of half precision whose result is float32; meta stands for any other
+# Devices with half-precision products whose result is float32; meta tensors are treated alike.
 WIDE = ("cuda", "meta")
 
 
 class GradientSum:
-    """Where the gradients of a weight are summed: in float32, by the product that makes each, in
-    the `grad` of a parameter of the same shape. Autograd is then told of none.
+    """Accumulator of a weight's gradients: float32, in the `grad` of a parameter of the same shape.
+
+    The product that computes a gradient also adds it. Autograd gets no gradient for the weight.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
 
     def add(self, left: Tensor, right: Tensor) -> None:
-        """left [rows, n] times right [m, n] transposed, in half precision, joins the gradient."""
+        """Add left [rows, n] times right [m, n] transposed, in half precision, to the gradient."""
         if self._parameter.grad is None:
             self._parameter.grad = wide_product(left, right)
         else:
             add_product(self._parameter.grad, left, right)
 
     def take(self, total: Tensor) -> None:
-        """A float32 sum of gradients joins the others, and may be kept."""
+        """Add a float32 sum of gradients; the tensor can be stored, so don't write to it later."""
         if self._parameter.grad is None:
             self._parameter.grad = total
         else:
@@ -57,9 +58,10 @@ class GradientSum:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gradient_sum: GradientSum | None = None
 ) -> Tensor:
-    """x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out]; differentiable
-    in all three, once. With a `gradient_sum` the weight's gradient goes there; a compiler, which is
-    given none, is left torch's own.
+    """Return x [..., in] times weight [out, in] transposed, plus bias [out] -> [..., out].
+
+    Differentiable once, in all three. With a `gradient_sum`, the weight's gradient is added there.
+    Under torch's compiler, which passes no `gradient_sum`, this is torch's own function.
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
@@ -72,8 +74,9 @@ def linear(
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m], without a gradient;
-    both may be views that are transposed.
+    """Return left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
+
+    No gradient. Both can be transposed views.
     """
     if native.serves(left, right, bias):
         return native.product(left, right, bias)
@@ -89,9 +92,9 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def kept_wide(right: Tensor) -> Tensor | None:
-    """`right` in float32, where `wide_product` would make such a copy each time; else None.
+    """Return a float32 copy of `right` if `wide_product` would make one at each call, else None.
 
-    For who multiplies by it often.
+    Used to multiply by the same matrix often.
     """
     if right.dtype in HALF and right.device.type not in WIDE:
         return right.detach().float()
@@ -101,8 +104,9 @@ def kept_wide(right: Tensor) -> Tensor | None:
 def wide_product(
     left: Tensor, right: Tensor, bias: Tensor | None = None, wide_right: Tensor | None = None
 ) -> Tensor:
-    """As `product`, in float32 where left [n, k] and right [m, k] are of half precision: sums are
-    not rounded to it. `wide_right` is what `kept_wide` made of `right`.
+    """Return `product` in float32, also if left [n, k] and right [m, k] have half precision.
+
+    Sums are then not rounded to half precision. `wide_right` is the result of `kept_wide(right)`.
     """
     if left.dtype not in HALF or right.dtype not in HALF:
         return product(left, right, bias)
@@ -112,7 +116,7 @@ def wide_product(
     made = left.new_empty(left.shape[0], right.shape[0], dtype=torch.float32)
     wide = left.float()
     size = max(1, CELLS // max(1, right.shape[1]))
-    for first in range(0, right.shape[0], size):  # a copy of all of a large matrix would not fit
+    for first in range(0, right.shape[0], size):  # a copy of a whole large matrix would not fit
         part = slice(first, first + size)
         own = _widened(right, part) if wide_right is None else wide_right[part]
         made[:, part] = product(wide, own, None if bias is None else bias[part].float())
@@ -124,8 +128,9 @@ def _widened(right: Tensor, rows: slice) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed, summed in the
-    dtype of `total`.
+    """Add left [rows, n] times right [m, n] transposed to total [rows, m], in place.
+
+    `total` must be contiguous; sums have its dtype.
     """
     if native.serves(left, right) and serves(total):
         native.add_product(total, left, right)
@@ -182,8 +187,9 @@ class _Linear(torch.autograd.Function):
 
 
 def weight_gradient(left: Tensor, right: Tensor, gradient_sum: GradientSum | None) -> Tensor | None:
-    """left [rows, n] times right [m, n] transposed, for autograd; None where it went to a
-    `gradient_sum`.
+    """Return left [rows, n] times right [m, n] transposed, as the gradient for autograd.
+
+    With a `gradient_sum`, add the product there and return None.
     """
     if gradient_sum is None:
         return product(left, right)

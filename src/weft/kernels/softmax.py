@@ -1,4 +1,4 @@
-"""Softmax over rows of logits: what is known of it, and the gradient by the logits from that."""
+"""Softmax over rows of logits: its statistics, and the gradient by the logits from these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from weft.kernels.types import Statistics
 
 
 def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
-    """Of logits [R, V]. A row of minus infinity has lse minus infinity and entropy 0."""
+    """Return the softmax statistics of logits [R, V].
+
+    A row of minus infinity has lse minus infinity and entropy 0.
+    """
     if library.serves(logits):
         return native.statistics(logits, entropy=entropy, best=best)
     lse = torch.logsumexp(logits, dim=-1)
@@ -29,15 +32,17 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its
-    label and of its entropy, each [R]. With p = softmax: grad_logprob (1 at the label - p) -
-    grad_entropy p (log p + entropy). A label below 0 is none of these ids; `found` may be of a
-    softmax over more ids than these.
+    """Overwrite logits [R, V] with their gradients.
+
+    `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
+    and by its entropy. With p = softmax, the result is grad_logprob (1 at the label - p) -
+    grad_entropy p (log p + entropy). A label below 0 means that the label is not among these ids;
+    `found` can be from a softmax over more ids than these.
     """
     floats = [
         x for x in (logits, found.lse, found.entropy, grad_logprob, grad_entropy) if x is not None
     ]
-    # they are written to
+    # The kernel writes to the logits, so they must be contiguous.
     if library.serves(*floats) and library.is_plain(labels) and logits.is_contiguous():
         native.to_gradients(logits, found, labels, grad_logprob, grad_entropy)
         return

@@ -1,4 +1,4 @@
-"""What the host has made, on the device, without waiting for what the device does."""
+"""Transfer of host data to a device without waiting for the device, and access to tensor memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
-    """An array, or a tensor that need not be on the host, as a tensor on the device.
+    """Return an array or tensor as a tensor on the device.
 
-    From ordinary memory a copy would wait until the device has done all it was given, so a GPU's is
-    made from pinned memory; on a CPU the memory is shared.
+    A copy from ordinary memory would wait until the device has finished its queued work, so copies
+    to a GPU are made from pinned memory. On a CPU, the memory is shared.
     """
     if isinstance(values, np.ndarray):
         tensor = torch.from_numpy(values)
@@ -26,18 +26,19 @@ def put(values: npt.NDArray[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's values begin; another place once it has moved."""
+    """Return the address of a tensor's values; it changes when the tensor is moved."""
     return tensor.data_ptr()
 
 
 def storage_of(tensor: Tensor) -> tuple[int, int]:
-    """(address, bytes) of the memory that a tensor's values lie in, which views share."""
+    """Return (address, bytes) of a tensor's storage, which its views share."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
 
 
 def resize_storage(tensor: Tensor, size: int) -> None:
-    """Have a tensor, and all that share its memory, let go of it (0 bytes) or get other memory, of
-    which nothing is known.
+    """Free a tensor's storage (0 bytes) or allocate it again, also for all tensors that share it.
+
+    New storage is uninitialized.
     """
     tensor.untyped_storage().resize_(size)

@@ -1,6 +1,4 @@
-"""What attention is told beside queries, keys and values, and what it may return beside its result;
-tensors and numbers.
-"""
+"""Arguments of attention besides queries, keys and values, and results besides its output."""
 
 from __future__ import annotations
 
@@ -14,21 +12,23 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """softmax(softcap * tanh(scale * q k^T / softcap)) over the visible keys; without `softcap`
-    softmax(scale * q k^T).
+    """Parameters of attention.
+
+    Weights are softmax(softcap * tanh(scale * q k^T / softcap)) over the visible keys; without
+    `softcap`, softmax(scale * q k^T).
     """
 
     scale: float
     window: int | None = None  # keys a position sees, itself included
     softcap: float | None = None
-    dropout: float = 0.0  # of the weights, where a pass has dropout keys
+    dropout: float = 0.0  # of attention weights, if the pass has dropout keys
 
 
 @dataclass(frozen=True)
 class AttentionState:
     """Attention of rows over some of their keys.
 
-    Two states over different keys of the same rows can be merged exactly.
+    Two states of the same rows over different keys can be merged exactly.
     """
 
     out: Tensor  # [..., rows, dim]
@@ -40,13 +40,13 @@ class AttentionState:
 
 @dataclass(frozen=True)
 class VarlenSegments:
-    """Which keys the rows of a pack see.
+    """Segments that define which keys the rows of a pack see.
 
-    Segments are int64 [S, 4] on the host: first row, rows, first key, keys.
-
-    The last row of a segment of `own` sees all its keys, each row before it one less, and of these
-    the last `window`; rows of a segment of `across` see all its keys too. No two segments of either
-    have a row or a key in common.
+    Segments are int64 [S, 4] on the host: first row, number of rows, first key, number of keys. In
+    a segment of `own`, the last row sees all keys of the segment and each row before it one key
+    less; with `window`, only the last `window` of these. In a segment of `across`, all rows see all
+    keys of the segment in addition. Within `own`, and within `across`, no two segments share a row
+    or a key.
     """
 
     own: Tensor
@@ -56,20 +56,21 @@ class VarlenSegments:
 
 @dataclass(frozen=True)
 class VarlenLengths:
-    """Queries and keys of sequences laid end to end; where a sequence has fewer queries than keys
-    they are its last ones.
+    """Queries and keys of concatenated sequences.
+
+    If a sequence has fewer queries than keys, the queries are those of its last keys.
     """
 
-    queries: Tensor  # int32 [S + 1]: where each sequence's queries begin, and the end
-    keys: Tensor  # int32 [S + 1], likewise
-    most_queries: int  # of a sequence
-    most_keys: int
+    queries: Tensor  # int32 [S + 1]: first query of each sequence, then the total
+    keys: Tensor  # int32 [S + 1]: the same for keys
+    most_queries: int  # largest number of queries of a sequence
+    most_keys: int  # largest number of keys of a sequence
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the softmax over each row of logits."""
+    """Statistics of the softmax over each row of logits."""
 
     lse: Tensor  # [R]: log of the sum of exp
     entropy: Tensor | None  # [R], in nats
-    best: Tensor | None  # int64 [R]: the first of the likeliest ids
+    best: Tensor | None  # int64 [R]: the most likely id, the first on ties

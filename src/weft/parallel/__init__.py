@@ -1,3 +1,1 @@
-"""Ranks that hold parts of one network, joined from outside: the network's own modules know nothing
-of it.
-"""
+"""Split one network over several ranks, without changes to the network's own modules."""

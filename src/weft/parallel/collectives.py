@@ -1,9 +1,8 @@
-"""Sums over the ranks of a process group, and tensors put together of their rows, that gradients
-pass through.
+"""Differentiable collectives: sums over a process group, and gather and scatter of a tensor's rows.
 
-A compiler leaves them out of what it compiles, so that ranks wait for each other between compiled
-parts. `_disable_dynamo` is `torch.compiler.disable` that loads the compiler at the first call, not
-with this file.
+torch's compiler does not compile these functions but calls them between compiled parts.
+`_disable_dynamo` is `torch.compiler.disable`, but it loads the compiler at the first call and not
+when this file is imported.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 @_disable_dynamo
 def summed_forward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the ranks have; each gets its gradient as it is.
+    """Return the sum of x over the ranks; the gradient passes through unchanged.
 
-    Where ranks hold columns of a layer, what leaves it.
+    Used for the output of a layer whose input columns are split over the ranks.
     """
     y: Tensor = _SumForward.apply(x, group)
     return y
@@ -30,23 +29,24 @@ def summed_forward(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @_disable_dynamo
 def summed_backward(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, which every rank has; its gradient is the sum of theirs.
+    """Return x, which is equal on all ranks; its gradient is summed over the ranks.
 
-    Where ranks hold rows of a layer, what enters it.
+    Used for the input of a layer whose rows are split over the ranks.
     """
     y: Tensor = _SumBackward.apply(x, group)
     return y
 
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the ranks have, where each goes on with it to another part of the result:
-    gradients are summed too.
+    """Return the sum of x over the ranks; the gradient is summed over the ranks too.
+
+    Used if each rank computes a different part of the result from the sum.
     """
     return summed_backward(summed_forward(x, group), group)
 
 
 def total(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of what the ranks have, without a gradient; x stays as it is."""
+    """Return the sum of x over the ranks, without a gradient; x is not changed."""
     y = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(y, group=group)
     return y
@@ -54,21 +54,25 @@ def total(x: Tensor, group: ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class RowParts:
-    """Which rows of a tensor each rank of a group has, every row one of them, in rising order."""
+    """Assignment of a tensor's rows to the ranks of a group.
+
+    Each row belongs to one rank, and a rank's rows are in rising order.
+    """
 
     group: ProcessGroup
-    own: Tensor  # int64: the rows of this rank
-    number: Tensor  # int64 [rows]: which one of its rank's rows each is
-    # int64 [rows]: where each lies when what the ranks have stands end to end, each filled up to
+    own: Tensor  # int64: this rank's rows
+    number: Tensor  # int64 [rows]: index of each row among the rows of its rank
+    # int64 [rows]: index of each row in the concatenation of all ranks' rows, each rank's padded to
     # `most` rows
     places: Tensor
-    most: int
-    filled: bool = False  # whether `places` are 0, 1, 2, ...
+    most: int  # largest number of rows of a rank
+    filled: bool = False  # True if `places` are 0, 1, 2, ...
 
     @classmethod
     def stretches(cls, count: int, group: ProcessGroup, device: torch.device) -> RowParts:
-        """`count` rows as consecutive ones for each rank, as many for all but the last that have
-        some.
+        """Assign `count` rows to the ranks in consecutive runs of equal length.
+
+        The last rank that gets any rows may get fewer, and the ranks after it get none.
         """
         most = -(-count // group.size())
         places = torch.arange(count, device=device)
@@ -77,7 +81,7 @@ class RowParts:
 
     @classmethod
     def of(cls, owner: Tensor, group: ProcessGroup) -> RowParts:
-        """`owner` int64 [rows]: the rank of the group that has each."""
+        """Assign each row to the rank `owner`, int64 [rows], a rank number within the group."""
         counts = owner.bincount(minlength=group.size())
         order = owner.argsort(stable=True)
         number = torch.empty_like(owner)
@@ -91,7 +95,7 @@ class RowParts:
         )
 
     def select(self, rows: Tensor) -> RowParts:
-        """Of some of them, int64 [n], which may repeat: each is its rank's still."""
+        """Return the assignment of these rows, int64 [n]; they may repeat, and keep their ranks."""
         return RowParts.of(self.places[rows] // max(1, self.most), self.group)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -106,8 +110,9 @@ class RowParts:
 
 @_disable_dynamo
 def gathered(x: Tensor, rows: RowParts) -> Tensor:
-    """All rows [rows, ...] of what each rank has [n, ...], where each goes on with them to another
-    part of the result: gradients are summed.
+    """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are summed.
+
+    Used if each rank computes a different part of the result from the rows.
     """
     y: Tensor = _Gather.apply(x, rows, True)
     return y
@@ -115,8 +120,10 @@ def gathered(x: Tensor, rows: RowParts) -> Tensor:
 
 @_disable_dynamo
 def gathered_alike(x: Tensor, rows: RowParts) -> Tensor:
-    """As `gathered`, where every rank goes on to the same result: each has the gradient of its own
-    rows already.
+    """Return all rows [rows, ...], given each rank's own rows x [n, ...]; gradients are not summed.
+
+    Used if all ranks compute the same result from the rows, so that each rank already has the
+    complete gradient of its own rows.
     """
     y: Tensor = _Gather.apply(x, rows, False)
     return y
@@ -124,14 +131,16 @@ def gathered_alike(x: Tensor, rows: RowParts) -> Tensor:
 
 @_disable_dynamo
 def scattered(x: Tensor, rows: RowParts) -> Tensor:
-    """Of all rows [rows, ...], each a sum of which every rank has a part, those of this rank [n,
-    ...]; each rank gets the gradient of all of them.
+    """Sum x [rows, ...] over the ranks and return this rank's own rows [n, ...] of the sum.
+
+    In the backward pass, each rank gets the gradient of all rows.
     """
     y: Tensor = _Scatter.apply(x, rows)
     return y
 
 
 def _all(own: Tensor, rows: RowParts) -> Tensor:
+    # Every rank's rows, each rank's padded to `most` rows.
     every = own.new_empty(rows.group.size() * rows.most, *own.shape[1:])
     if rows.most:
         dist.all_gather(list(every.split(rows.most)), _to(rows.most, own), group=rows.group)
@@ -153,7 +162,7 @@ def _own_sum(x: Tensor, rows: RowParts) -> Tensor:
 
 
 def _to(count: int, x: Tensor) -> Tensor:
-    """x [n, ...], filled up to `count` rows."""
+    """Return x [n, ...] padded with zeros to `count` rows."""
     if len(x) == count:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(count - len(x), *x.shape[1:])])

@@ -1,15 +1,15 @@
-"""Context parallelism: ranks share the tokens of every pack, so that long sequences fit.
+"""Context parallelism: the ranks of a group split the tokens of every pack, so long sequences fit.
 
-    join(network, group)             # the whole network on every rank, or the same stage of a pipeline
-    network(packed, want)            # called with the same pack on all; on every rank the outputs of all its rows
-    # gradients of parameters are then each rank's own part: sum them over the group
+    join(network, group)             # the whole network, or the same stage of a pipeline
+    network(packed, want)            # same pack on all ranks; every rank gets all outputs
+    # each rank has only its part of the parameters' gradients: sum them over the group
 
-A pack is cut into 2c pieces, of which rank r of c has the r-th from either end: later tokens see
-more keys, and a piece of each kind comes to as much work for every rank (as in Llama 3, Grattafiori
-et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but attention is computed where a token
-is; in attention its query meets the keys and values of all, which are gathered layer by layer.
-Their gradients are summed on the way back. The head gives the outputs of a rank's own rows, and
-these are gathered.
+A pack is cut into 2c pieces, and rank r of c gets the r-th piece from either end. Later tokens see
+more keys, so one early and one late piece make the work equal on all ranks (as in Llama 3,
+Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Everything but attention is computed on
+the rank that has the token. For attention, the keys and values of all tokens are gathered in each
+layer, and their gradients are summed in the backward pass. The head computes the outputs of a
+rank's own rows, and these are gathered at the end.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from weft.parallel.pipeline_decoder import Drawn, num_ids, packed_tokens, unpack
 
 
 def join(network: Transformer, group: ProcessGroup) -> None:
-    """Let the ranks of `group`, which have the same network, share the tokens of every pack that it
-    is called with. Prefixes are not shared between sequences then, but repeated. A stage of a
-    pipeline is given the states of this rank's tokens alone, and hands on those. Generation, which
-    goes past `forward`, is not touched.
+    """Split the tokens of every pack over the ranks of `group`, which all have the same network.
+
+    Prefixes are then repeated per sequence, not shared between sequences. A pipeline stage receives
+    and sends only the states of this rank's tokens. Generation does not call `forward` and is not
+    affected.
     """
     sharing = _Sharing(group)
     network.register_forward_pre_hook(sharing.enter)
@@ -49,8 +50,9 @@ def join(network: Transformer, group: ProcessGroup) -> None:
 
 
 def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """The tokens of a pack of `length` that rank `rank` of `size` has: runs (first, one past the
-    last), none empty.
+    """Return the tokens of a pack that a rank has, as at most two non-empty runs (first, stop).
+
+    `length` is the number of tokens of the pack, `size` the number of ranks; stop is exclusive.
     """
     bounds = _bounds(length, size)
     first = (bounds[rank], bounds[rank + 1])
@@ -62,38 +64,40 @@ def runs_of(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
 
 
 def count_of(length: int, group: ProcessGroup) -> int:
-    """How many tokens of a pack of `length` this rank has."""
+    """Return the number of tokens that this rank has of a pack of `length` tokens."""
     return sum(stop - start for start, stop in runs_of(length, group.size(), group.rank()))
 
 
 def _bounds(length: int, size: int) -> list[int]:
-    """Of the 2 `size` pieces.
+    """Return the 2 `size` + 1 boundaries of the pieces of a pack.
 
-    What does not divide goes to the first ones, so that ranks differ by a token or two.
+    The first pieces get the remainder of the division, so ranks differ by a token or two.
     """
     return [-(-piece * length // (2 * size)) for piece in range(2 * size + 1)]
 
 
 def _owners(length: int, size: int, device: torch.device) -> Tensor:
-    """int64 [length]: the rank that has each token."""
+    """Return the rank of each token, int64 [length]."""
     pieces = [stop - start for start, stop in pairwise(_bounds(length, size))]
     ranks = torch.tensor([min(piece, 2 * size - 1 - piece) for piece in range(2 * size)])
     return ranks.repeat_interleave(torch.tensor(pieces)).to(device)
 
 
 class _Sharing:
-    """The hooks around one network; between the two of a call, which of the outputs are made on
-    which rank.
+    """Forward hooks of one network that split a pack and gather the outputs.
+
+    Between the two hooks of a call, it stores which rank computes which outputs.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._outputs: RowParts | None = None  # None: each rank has a part of every one
+        self._outputs: RowParts | None = None  # None: every rank has a part of every output
 
     def enter(self, network: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Leave of a pack what this rank computes."""
+        """Reduce the pack in the arguments to the part that this rank computes."""
         x, want, *more = arguments
         assert isinstance(network, Transformer) and isinstance(x, Packed)
+        # Assign tokens to ranks, and each output to the rank of the token where it is read.
         owner = _owners(len(x.tokens), self._group.size(), x.tokens.device)
         tokens = RowParts.of(owner, self._group)
         if network.kind == "score":
@@ -105,6 +109,7 @@ class _Sharing:
             self._outputs = None
         else:
             self._outputs = outputs
+        # Select the rows, labels and supports of this rank's outputs.
         part = x if network.kind == "score" else x.at(outputs.own)
         own = tokens.number[reads[outputs.own]]
         part = replace(
@@ -119,8 +124,9 @@ class _Sharing:
     def leave(
         self, network: nn.Module, arguments: tuple[Any, ...], outputs: dict[str, Tensor] | Tensor
     ) -> dict[str, Tensor] | Tensor:
-        """All outputs, in the order of the pack's rows; of a network that does not end its states
-        as they are.
+        """Return the outputs of all rows, in the order of the pack's rows.
+
+        Hidden states (the result of a stage that is not the last one) are returned unchanged.
         """
         own = self._outputs
         self._outputs = None
@@ -132,7 +138,7 @@ class _Sharing:
 
 
 def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
-    """The tokens of this rank, of which scores are read at `last`."""
+    """Return this rank's tokens of the pack; scores are read at the tokens `last`."""
     assert isinstance(x.attention, Dense), "packs whose sequences share no prefixes"
     group = tokens.group
     runs = runs_of(len(x.tokens), group.size(), group.rank())
@@ -158,8 +164,10 @@ def _portion(x: Packed, tokens: RowParts, last: Tensor) -> Packed:
 def drawn_by_first(
     draw: Callable[[], Drawn], rows: int, group: ProcessGroup
 ) -> Callable[[], Drawn]:
-    """Of ranks that generate the same the first draws (`weft.engine.generation.settings.Settle`),
-    so that rounding cannot part them. `group` moves tensors of the host.
+    """Draw tokens on the first rank of the group and broadcast them to the others.
+
+    For ranks that generate the same tokens (`weft.engine.generation.settings.Settle`): rounding
+    cannot make them diverge. `group` is a process group for host tensors.
     """
     if group.rank() > 0:
         return lambda: _received(rows, group)

@@ -1,14 +1,14 @@
-"""Expert parallelism: each of e ranks holds whole experts, E / e of them, and tokens go to where
-theirs are.
+"""Expert parallelism: each of e ranks holds E / e whole experts; tokens are sent to their experts.
 
-    join(network, group)             # before memory is given: leaves this rank's experts of the whole network
-    network(packed, want)            # each rank with its own pack; all of them as often, forward and backward
+    join(network, group)             # before memory is allocated: keeps only this rank's experts
+    network(packed, want)            # a different pack on each rank
 
-A token goes to its experts by all-to-all, as many as there are for each rank, and comes back
-(Lepikhin et al. 2020, "GShard", arXiv:2006.16668, without capacities: none is dropped). Routers are
-on every rank. The gradient of an expert is of the tokens of all ranks of the group, and is summed
-over those of other groups that hold the same experts; all else as without experts.
-`weft.parallel.shard.gather` puts all experts together again.
+All ranks must run equally many forward and backward passes. Tokens travel to the ranks of their
+experts and back by all-to-all, with as many rows per rank as there are tokens for it (Lepikhin et
+al. 2020, "GShard", arXiv:2006.16668, but without capacities: no token is dropped). Every rank has
+all routers. The gradient of an expert covers the tokens of all ranks of the group, and is summed
+over the ranks of other groups that hold the same experts; all other gradients are summed as without
+expert parallelism. `weft.parallel.shard.gather` collects all experts again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from weft.models.network.moe import Compute, ExpertStack, MoE
 
 
 def join(network: nn.Module, group: ProcessGroup) -> None:
-    """Leave of the experts those of this rank, whose memory is given later, and join them with the
-    others'.
+    """Reduce every expert stack to this rank's experts, and connect it to those of the other ranks.
+
+    The memory of the new stacks is allocated later.
     """
     for module in network.modules():
         if isinstance(module, MoE):
@@ -53,14 +54,15 @@ class Exchange:
     def __call__(
         self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
     ) -> Tensor:
-        counts = groups.counts.view(self.group.size(), -1)  # by rank and expert
+        # Exchange the numbers of rows, which the host needs as split sizes.
+        counts = groups.counts.view(self.group.size(), -1)  # [ranks, experts of a rank]
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         of_all = counts.tolist()
         of_here = arriving.tolist()
         sent = [sum(row) for row in of_all]
         taken = [sum(row) for row in of_here]
-        # Rows arrive by rank, and of each rank by expert.
+        # Rows arrive sorted by source rank, then by expert; sort them by expert.
         expert = torch.arange(arriving.shape[1], device=x.device).repeat(self.group.size())
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(taken)).argsort(
             stable=True
@@ -70,12 +72,13 @@ class Exchange:
             keys = None
         else:
             keys = self._dropout(dropout, sent, taken).select(order)
+        # Compute this rank's experts, and send the results back in the order of arrival.
         here = Groups(arriving.sum(0), [sum(column) for column in zip(*of_here, strict=True)])
         made = compute(rows, here, keys).index_select(0, order.argsort())
         return _exchanged(made, taken, sent, self.group)
 
     def _dropout(self, own: TokenDropout, sent: list[int], taken: list[int]) -> TokenDropout:
-        """Of the tokens that arrive."""
+        """Return the dropout keys and positions of the tokens that arrive here."""
         words = _moved(
             torch.cat([own.keys, own.positions[:, None]], dim=1), sent, taken, self.group
         )
@@ -83,7 +86,10 @@ class Exchange:
 
 
 def _exchanged(x: Tensor, sent: list[int], taken: list[int], group: ProcessGroup) -> Tensor:
-    """`sent` consecutive rows of x to each rank, and `taken` from each; gradients go the other way."""
+    """Send `sent[r]` consecutive rows of x to each rank r and return the `taken[r]` rows from each.
+
+    Gradients travel the opposite way.
+    """
     y: Tensor = _AllToAll.apply(x, sent, taken, group)
     return y
 

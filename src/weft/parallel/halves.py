@@ -1,10 +1,10 @@
-"""A backward pass in two halves: the gradient of what came in now, those of the weights later.
+"""Two halves of a backward pass: first the gradient of the input, later those of the weights.
 
-groups = half_of_input(roots, gradients, states)       # states.grad
-half_of_weights(network, groups, sums=False)           # adds to the gradients of the network's parameters
+    groups = half_of_input(roots, gradients, states)       # sets states.grad
+    half_of_weights(network, groups, sums=False)           # adds to the parameters' gradients
 
-Between the two a gradient waits at each node by which weights enter the graph. Of a sharded network
-the first half runs FSDP2's hooks, and the second one what they would do.
+Between the halves, gradients are stored at the autograd nodes where weights enter the graph. For a
+sharded network, the first half runs FSDP2's hooks, and the second half does their work itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from torch.autograd.graph import GradientEdge
 
 from weft.parallel.shard import with_whole_parameters
 
-# of weights, as torch makes them: the nodes that they enter by, and the gradients there
+# A group of weights, as torch returns it: the nodes where they enter the graph, and the gradients
+# there.
 Group = dict[str, Any]
 
 
 def half_of_input(
     roots: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Tensor
 ) -> list[Group]:
-    """`gradients` of the roots; None of a scalar is 1. The roots can be used no more."""
+    """Compute the gradient of `states`, and return the weight groups for `half_of_weights`.
+
+    `gradients` are the gradients of the roots; None, for a scalar root, counts as 1. The roots
+    cannot be used afterwards.
+    """
     if not roots:
         return []
     from torch.distributed.pipelining._backward import stage_backward_input  # slow to import
 
-    # What torch does to the roots in the end it cannot do to views.
+    # torch detaches the roots in place at the end, which fails for views.
     own = [root.clone() if root.dim() == 0 else root for root in roots]
     weights = [leaf for leaf in _leaves(own) if leaf is not states]
     starts = cast(list[Tensor], list(gradients))
@@ -39,9 +44,9 @@ def half_of_input(
 
 
 def half_of_weights(network: nn.Module, groups: Sequence[Group], *, sums: bool) -> None:
-    """Add the gradients of groups of weights.
+    """Add the gradients of the weight groups to the network's parameters.
 
-    With `sums` those of all passes of a sharded network are then summed over the ranks.
+    With `sums`, the gradients of all passes of a sharded network are then summed over the ranks.
     """
     left = list(groups)
     for part in with_whole_parameters(network, sums=sums):
@@ -57,8 +62,9 @@ def half_of_weights(network: nn.Module, groups: Sequence[Group], *, sums: bool) 
 
 
 def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What a graph begins with: states that came in, and weights, of a sharded network the whole
-    ones, which its modules do not have now.
+    """Iterate over the leaves of a graph: the stage's input states and the weights.
+
+    In a sharded network, these are the whole weights, which its modules do not hold at this point.
     """
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen = set(nodes)
@@ -75,11 +81,10 @@ def _leaves(roots: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _accumulate(group: Group) -> None:
-    """Add the gradients of one group of weights, of those that wait at its nodes (the second half
-    of a backward pass).
+    """Add the gradients of one group of weights, from those stored at the group's nodes.
 
-    As `stage_backward_weight` of torch, which sets gradients itself; here hooks on parameters see
-    them too.
+    Like torch's `stage_backward_weight`, which sets gradients itself; here, hooks on parameters run
+    too.
     """
     edges = []
     gradients = []
@@ -89,8 +94,8 @@ def _accumulate(group: Group) -> None:
             if gradient is not None:
                 edges.append(GradientEdge(node, index))
                 gradients.append(gradient)
-    # A node may lie before another: it gets what waits there, and not that and what the other
-    # sends.
+    # A node can be downstream of another node of the group. Its stored gradient is complete, so it
+    # replaces the gradient that arrives from the other node.
     clamps = [
         node.register_prehook(lambda _, own=waiting: own)
         for node, waiting in zip(nodes, group["grads"], strict=True)

@@ -1,12 +1,11 @@
-"""Process groups of layouts: one for every set of ranks that talk to each other, made once, by
-those ranks alone.
+"""Process groups of layouts: one for each set of communicating ranks, created only by them.
 
-    groups = ProcessGroups()                           # one a process; torch.distributed is set up
+    groups = ProcessGroups()                           # one per process
     mesh = RankMesh(mesh, rank, groups)                # this rank's place in a layout
     dist.all_reduce(x, group=mesh.group("data"))
 
-gloo joins ranks on CPUs, NCCL ranks on GPUs; which of them is chosen once, where
-`torch.distributed` is set up.
+Each group is created once. `torch.distributed` must be initialized first; that also chooses the
+backend, gloo for ranks on CPUs and NCCL for ranks on GPUs.
 """
 
 from __future__ import annotations
@@ -35,27 +34,26 @@ AXES = (
 
 
 def backend_of(device: torch.device) -> str:
-    """What ranks on such devices talk by."""
+    """Return the name of the communication backend for devices of this type."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 class ProcessGroups:
-    """The process groups that this process belongs to, by their ranks.
+    """Cache of the process groups that this process belongs to, by their ranks.
 
-    Ranks of a group ask for it in the same order as for others that they share.
+    Ranks that have several groups in common must request these in the same order.
     """
 
     def __init__(self, seconds: float | None = None) -> None:
-        """`seconds` that a rank waits for the others of a collective; torch's own where none are
-        given.
-        """
+        """Set the timeout of a collective in `seconds`; None is torch's default."""
         self._timeout = None if seconds is None else timedelta(seconds=seconds)
         self._groups: dict[tuple[tuple[int, ...], bool], ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...], *, host: bool = False) -> ProcessGroup:
-        """Made at the first call, which returns once all of `ranks` have made it.
+        """Return the group of these ranks; the first call creates it and waits for all ranks.
 
-        A group of its own for tensors of the `host` moves them by gloo, in an order of their own.
+        With `host`, return a separate gloo group for host tensors, whose messages are ordered
+        independently of the other group's.
         """
         if (ranks, host) not in self._groups:
             backend = "gloo" if host else None
@@ -70,11 +68,10 @@ class ProcessGroups:
 
 @contextmanager
 def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
-    """Within it a group that its own ranks make is called after them, and by how many of these
-    ranks there were before.
+    """Name groups created in the context after their ranks and the number of earlier ones.
 
-    torch hashes the ranks together with the number of all groups of the process. Ranks that belong
-    to different numbers of groups would wait for each other under different names.
+    torch derives the name from the ranks and the number of all groups of the process. Ranks that
+    belong to different numbers of groups would then wait for each other under different names.
     """
     taken = set(distributed_c10d._world.pg_names.values())
     name = next(
@@ -92,9 +89,9 @@ def _named_by_ranks(ranks: tuple[int, ...], *, host: bool) -> Iterator[None]:
 
 
 class RankMesh:
-    """One rank of a layout on its devices.
+    """One rank's view of a layout on its devices.
 
-    All ranks of the mesh make it, and then its groups are there.
+    All ranks of the mesh construct it; the constructor creates the process groups.
     """
 
     def __init__(self, mesh: Mesh, rank: int, groups: ProcessGroups) -> None:
@@ -126,37 +123,41 @@ class RankMesh:
 
     @property
     def first(self) -> bool:
-        """Whether this is the mesh's first rank: the one that writes what all have in common."""
+        """True on the mesh's first rank, which writes data that all ranks have in common."""
         return self.rank == self.mesh.ranks[0]
 
     def size(self, *axes: str) -> int:
         return len(self.mesh.along(self.rank, *axes))
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The ranks that differ from this one in these coordinates alone: of `AXES`, with more than
-        one rank.
+        """Return the group of the ranks that differ from this one only in the given coordinates.
+
+        `axes` is one of `AXES`; the group must have more than one rank.
         """
         return self._groups.of(self.mesh.along(self.rank, *axes))
 
     @property
     def ends(self) -> ProcessGroup | None:
-        """The first and the last stage of this rank's pipeline, where it is one of them."""
+        """Group of the first and the last stage of this rank's pipeline.
+
+        None if this rank has neither of the two, or if both are on one rank.
+        """
         if self.rank in self._ends and len(set(self._ends)) == 2:
             return self._groups.of(self._ends)
         return None
 
     def host_group(self, axis: str) -> ProcessGroup:
-        """The ranks along `pipeline` or `context`, for tensors of the host."""
+        """Return the group for host tensors of the ranks along `pipeline` or `context`."""
         return self._groups.of(self.mesh.along(self.rank, axis), host=True)
 
     @property
     def experts(self) -> ProcessGroup:
-        """The ranks that share the experts with this one; of a layout with e."""
+        """Group of the ranks among which the experts are split; only for layouts with e > 1."""
         return self._groups.of(self._expert_ranks())
 
     @property
     def expert_copies(self) -> ProcessGroup | None:
-        """Those that hold the same experts, and see other tokens; None where there are no others."""
+        """Group of the ranks with the same experts but other tokens; None if there are none."""
         ranks = self._expert_copies()
         return self._groups.of(ranks) if len(ranks) > 1 else None
 
@@ -165,8 +166,10 @@ class RankMesh:
         return self._groups.of(self.mesh.ranks)
 
     def shards(self, device: torch.device, *, experts: bool = False) -> DeviceMesh:
-        """Dims `r` (copies) and `f` (shards of one copy), as FSDP2 takes them; of a layout with
-        shards. Those of `experts` are of the ranks that have the same ones.
+        """Return FSDP2's device mesh, with dims `r` (replicas, if several) and `f` (shards of one).
+
+        Only for sharded layouts. With `experts`, return the mesh for the experts' parameters: the
+        ranks that hold the same experts.
         """
         e = self.layout.expert if experts else 1
         inner, outer = self._shared(e)
@@ -192,14 +195,16 @@ class RankMesh:
         )
 
     def _line(self, e: int) -> tuple[int, ...]:
-        """Every e-th data-parallel rank, this one among them: those that have the same of what e
-        ranks share.
+        """Return every e-th data-parallel rank, including this one.
+
+        These ranks have the same share of what e consecutive ranks split.
         """
         return self.mesh.along(self.rank, "data")[self.at.data % e :: e]
 
     def _shared(self, e: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of these, those that share one sharded copy with this rank, and those that hold the same
-        shard.
+        """Return (the ranks of this rank's replica, the ranks that hold the same shard).
+
+        Both are taken from `_line(e)`. A replica is one sharded copy of the parameters.
         """
         line = self._line(e)
         parts = max(self.layout.fsdp // e, 1)

@@ -1,4 +1,4 @@
-"""A micro-batch, as a network is called with it."""
+"""A micro-batch, as passed to a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.models.network.support import Support
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What `Transformer.forward` is called with, beside the states."""
+    """Arguments of `Transformer.forward`, except the hidden states."""
 
     x: Packed
     want: frozenset[Output]
@@ -28,8 +28,9 @@ class Microbatch:
 
 
 def connected(loss: Tensor, outputs: Iterable[Tensor]) -> Tensor:
-    """The loss, whose backward pass goes through the whole network, with gradients of zero, though
-    no output counts in it.
+    """Return the loss, connected to `outputs` so that its backward pass visits the whole network.
+
+    The added gradients are zero. Used if no output contributes to the loss.
     """
     return loss + sum(
         torch.where(torch.zeros_like(each, dtype=torch.bool), each, 0).sum() for each in outputs

@@ -1,16 +1,15 @@
-"""A network whose blocks lie on several ranks, run over micro-batches: each rank computes its
-stages and sends what they make.
+"""Pipeline parallelism: each rank computes its stages of a network and sends their results.
 
-    pipeline = Pipeline({0: first}, "1f1b", group)          # on rank 0 of the group; {1: second} on rank 1
-    pipeline.train(microbatches, loss)                      # adds to the gradients of this rank's stages
+    pipeline = Pipeline({0: first}, "1f1b", group)          # rank 0; {1: second} on rank 1
+    pipeline.train(microbatches, loss)                      # adds to this rank's gradients
     sum_tied_gradients(tied_copies(pipeline.networks), ends, device)
-    outputs = pipeline.forward(microbatches)                # on the rank of the last stage; None elsewhere
+    outputs = pipeline.forward(microbatches)                # on the last stage's rank, else None
     outputs = pipeline.share_outputs(outputs)               # on every rank
 
-The order is that of `weft.parallel.schedule`. All ranks have the same micro-batches, so each knows
-the shape of whatever comes: [T, hidden] of a pack of T tokens, whose numbers may all differ; where
-ranks share the tokens (c and t), of a rank's own ones. Nothing is sent but states and their
-gradients.
+`weft.parallel.schedule` defines the order. All ranks have the same micro-batches, so each knows the
+shape of every tensor that it receives: [T, hidden] for a pack of T tokens, where T can differ
+between micro-batches. If context or sequence parallelism splits the tokens, T counts only this
+rank's. Only states and their gradients are sent.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from weft.parallel.shard import is_sharded, make_whole, settle, sync_gradients
 
 T = TypeVar("T")
 MOST_SENDS = (
-    # of a rank that may be on their way; then the oldest is waited for, which is long received if
-    # nobody is stuck
+    # Limit on a rank's unfinished sends. At the limit, wait for the oldest one, which was received
+    # long ago unless a rank is stuck.
     8
 )
 Outputs = dict[Output, Tensor]
-Loss = Callable[[int, Outputs], Tensor]  # of a micro-batch's number and its outputs: a scalar
-# of a stage and a micro-batch, after its forward pass
+Loss = Callable[[int, Outputs], Tensor]  # (micro-batch number, its outputs) -> scalar
+# (stage, micro-batch), called after the forward pass -> scalar, or None if there is nothing to add
 StageLoss = Callable[[int, int], Tensor | None]
-# the stage that makes a tensor, the one that goes on with it, the micro-batch
+# (source stage, target stage, micro-batch) of a tensor in transit
 Ends = tuple[int, int, int]
 
 
 class Pipeline:
-    """One rank's part of a pipeline: `networks` are the stages that it holds, by their numbers."""
+    """One rank's part of a pipeline; `networks` maps stage numbers to this rank's stages."""
 
     def __init__(
         self,
@@ -59,13 +58,14 @@ class Pipeline:
         *,
         sums_once: bool = False,
     ) -> None:
-        """`group`: the ranks of the pipeline, in order; None where this is the only one.
+        """Check that `networks` are the stages that the schedule `kind` puts on this rank.
 
-        `dtype` is that of the states, by default the parameters'. `count_of` a pack's tokens says
-        how many are here, where pipelines share packs. Sharded gradients are summed over the ranks
-        after each backward pass, so that a rank keeps those of its rows; with `sums_once` after a
-        stage's last one, which sends less and keeps them whole. Raises `ConfigError` for stages
-        that the kind puts elsewhere.
+        `group` has the ranks of the pipeline in order; None if this is the only rank. `dtype` is
+        that of the states, by default the parameters'. `count_of` maps a pack's number of tokens to
+        this rank's, under context parallelism. Sharded gradients are summed over the ranks after
+        each backward pass, so a rank keeps only those of its rows; with `sums_once`, only after a
+        stage's last backward pass, which communicates less but keeps whole gradients. Raises
+        `ConfigError` if the schedule puts other stages on this rank.
         """
         self.networks = dict(networks)
         self.kind = kind
@@ -89,12 +89,13 @@ class Pipeline:
 
     @property
     def ends(self) -> bool:
-        """Whether this rank holds the last stage."""
+        """True if this rank holds the last stage."""
         return self.rank == self.placement.last_rank
 
     def shape_of(self, microbatch: Microbatch) -> tuple[int, int]:
-        """Of the states that this rank is given and hands on: of all tokens, or of its own where
-        ranks share them.
+        """Return the shape (tokens, hidden) of the states that this rank receives and sends.
+
+        `tokens` counts only this rank's tokens if ranks split them.
         """
         sharing = next(iter(self.networks.values())).sharing
         if self._count_of is None:
@@ -106,11 +107,11 @@ class Pipeline:
     def train(
         self, microbatches: Sequence[Microbatch], loss: Loss, stage_loss: StageLoss | None = None
     ) -> None:
-        """Forward and backward of every micro-batch.
+        """Run the forward and backward pass of every micro-batch.
 
-        `loss` is called on the rank of the last stage, `stage_loss` on each for what a stage itself
-        adds to the loss, such as the balance of its experts. Raises `RunError` where another rank
-        does not do its part within the group's timeout.
+        `loss` is called on the rank of the last stage. `stage_loss` is called on every rank for
+        what a stage itself adds to the loss, such as the load-balancing loss of its experts. Raises
+        `RunError` if another rank does not do its part within the group's timeout.
         """
         actions = plan(self.kind, self.placement, len(microbatches))[self.rank]
         with torch.enable_grad():
@@ -118,9 +119,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Microbatch]) -> list[Outputs] | None:
-        """The outputs of every micro-batch, on the rank of the last stage; None on the others.
+        """Return each micro-batch's outputs on the rank of the last stage; None on the others.
 
-        Raises `RunError` as `train`.
+        Raises `RunError` like `train`.
         """
         outputs: dict[int, Outputs] = {}
 
@@ -135,15 +136,18 @@ class Pipeline:
         return None
 
     def share_outputs(self, outputs: Sequence[Outputs] | None) -> list[Outputs]:
-        """What the rank of the last stage has, on every rank: one broadcast of each output of all
-        micro-batches together.
+        """Return the outputs of the last stage on every rank.
+
+        Each kind of output takes one broadcast, for all micro-batches together.
         """
         if self.group is None:
             return list(outputs or ())
+        # Share shapes and dtypes first, so that the other ranks can allocate buffers.
         given = [] if outputs is None else outputs
         forms = self.share_values(
             [{name: (tuple(x.shape), x.dtype) for name, x in each.items()} for each in given]
         )
+        # Broadcast each output of all micro-batches as one flat tensor.
         found: list[Outputs] = [{} for _ in forms]
         for name in dict.fromkeys(name for form in forms for name in form):
             having = [number for number, form in enumerate(forms) if name in form]
@@ -159,7 +163,7 @@ class Pipeline:
         return found
 
     def share_values(self, values: T) -> T:
-        """Small plain values (statistics, forms) of the rank of the last stage, on every rank."""
+        """Return the last stage's `values`, small plain data such as statistics, on every rank."""
         if self.group is None:
             return values
         box: list[Any] = [values if self.ends else None]
@@ -172,18 +176,18 @@ class Pipeline:
 
 @dataclass
 class _Pass:
-    """What a stage's forward pass leaves for the backward pass."""
+    """Results of a stage's forward pass that its backward pass needs."""
 
-    states: Tensor | None  # that came in, a leaf
-    made: Tensor | None  # [T, hidden]: that went out
+    states: Tensor | None  # [T, hidden]: the stage's input, a leaf
+    made: Tensor | None  # [T, hidden]: the stage's result; None for the last stage
     losses: list[Tensor]
-    groups: list[Group] = field(default_factory=list)  # of weights, once the inputs' half is done
+    groups: list[Group] = field(default_factory=list)  # groups of weights, set by the "I" half
 
 
 class _Run:
-    """One run of a rank's actions.
+    """One execution of a rank's actions.
 
-    Tensors on their way have the key (from stage, to stage, micro-batch).
+    Tensors in transit are stored under the key (source stage, target stage, micro-batch).
     """
 
     def __init__(
@@ -198,10 +202,10 @@ class _Run:
         self._loss = loss
         self._stage_loss = stage_loss
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._made: dict[Ends, Tensor] = {}  # to be sent, or for another stage of this rank
+        self._made: dict[Ends, Tensor] = {}  # to send, or input of another local stage
         self._coming: dict[Ends, tuple[Tensor, dist.Work]] = {}
         self._going: dict[Ends, tuple[Tensor, dist.Work]] = {}
-        # whose gradients a stage has not got yet
+        # Number of backward passes left, by stage.
         self._left = dict.fromkeys(pipeline.networks, len(microbatches))
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -254,7 +258,7 @@ class _Run:
         else:
             loss = self._loss(microbatch, found)
             if training and is_sharded(network) and not loss.requires_grad:
-                loss = connected(loss, found.values())  # other ranks wait for this one's gradients
+                loss = connected(loss, found.values())  # other ranks wait for this rank's gradients
             losses.append(loss)
         if (
             self._stage_loss is not None
@@ -273,16 +277,16 @@ class _Run:
             sync_gradients(network, True)
         if roots:
             torch.autograd.backward(roots, gradients)
-        elif sums:  # no hook has seen it
+        elif sums:  # no backward pass ran, so no hook did
             settle(network, sums=True)
         self._pass_back(stage, microbatch, passed)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
-        """The gradient of what came in; those of the weights wait at the nodes that they enter the
-        graph by.
+        """Compute the gradient of the stage's input, not those of the weights.
 
-        The first stage has no input: its backward pass is whole and comes later. Blocks that are
-        computed again would be so once for each group of weights: theirs is whole and comes now.
+        `_backward_weight` computes the others. The first stage has no input, so its whole backward
+        pass runs later. With recomputation, the whole backward pass runs now: otherwise, the blocks
+        would be recomputed once for each group of weights.
         """
         if stage == 0:
             return
@@ -307,8 +311,9 @@ class _Run:
             half_of_weights(self._pipeline.networks[stage], groups, sums=self._sums(stage))
 
     def _sums(self, stage: int) -> bool:
-        """Whether the pass that begins sums the stage's gradients over the ranks: its last one does
-        in any case.
+        """Count a backward pass; return True if it sums the stage's gradients over the ranks.
+
+        A stage's last backward pass always does.
         """
         self._left[stage] -= 1
         return self._left[stage] == 0 or not self._pipeline.sums_once
@@ -316,12 +321,12 @@ class _Run:
     def _roots(
         self, stage: int, microbatch: int, passed: _Pass
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where a backward pass begins, and with which gradients."""
+        """Return the tensors at which a backward pass starts, and their gradients."""
         roots: list[Tensor] = [loss for loss in passed.losses if loss.requires_grad]
         gradients: list[Tensor | None] = [None] * len(roots)
         if passed.made is not None:
             gradient = self._take((stage + 1, stage, microbatch))
-            # its gradient is back, so it has been received
+            # Its gradient is back, so the states were received.
             self._sent((stage, stage + 1, microbatch))
             if passed.made.requires_grad:
                 roots.append(passed.made)
@@ -331,7 +336,7 @@ class _Run:
     def _pass_back(self, stage: int, microbatch: int, passed: _Pass) -> None:
         if passed.states is not None:
             gradient = passed.states.grad
-            if gradient is None:  # nothing of this micro-batch is trained
+            if gradient is None:  # no token of this micro-batch is trained
                 gradient = torch.zeros_like(passed.states)
             self._made[stage, stage - 1, microbatch] = gradient.contiguous()
 
@@ -340,6 +345,7 @@ class _Run:
     def _message(self, message: Message) -> None:
         pipeline = self._pipeline
         ends = (message.source, message.target, message.microbatch)
+        # A tag per micro-batch, source stage and direction.
         tag = 2 * (message.microbatch * pipeline.placement.num_stages + message.source)
         tag += message.target > message.source
         try:
@@ -360,7 +366,7 @@ class _Run:
         (self._going if message.way == "SEND" else self._coming)[ends] = tensor, work
 
     def _take(self, ends: Ends) -> Tensor:
-        """What another stage made, once it is here."""
+        """Wait for another stage's result and return it."""
         if ends not in self._coming:
             return self._made.pop(ends)
         tensor, work = self._coming.pop(ends)
@@ -371,7 +377,7 @@ class _Run:
         return tensor
 
     def _sent(self, ends: Ends) -> None:
-        """Give back what was sent, once it is received."""
+        """Wait until a sent tensor is received, then release it."""
         if ends in self._going:
             _, work = self._going.pop(ends)
             try:
@@ -394,8 +400,9 @@ class _Run:
 
 
 def _lender(first: Transformer | None, last: Transformer | None) -> Transformer | None:
-    """The first stage, where it is here together with the last one, which reads its matrix (tied
-    embeddings).
+    """Return the first stage if the last stage, on the same rank, reads its embedding matrix.
+
+    Returns None if the two stages are not both here or the embeddings are not tied.
     """
     if first is None or last is None or first is last or "embed" not in dict(last.named_children()):
         return None
@@ -403,9 +410,7 @@ def _lender(first: Transformer | None, last: Transformer | None) -> Transformer 
 
 
 def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
-    """The embeddings of the first and the last stage among these, where they are copies of one
-    matrix.
-    """
+    """Return the trained embeddings of the first and last stage that are copies of one matrix."""
     found = [
         network.embed.weight
         for network in networks.values()
@@ -417,10 +422,10 @@ def tied_copies(networks: Mapping[int, Transformer]) -> list[nn.Parameter]:
 def sum_tied_gradients(
     copies: Sequence[nn.Parameter], group: ProcessGroup | None, device: torch.device
 ) -> None:
-    """Give each copy the sum of all copies' gradients.
+    """Set the gradient of each copy to the sum of all copies' gradients.
 
-    Both ends of the pipeline call it after the backward passes, with the `group` of the two's
-    devices; None where one rank holds both.
+    Both ends of the pipeline must call this after the backward passes. `group` joins the devices of
+    the two ranks; None if one rank holds both stages.
     """
     if not copies:
         return

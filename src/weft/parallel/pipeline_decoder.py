@@ -1,25 +1,27 @@
-"""The stages of a rank of a pipeline as a decoder, so that a generator on every rank generates with
-the whole network.
+"""Decoder for a pipeline rank: generators on all ranks generate together with the whole network.
 
-    with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:      # on rank 0 of both groups
-        with open_generator(decoder, spec, ..., budget=budget, settle=decoder.settle) as generator: ...
+    # on rank 0 of both groups:
+    with StagedDecoder(network, {0: network}, placement, group, host_group) as decoder:
+        with open_generator(decoder, ..., settle=decoder.settle) as generator: ...
 
-The generators of all ranks are given the same requests and the same budget, and so plan the same
-steps; each rank keeps the keys and values of its own blocks. A pass sends its states [T, hidden] on
-to the rank of the next stage; that of the last stage draws the tokens and sends them with their
-log-probs to all others, never the logits. Tokens are host values and have a group of their own
-(gloo): NCCL keeps all messages of two ranks in one order, and here states and tokens cross.
+The generators of all ranks get the same requests and the same budget, so they plan the same steps.
+Each rank caches the keys and values of its own blocks. In a forward pass, each stage sends its
+states [T, hidden] to the rank of the next stage. The rank of the last stage draws the tokens and
+sends them with their log-probs to all others; logits are never sent. Tokens are on the host and use
+a separate gloo group: NCCL keeps all messages of two ranks in one order, and here states and tokens
+cross.
 
-What overlaps: nothing is waited for when it is sent. One generator alone waits at the end of each
-step for the last rank, so one rank works at a time. Several that take turns
-(`weft.engine.generation.turns`), as many as there are ranks, keep all of them at work: while one's
-tokens are on their way the ranks compute the others. A prompt is computed by one rank after the
-other like a decode step. Decode steps are computed one at a time and not captured as CUDA graphs.
+Sends are not waited for. A single generator waits for the last rank at the end of each step, so
+only one rank works at a time. With as many generators taking turns as there are ranks
+(`weft.engine.generation.turns`), all ranks are busy: while the tokens of one generator are on their
+way, the ranks compute the others. Prefills pass from rank to rank like decode steps. Decode steps
+are computed one at a time and are not captured as CUDA graphs.
 
-Where a rank holds several stages, a decode step comes by that often. Its first stage is computed at
-once and the others put off (`catch_up`), so that all turns begin before the first goes on: stage by
-stage, each time in the order in which they began, which is the same on every rank. A step that
-computes prompts, whose keys are copied right after, puts nothing off.
+If a rank holds several stages, a decode step visits it once for each. Its first stage is computed
+at once and the others are deferred (`catch_up`), so that the steps of all turns start before the
+first continues. Deferred stages run stage by stage, in the order in which the steps began, which is
+the same on all ranks. A step with prefills defers nothing, because its keys are copied right
+afterwards.
 """
 
 from __future__ import annotations
@@ -46,20 +48,20 @@ Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], "list[tuple[int, .
 
 @dataclass
 class _Step:
-    """A pass over `x` with stages to come on this rank; `made` is filled by the network's last one."""
+    """A forward pass over `x` with stages left on this rank; the last stage fills `made`."""
 
     x: Packed
     left: deque[int]
     made: Tensor
-    states: Tensor | None = None  # for the next stage, where the one before is here too
+    states: Tensor | None = None  # input of the next stage, if this rank made it
     then: Callable[[], None] | None = None
 
 
 class StagedDecoder:
-    """What a generator needs of a network (`weft.engine.generation.decoder.Decoder`); `config`
-    counts the blocks held here.
+    """Implements `weft.engine.generation.decoder.Decoder` for the stages of a pipeline rank.
 
-    As a context it ends once the other ranks have all that was sent.
+    `config` counts only this rank's blocks. On exit, the context waits until the other ranks have
+    received everything that was sent.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class StagedDecoder:
         host_group: ProcessGroup,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`stages` are those of `network`, by number.
+        """Create the decoder of a rank whose `network` consists of `stages`, by number.
 
         `dtype` is that of the states, by default the parameters'.
         """
@@ -89,11 +91,11 @@ class StagedDecoder:
         self._placement = placement
         self._last = placement.last_rank
         self._dtype = dtype or parameter.dtype
-        # with the rank that it was sent to
+        # Unfinished sends: (target rank, tensor, work).
         self._going: deque[tuple[int, Tensor, dist.Work]] = deque()
         self._num_sent = 0
-        self._put_off: deque[_Step] = deque()  # those that began first come first
-        self._newest: _Step | None = None  # the last pass, where some of it is put off
+        self._put_off: deque[_Step] = deque()  # in the order in which they began
+        self._newest: _Step | None = None  # the last pass, if it has deferred stages
         assert tuple(self._stages) == placement.stages_of(self._rank), (
             "the placement's stages of this rank"
         )
@@ -121,7 +123,7 @@ class StagedDecoder:
 
     @property
     def reads_pages(self) -> bool:
-        """No: steps over pages are captured as graphs, and nothing is sent in a graph."""
+        """False: decoding over pages is captured as CUDA graphs, which cannot contain sends."""
         return False
 
     @property
@@ -138,9 +140,10 @@ class StagedDecoder:
         return self.network.train(mode)
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """As `Transformer.hidden` on the last rank; on the others as many rows of nothing.
+        """Return `Transformer.hidden` on the last rank; on the others, a tensor [rows, 0].
 
-        Without `rows` what several stages make is there once they have caught up.
+        Without `rows` and with several stages on this rank, the result is filled only by
+        `catch_up`.
         """
         at_once = rows is not None or len(self._stages) == 1
         if at_once:
@@ -165,7 +168,7 @@ class StagedDecoder:
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Compute the stages that were put off."""
+        """Compute the deferred stages."""
         while self._put_off:
             step = self._put_off.popleft()
             self._compute(step)
@@ -175,7 +178,7 @@ class StagedDecoder:
                 step.then()
 
     def _compute(self, step: _Step, rows: Tensor | None = None) -> None:
-        """The next stage of a pass."""
+        """Compute the next stage of a forward pass."""
         stage = step.left.popleft()
         network = self._stages[stage]
         states = step.states
@@ -195,7 +198,7 @@ class StagedDecoder:
             self._send(made.contiguous(), peer, self._group)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """On the last rank alone."""
+        """Return the logits of the next tokens; only on the last rank."""
         return self.network.next_token_logits(hidden_rows, wide)
 
     @property
@@ -203,8 +206,10 @@ class StagedDecoder:
         return self.network.output_matrix
 
     def settle(self, draw: Callable[[], Drawn], rows: int) -> Callable[[], Drawn]:
-        """The last rank draws once its last stage is computed, and sends what it drew; the others
-        wait for it when they are asked for it.
+        """Return a function that returns the tokens drawn in this step, on every rank.
+
+        The last rank draws as soon as its last stage is computed, and sends the tokens. The other
+        ranks wait for them when the returned function is called.
         """
         step = self._newest
         self._newest = None
@@ -230,13 +235,13 @@ class StagedDecoder:
 
         def taken() -> Drawn:
             self._reach(step)
-            self._received(counts[0])  # the others take it at the same point of their turns
+            self._received(counts[0])  # the other ranks receive at the same point
             return drawn[0]
 
         return taken
 
     def _drawn(self, rows: int, sent: int, step: _Step | None) -> Drawn:
-        """What the last rank drew, from the first `sent` states of this one."""
+        """Receive the last rank's tokens, and release this rank's first `sent` tensors."""
         self._reach(step)
         first = torch.empty(3, rows, dtype=torch.float64)
         self._receive(first, self._last, "tokens", self._host)
@@ -247,7 +252,7 @@ class StagedDecoder:
         return unpacked_tokens(first, ids)
 
     def _reach(self, step: _Step | None) -> None:
-        """Compute all that was put off, where some of this step was."""
+        """Compute all deferred stages if this step has any."""
         if step is not None and step.left:
             self.catch_up()
 
@@ -263,7 +268,7 @@ class StagedDecoder:
         self._num_sent += 1
 
     def _received(self, sent: int) -> None:
-        """Give back the memory of the first `sent` tensors that were sent, once they are received."""
+        """Wait until the first `sent` sent tensors are received, and release their memory."""
         while len(self._going) > self._num_sent - sent:
             peer, _, work = self._going.popleft()
             try:
@@ -288,8 +293,10 @@ class StagedDecoder:
 
 
 def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """(float64 [3, rows]: token, log-prob, how many ids a limit keeps or -1 where these are not
-    recorded; int64: those ids).
+    """Pack drawn tokens into two tensors for sending; the inverse of `unpacked_tokens`.
+
+    The first is float64 [3, rows]: token, log-prob, and the number of ids that a limit such as
+    top-k keeps (-1 if they are not recorded). The second is int64 with those ids, row after row.
     """
     tokens, logprobs, supports = drawn
     if supports is None:
@@ -302,12 +309,12 @@ def packed_tokens(drawn: Drawn) -> tuple[Tensor, Tensor]:
 
 
 def num_ids(first: Tensor) -> int:
-    """How many ids the second of what `packed_tokens` makes holds, from the first."""
+    """Return the size of the second tensor of `packed_tokens`, given the first."""
     return int(first[2].clip(0).sum())
 
 
 def unpacked_tokens(first: Tensor, ids: Tensor) -> Drawn:
-    """What `packed_tokens` was given."""
+    """Return the drawn tokens that `packed_tokens` packed."""
     tokens, logprobs, counts = first.numpy()
     supports = None
     if len(tokens) and counts[0] >= 0:

@@ -1,16 +1,16 @@
-"""In which order the ranks of a pipeline compute and send: plain data, made without a process
-group.
+"""Pipeline schedules: the order in which ranks compute and send, as plain data.
 
     placement = placement_of("1f1b", ranks=4)
     actions = plan("1f1b", placement, num_microbatches=8)        # [rank][...]: Compute and Message
 
-A stage is a run of a network's blocks, S of them; a rank holds one, or several. `Compute("F", s,
-m)` is the forward pass of micro-batch m through stage s, "B" its backward pass; "I" and "W" are the
-two halves of that, for the states that came in and for the weights.
+No process group is needed. A stage is a run of consecutive blocks of the network. There are S
+stages, and a rank holds one or several. `Compute("F", s, m)` is the forward pass of micro-batch m
+through stage s, and "B" its backward pass. "I" and "W" are the two halves of a backward pass: "I"
+computes the gradient of the stage's input, "W" those of its weights.
 
 GPipe (Huang et al. 2019, arXiv:1811.06965) and 1F1B (Narayanan et al. 2019, "PipeDream") are
 written here. Interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473), the zero-bubble schedule
-ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362) are the tables of
+ZB1P and ZBV (Qi et al. 2023, arXiv:2401.10241; 2024, arXiv:2405.15362) come from the tables of
 `torch.distributed.pipelining`.
 """
 
@@ -27,10 +27,10 @@ from weft.placement import Placement
 
 Kind = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "interleaved_zero_bubble", "zbv"]
 Half = Literal["F", "B", "I", "W"]
-# Stages that a rank holds, where a kind leaves no choice; the interleaved ones have two unless more
-# are asked for.
+# Fixed number of stages per rank, by kind. Interleaved kinds have 2 by default, or any larger
+# number.
 STAGES_A_RANK: dict[Kind, int] = {"gpipe": 1, "1f1b": 1, "zero_bubble": 1, "zbv": 2}
-# kinds whose backward passes are halved
+# Kinds whose backward passes are split into "I" and "W".
 HALVES: tuple[Kind, ...] = ("zero_bubble", "interleaved_zero_bubble", "zbv")
 TABLES: dict[Kind, str] = {
     "interleaved_1f1b": "ScheduleInterleaved1F1B",
@@ -49,8 +49,9 @@ class Compute:
 
 @dataclass(frozen=True)
 class Message:
-    """What stage `source` made of a micro-batch goes to the stage after it (states) or before it
-    (their gradient).
+    """Transfer of stage `source`'s result for a micro-batch to the neighbouring stage `target`.
+
+    The next stage gets the states; the previous stage gets their gradient.
     """
 
     way: Literal["SEND", "RECV"]
@@ -64,8 +65,11 @@ Order = Sequence[Sequence[Compute]]  # by rank
 
 
 def placement_of(kind: Kind, ranks: int, stages_a_rank: int | None = None) -> Placement:
-    """Where the stages of a pipeline lie: one a rank, or as many as are asked for, where the kind
-    takes them; two unless said. Raises `ConfigError`.
+    """Return the placement of the pipeline's stages on its ranks.
+
+    Interleaved kinds have `stages_a_rank` stages per rank (default 2); for the other kinds, the
+    number is fixed (`STAGES_A_RANK`). Raises `ConfigError` for an unknown kind or an impossible
+    number.
     """
     if kind not in get_args(Kind):
         raise ConfigError(
@@ -95,15 +99,18 @@ def _stages(count: int) -> str:
 def plan(
     kind: Kind, placement: Placement, num_microbatches: int, *, forward_only: bool = False
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does, in order. `forward_only`: the forward half, for inference."""
+    """Return the actions of each rank, in order.
+
+    With `forward_only`, for inference, the plan has forward passes only.
+    """
     order = order_of(kind, placement, num_microbatches)
-    if forward_only:  # less to wait for leaves a possible order possible
+    if forward_only:  # with fewer dependencies, the order can still be run
         order = [[action for action in own if action.half == "F"] for own in order]
     return tuple(map(tuple, with_messages(order, placement)))
 
 
 def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
-    """What each rank computes, in order."""
+    """Return the computations of each rank, in order."""
     match kind:
         case "gpipe":
             return [_gpipe(rank, num_microbatches) for rank in range(placement.ranks)]
@@ -116,14 +123,15 @@ def order_of(kind: Kind, placement: Placement, num_microbatches: int) -> Order:
 
 
 def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
-    """The order with what has to be sent: SEND right after what makes a tensor, RECV at that moment
-    in the list of the rank that needs it.
+    """Return the order with a SEND after each computation whose result another rank needs.
 
-    The moments are those of a run in which every rank computes one action at a time and begins it
-    once its inputs are made. So all lists agree with one order of events in which a SEND and its
-    RECV are one event: no two ranks wait for each other, even where a send ends only when it is
-    received (a rendezvous), and between two ranks messages keep one order, which NCCL needs. Raises
-    `ValueError` for an order that cannot be run.
+    The matching RECV is at the same moment in the receiving rank's list. The moments are those of a
+    simulated run in which every rank computes one action at a time, and begins it once its inputs
+    exist. All lists therefore agree with one global order of events in which a SEND and its RECV
+    are one event. So no two ranks wait for each other, even if a send returns only once it is
+    received (rendezvous), and messages between two ranks keep one order, which NCCL needs.
+
+    Raises `ValueError` for an order that cannot be run.
     """
     lists: list[list[Action]] = [[] for _ in order]
     left = [list(reversed(own)) for own in order]
@@ -152,7 +160,7 @@ def with_messages(order: Order, placement: Placement) -> list[list[Action]]:
 
 
 def _target(action: Compute, placement: Placement) -> int | None:
-    """The stage that goes on with what an action makes; None where there is none."""
+    """Return the stage that receives an action's result; None if there is none."""
     if action.half == "W":
         return None
     target = action.stage + (1 if action.half == "F" else -1)
@@ -160,9 +168,10 @@ def _target(action: Compute, placement: Placement) -> int | None:
 
 
 def _needs(action: Compute, placement: Placement) -> Iterator[Compute]:
-    """What must be done before an action.
+    """Iterate over the computations that must precede an action.
 
-    Of a backward pass either form: only one of them is in an order.
+    A backward pass needs the same form ("B" or "I") of the next stage: an order has only one of
+    them.
     """
     stage = action.stage
     microbatch = action.microbatch
@@ -185,7 +194,7 @@ def _gpipe(rank: int, count: int) -> list[Compute]:
 
 
 def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
-    """As many forward passes as there are ranks after this one; then one of each in turn."""
+    """Run one forward pass per later rank, then alternate forward and backward passes."""
     ahead = min(count, ranks - 1 - rank)
     order = [Compute("F", rank, m) for m in range(ahead)]
     for m in range(count - ahead):
@@ -194,15 +203,17 @@ def _1f1b(rank: int, ranks: int, count: int) -> list[Compute]:
 
 
 def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
-    """The order of a schedule of torch, made from stand-ins for its stages.
+    """Return the order of one of torch's schedules, generated with stand-ins for its stages.
 
-    Its interleaved tables take some numbers of micro-batches alone. Here they are made for the next
-    number that they take, and the micro-batches beyond `count` left out: what is left waits for
-    nothing that is gone.
+    torch's interleaved tables accept only some numbers of micro-batches. The table is generated for
+    the next accepted number, and the micro-batches beyond `count` are left out; the others do not
+    depend on them.
     """
+    # Round up to a number of micro-batches that torch's table accepts.
     rounded = count
     while kind != "zbv" and rounded % max(1, rounded // placement.ranks):
         rounded += 1
+    # Build the table from stand-ins with the attributes that it reads.
     stages = [
         SimpleNamespace(
             group_size=placement.ranks,
@@ -219,6 +230,7 @@ def _from_table(kind: Kind, placement: Placement, count: int) -> Order:
     from torch.distributed.pipelining import schedules
 
     table = getattr(schedules, TABLES[kind])(stages, rounded, loss_fn=_unused).pipeline_order
+    # Convert it, and drop the extra micro-batches.
     return [
         [
             Compute(

@@ -1,9 +1,10 @@
-"""Networks whose parameters are sharded over data-parallel ranks by FSDP2, and this rank's own rows
-of them as plain tensors.
+"""Sharding of a network's parameters over data-parallel ranks by FSDP2.
 
-shard([network], rank_mesh, device, dtype)     # by block, then the rest; may be on the meta device still
-shards = Shards(network)                       # after memory was given
-shards.stored["blocks.0.mlp.down.weight"]      # the rows that this rank holds: what an optimizer is given
+    shard([network], rank_mesh, device, dtype)     # the network can be on the meta device
+    shards = Shards(network)                       # after memory was allocated
+    shards.stored["blocks.0.mlp.down.weight"]      # this rank's rows, for the optimizer
+
+Each block of a network is sharded separately, then the network's other parameters.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ def shard(
     *,
     reshard: bool = True,
 ) -> None:
-    """Give each rank its rows of every parameter: of each of a network's blocks and of what is left
-    of it. A parameter of several networks is sharded with the first of them, which lends it to the
-    others. Where ranks hold some experts each, those that hold the same share them. Gradients are
-    sums over the ranks, in float32 at least; `dtype` is what is computed in. Without `reshard`
-    whole parameters stay from the forward to the backward pass: more memory, half the traffic.
+    """Shard the networks' parameters by rows: each block of a network, then its other parameters.
+
+    A parameter that several networks share is sharded with the first of them. With expert
+    parallelism, experts are sharded over the ranks that hold the same experts. Gradients are summed
+    over the ranks, in float32 at least; `dtype` is the dtype of computations. Without `reshard`,
+    whole parameters are kept from the forward to the backward pass, which takes more memory and
+    half the communication.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     policy = MixedPrecisionPolicy(
@@ -54,6 +57,7 @@ def shard(
         lent: set[nn.Parameter] = {
             parameter for parameter in network.parameters() if isinstance(parameter, DTensor)
         }
+        # FSDP2 wants inner modules first: experts, then blocks, then the rest of the network.
         if apart is not None:
             stacks = [module.experts for module in network.modules() if isinstance(module, MoE)]
             parts += [(list(experts.values()), apart) for experts in stacks]
@@ -66,14 +70,17 @@ def shard(
                 reshard_after_forward=reshard,
                 ignored_params=lent,
             )
+            # Sum gradients over the ranks instead of averaging them.
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
 
 
 class Shards:
-    """`stored`: canonical name -> this rank's rows, parameters of their own in the same memory;
-    names of which it has none are left out. Gradients arrive at the network's parameters, and
-    `take_gradients` hands them over.
+    """This rank's rows of a sharded network's parameters, as plain parameters.
+
+    `stored` maps canonical names to parameters that share memory with the network's shards; names
+    of which this rank has no rows are left out. Gradients arrive at the network's parameters, and
+    `take_gradients` moves them to `stored`.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -93,23 +100,24 @@ class Shards:
                 self.stored[name] = StoredParameter(part.name, own, slice(low, high))
 
     def take_gradients(self) -> None:
-        """Give every parameter of `stored` the gradient of its rows."""
+        """Move the gradients of the network's parameters to the parameters in `stored`."""
         for sharded, own in self._pairs.values():
             own.grad = None if sharded.grad is None else _local(sharded.grad)
             sharded.grad = None
 
     def rows_of(self, sharded: nn.Parameter) -> nn.Parameter:
-        """This rank's rows, maybe none, of a parameter of the network."""
+        """Return this rank's rows of a parameter of the network; there may be none."""
         return self._pairs[id(sharded)][1]
 
     def gradient_of(self, sharded: Tensor) -> Tensor:
-        """That of this rank's rows."""
+        """Return the gradient of this rank's rows of a parameter."""
         assert sharded.grad is not None
         return _local(sharded.grad)
 
     def reshard(self) -> None:
-        """Free whole parameters that a pass without a backward pass has left gathered; other values
-        may come next.
+        """Free whole parameters that a forward pass without a backward pass left gathered.
+
+        Call this before the parameters' values change.
         """
         for module in self._network.modules():
             if isinstance(module, FSDPModule):
@@ -123,10 +131,10 @@ class Shards:
 
 
 def _find_rows(module: FSDPModule) -> None:
-    """Tell FSDP2 where parameters lie now.
+    """Make FSDP2 look up the memory of its parameters again.
 
-    A network that was lent one has given it memory after FSDP2 looked, which would then take other
-    memory for uneven rows at the first pass.
+    A network that borrows a parameter can allocate its memory after FSDP2's first look. Without
+    this call, FSDP2 would then allocate other memory for uneven rows at the first pass.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -139,8 +147,9 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _rows(sharded: Tensor) -> tuple[int, int]:
-    """(first, number) of the rows of a sharded parameter that this rank holds: chunks of one size
-    but the last.
+    """Return (first row, number of rows) of this rank's part of a sharded parameter.
+
+    All ranks have chunks of one size, except at the end.
     """
     assert isinstance(sharded, DTensor)
     place = sharded.device_mesh.get_coordinate()
@@ -151,8 +160,10 @@ def _rows(sharded: Tensor) -> tuple[int, int]:
 
 
 def gather(network: nn.Module, into: nn.Module, experts: ProcessGroup | None) -> None:
-    """Copy the whole parameters of a sharded network, or of one whose ranks hold some of the
-    `experts` each, into one of the same form that has them all. Every rank calls it.
+    """Copy the whole parameters of a split network to `into`, a network of the same form.
+
+    The network may be sharded, and each rank of the group `experts` may hold only some of the
+    experts. All ranks must call this.
     """
     with torch.no_grad():
         for (name, held), (other, whole) in zip(
@@ -174,24 +185,26 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def sync_gradients(network: nn.Module, on: bool) -> None:
-    """Whether the next backward pass sums gradients over the ranks, or adds to those that are not
-    yet summed. Nothing where the network is not sharded.
+    """Set whether the next backward pass sums gradients over the ranks or accumulates them locally.
+
+    Does nothing if the network is not sharded.
     """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(on)
 
 
 def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Module]:
-    """The parts of a sharded network, one after the other, each with whole parameters while it is
-    at hand: for the second half of a backward pass, which FSDP2's hooks do not see. Then its
-    gradients are kept, with `sums` summed over the ranks, and the whole parameters freed. A network
-    that is not sharded is one part, with nothing to be done.
+    """Iterate over the parts of a sharded network, each with whole parameters during its iteration.
+
+    Used for the second half of a backward pass, which FSDP2's hooks do not see. After each part,
+    its gradients are accumulated (with `sums`, summed over the ranks) and its whole parameters
+    freed. A network that is not sharded is a single part, and nothing else is done.
     """
     if not isinstance(network, FSDPModule):
         yield network
         return
     for part, modules in _parts(network):
-        for module in modules:  # hooks that a half does run leave the part as it is
+        for module in modules:  # hooks that do run in this half must not reshard or sum
             _after_backward(module, reshards=False, sums=False)
             module.unshard()
         yield part
@@ -200,8 +213,10 @@ def with_whole_parameters(network: nn.Module, *, sums: bool) -> Iterator[nn.Modu
 
 
 def settle(network: nn.Module, *, sums: bool) -> None:
-    """After a backward pass of a sharded network that hooks have not seen: keep its gradients or,
-    with `sums`, sum all that are kept over the ranks; free whole parameters.
+    """Finish a backward pass of a sharded network that FSDP2's hooks did not see.
+
+    Accumulates its gradients (with `sums`, sums all accumulated ones over the ranks), and frees
+    whole parameters.
     """
     if isinstance(network, FSDPModule):
         for _, modules in _parts(network):
@@ -210,14 +225,15 @@ def settle(network: nn.Module, *, sums: bool) -> None:
 
 
 def make_whole(network: nn.Module) -> None:
-    """What a sharded network has beside its blocks."""
+    """Gather the whole parameters of a sharded network, except those of its blocks."""
     if isinstance(network, FSDPModule):
         network.unshard()
 
 
 def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
-    """The blocks, last first, and the rest, as a backward pass comes by; with the modules whose
-    parameters are each's.
+    """Iterate over the parts of a network, each with the FSDP modules that have its parameters.
+
+    The parts are in the order of a backward pass: the blocks, last first, then the rest.
     """
     assert isinstance(network, Transformer)
     for part in (*reversed(network.blocks), network):
@@ -228,7 +244,7 @@ def _parts(network: nn.Module) -> Iterator[tuple[nn.Module, list[FSDPModule]]]:
 def _settle(modules: Sequence[FSDPModule], *, sums: bool) -> None:
     for module in reversed(modules):
         _after_backward(module, reshards=True, sums=sums)
-        # as `torch.distributed.pipelining.stage` does
+        # The same call as in `torch.distributed.pipelining.stage`.
         for group in module._get_fsdp_state()._fsdp_param_groups:
             group.post_backward()
 

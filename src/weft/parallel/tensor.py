@@ -1,17 +1,18 @@
-"""Tensor parallelism: ranks whose networks hold a part of the heads, of the MLPs' width and of the
-vocabulary compute as one.
+"""Tensor parallelism: the ranks of a group split the heads, the MLPs' width and the vocabulary.
 
-    narrow = Transformer(config.narrowed(t, rank))           # its parameters: `weft.topology.tensor_slice`
+    narrow = Transformer(config.narrowed(t, rank))  # parameters: `weft.topology.tensor_slice`
     join(narrow, config, group, shares_rows=True)
-    narrow(packed, want)                                     # on every rank the outputs of the whole network
-    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)  # after the backward passes of a step
+    narrow(packed, want)                            # every rank gets the whole network's outputs
+    # after the backward passes of a step:
+    sum_gradients(canonical(narrow), config, group, device, shares_rows=True)
 
-Hidden states enter attention and MLP whole, and their gradients are summed there; what leaves is
-summed (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). With sequence parallelism
-(Korthikanti et al. 2022, "Reducing activation recomputation", arXiv:2205.05198, section 4.2.2) the
-ranks share the rows: each has its own ones of the states between attention and MLP, which are
-gathered on entering, and the sum that leaves is scattered. As many bytes are sent, for an
-all-reduce is these two one after the other. Generation has whole states.
+Attention and MLP get the whole hidden states, whose gradients are summed over the ranks, and their
+results are summed over the ranks (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3).
+With sequence parallelism (`shares_rows`; Korthikanti et al. 2022, "Reducing activation
+recomputation", arXiv:2205.05198, section 4.2.2), the ranks also split the rows between attention
+and MLP: rows are gathered before each of them, and the sum is scattered after it. The communication
+volume is the same, because an all-reduce is a reduce-scatter followed by an all-gather. Generation
+uses whole states.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from weft.parallel.collectives import RowParts, summed, summed_backward, summed_
 from weft.parallel.vocabulary import GroupSplit
 from weft.topology import heads_of, vocabulary_of
 
-# Parameters that every rank holds whole but uses for its own part alone, so that it sees a part of
-# their gradient.
+# Parameters that every rank holds whole but uses only for its own heads or width, so each rank has
+# only a part of their gradient.
 PARTIAL = (
     r"blocks\.\d+\.(attention\.([qkv]\.lora_a|o\.lora_b|[qk]_norm\.weight)"
     r"|mlp\.(router\.weight|.*(gate|up)\.lora_a|.*down\.lora_b))"
 )
-# Those of what is computed between attention and MLP: where the ranks share its rows each sees a
-# part of these gradients too.
+# Parameters used between attention and MLP. With sequence parallelism, each rank has only a part of
+# these gradients too.
 BETWEEN = (
     r"(positions|embed_in|embed_out|score)\.weight|norm\.(weight|bias)"
     r"|blocks\.\d+\.(norm[12](_post)?\.(weight|bias)|(attention\.o|mlp\.down)\.bias)"
 )
-# Of heads that several ranks hold, where there are few; with the norm over all keys, where there is
-# one.
+# Parameters of key and value heads, which several ranks hold if there are fewer heads than ranks.
+# COPIED_NORM adds the norm over all keys.
 COPIED = r"blocks\.\d+\.attention\.([kv]\.(weight|bias|lora_b)|prefix\.[kv])"
 COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 
@@ -59,8 +60,10 @@ COPIED_NORM = rf"{COPIED}|blocks\.\d+\.attention\.k_norm\.weight"
 def join(
     network: Transformer, config: TransformerConfig, group: ProcessGroup, *, shares_rows: bool
 ) -> None:
-    """Make the rank's part of a network one with the other ranks' parts; `config` is that of the
-    whole. With `shares_rows` each rank has a part of the rows between attention and MLP.
+    """Connect this rank's part of a network to those of the other ranks of `group`.
+
+    `config` is that of the whole network. With `shares_rows`, the ranks also split the rows between
+    attention and MLP (sequence parallelism).
     """
     rank = group.rank()
     size = group.size()
@@ -80,9 +83,7 @@ def join(
 
 @dataclass(frozen=True)
 class Stretches:
-    """Implements `weft.models.network.shared_rows.RowSharing`: consecutive tokens of a pack for
-    each rank of the group.
-    """
+    """Implements `weft.models.network.shared_rows.RowSharing` with consecutive tokens per rank."""
 
     group: ProcessGroup
 
@@ -124,7 +125,7 @@ def _join_block(block: Block, config: TransformerConfig, group: ProcessGroup) ->
 
 
 def _number(layer: Linear, channel: int) -> None:
-    """Say which of the whole layer's inputs is the first here: what an adapter drops goes by it."""
+    """Set the index of the layer's first input in the whole layer, which adapter dropout needs."""
     for adapter in lora.adapters_of(layer):
         adapter.channel = channel
 
@@ -137,10 +138,12 @@ def sum_gradients(
     *,
     shares_rows: bool,
 ) -> None:
-    """Complete the gradients of parameters of which each rank sees a part; `stored` by canonical
-    name. Every rank of the group, which joins the ranks' devices, calls it; gradients may lie
-    elsewhere.
+    """Sum the gradients of the parameters whose gradient each rank has only in part.
+
+    `stored` maps canonical names to parameters. All ranks of `group` must call this. The group
+    communicates through `device`; the gradients may be on another device.
     """
+    # Sum the gradients of parameters that all ranks use in part.
     parts = _partial(stored, config)
     if shares_rows:
         parts += [part for name, part in stored.items() if re.fullmatch(BETWEEN, name)]
@@ -149,6 +152,7 @@ def sum_gradients(
         flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
         dist.all_reduce(flat, group=group)
         put_back(flat, gradients)
+    # Sum those of key and value heads over the ranks that hold the same head.
     copies = group.size() // config.num_kv_heads
     if copies > 1:
         _sum_copies(
@@ -174,7 +178,7 @@ def _sum_copies(
     copies: int,
     device: torch.device,
 ) -> None:
-    """Heads of keys and values that `copies` consecutive ranks hold: each adds what the others see."""
+    """Sum gradients of key and value heads over the `copies` consecutive ranks that hold each."""
     held = [part.grad for name, part in stored.items() if re.fullmatch(pattern, name)]
     gradients = [gradient for gradient in held if gradient is not None]
     if not gradients:
@@ -187,7 +191,7 @@ def _sum_copies(
 
 
 def put_back(flat: Tensor, gradients: Sequence[Tensor]) -> None:
-    """Write the values that were laid end to end back to where they came from."""
+    """Split `flat` and copy its values to `gradients`, which were concatenated in this order."""
     sizes = [gradient.numel() for gradient in gradients]
     for gradient, values in zip(gradients, flat.split(sizes), strict=True):
         gradient.copy_(values.view_as(gradient))

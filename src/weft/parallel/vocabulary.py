@@ -1,8 +1,7 @@
-"""The softmax over a vocabulary of which each rank holds consecutive ids: what ranks tell each
-other of their own logits.
+"""Softmax over a vocabulary split over ranks, each with consecutive ids.
 
-Per row the log of the sum of exponentials, the label's logit, the best id or ids; the logits
-themselves where tokens are drawn.
+Ranks exchange, per row, the log of the sum of exponentials, the label's logit and the best ids. The
+logits themselves are exchanged only for sampling.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class GroupSplit:
         return total(own, self.group)
 
     def argmax(self, values: Tensor, ids: Tensor) -> Tensor:
-        # of equal ones the first rank's
+        # On ties, argmax takes the first rank.
         best = self.every(values[:, None]).argmax(dim=1, keepdim=True)
         return self.every(ids[:, None]).gather(1, best)[:, 0]
 
     def gather(self, own: Tensor) -> Tensor:
-        """[R, own ids] -> [R, all ids], the same bits on every rank."""
+        """Return all logits [R, all ids], given [R, own ids]; bit-identical on all ranks."""
         ranks = [
             vocabulary_of(self.size, self.group.size(), rank) for rank in range(self.group.size())
         ]

@@ -1,3 +1,1 @@
-"""The kernels of a CPU that torch lacks, in C++: compiled by the machine's own compiler when they
-are first needed.
-"""
+"""CPU kernels that torch lacks, in C++; the machine's own compiler builds them at the first use."""

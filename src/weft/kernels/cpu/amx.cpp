@@ -1,4 +1,4 @@
-// Leave to use the tiles of Intel's AMX, which a process asks the system for.
+// Permission to use Intel's AMX tiles, which a process must request from the operating system.
 #include "amx.h"
 
 #ifdef WEFT_AMX
@@ -18,7 +18,7 @@ bool amx::ready() {
 }
 #endif
 
-// Whether products are computed in the processor's tiles from now on: not where it has none, and where they are not `wanted`.
+// Turns the use of AMX tiles on or off; returns 1 if products use them from now on, 0 if not, or if the processor has none.
 extern "C" long weft_tiles(long want) {
 #ifdef WEFT_AMX
   wanted = want != 0;

@@ -1,10 +1,10 @@
-// Products of float32 in the tiles of Intel's AMX, which multiply bfloat16 and add up in float32.
+// Products of float32 by Intel's AMX tiles, which multiply bfloat16 and sum in float32.
 //
-// Three bfloat16 hold a float32 to its last digit: its first eight binary digits, of the rest the first eight, and what is left.
-// Of the nine products of two numbers' parts the six largest are taken (Henry, Tang and Heinecke 2019, "Leveraging the bfloat16
-// Artificial Intelligence Datatype For Higher-Precision Computations"). The other three come to 2^-22 of the whole at most, and
-// to 2^-25.7 in the root mean square, where rounding to float32 takes 2^-25.2. Parts below 2^-126 become zero; infinities, and
-// on the left side numbers from 3.396e38 on, which round to one, become NaN.
+// A float32 is the exact sum of three bfloat16 parts: its first eight binary digits, the first eight of the remainder, and the
+// rest. Of the nine products of two numbers' parts, the six largest are computed (Henry, Tang and Heinecke 2019, "Leveraging the
+// bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations"). The other three are at most 2^-22 of the whole
+// product, and 2^-25.7 in the root mean square; the error of rounding to float32 is 2^-25.2. Parts below 2^-126 become zero.
+// Infinities become NaN, and so do numbers from 3.396e38 on in the left matrix, which round to infinity.
 #pragma once
 
 #include "simd.h"
@@ -14,19 +14,20 @@
 
 namespace amx {
 
-// Whether this process may use the tiles; asked of the system once.
+// True if this process can use the tiles; the operating system is asked once.
 bool ready();
 
-constexpr long SIDE = 16;           // rows of a tile, and of a result's tile columns
+constexpr long SIDE = 16;           // rows of a tile, and columns of a result tile
 constexpr long DEEP = 32;           // terms of a tile
-constexpr long CELLS = SIDE * SIDE; // words of a tile
-constexpr long BLOCK = 3 * CELLS;   // of the parts of 16 rows or columns times 32 terms, a tile each
+constexpr long CELLS = SIDE * SIDE; // 32-bit words of a tile
+constexpr long BLOCK = 3 * CELLS;   // words of 16 rows or columns times 32 terms: three parts, a tile each
 enum Side { LEFT, RIGHT };
 
-// Which parts are multiplied, in this order: of the left side, rounded, the first one first; of the right, cut off, the last.
+// The products of parts that are computed, in this order: {left part, right part}. Left parts are rounded and stored first part
+// first; right parts are truncated and stored last part first.
 constexpr int STEPS = 6, PARTS[STEPS][2] = {{0, 0}, {0, 1}, {1, 1}, {1, 2}, {2, 2}, {0, 2}};
 
-// Terms whose products are summed from zero before the sum joins the others: what is packed of them fits a core's first cache.
+// Terms that are summed separately before their sum is added to the total; their packed parts fit a core's L1 cache.
 constexpr long PIECE = 128;
 INLINE long piece_of(long terms) {
   const long pieces = (terms + PIECE - 1) / PIECE, even = (terms + pieces - 1) / pieces;
@@ -34,7 +35,7 @@ INLINE long piece_of(long terms) {
 }
 INLINE long blocks_of(long terms) { return (terms + DEEP - 1) / DEEP; }
 
-// The tiles are this thread's while one of these is there.
+// Configures this thread's tiles for its lifetime.
 class Session {
 public:
   Session() {
@@ -64,18 +65,18 @@ template <int C, int A, int B> INLINE void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// work(0), work(1), ..., each number a type of its own.
+// Calls work(0), work(1), ..., with numbers known at compile time.
 template <int... N, typename Work> INLINE void each(std::integer_sequence<int, N...>, const Work &work) {
   (work(std::integral_constant<int, N>()), ...);
 }
 template <int COUNT, typename Work> INLINE void each(const Work &work) { each(std::make_integer_sequence<int, COUNT>(), work); }
 
-// Tiles 0 to I * J - 1 are sums of I times J of them: to each is added the product of its blocks of a and b, which are among OF_A
-// and OF_B beside each other. Of a product that is computed transposed the left side is b, `LEFT_IS` RIGHT: so it has the same
-// bits. `meanwhile(step)` is other work, which the processor does at the same time.
+// Adds to tiles 0 to I * J - 1, an I by J grid of result tiles, the products of their blocks of a and b. The blocks are
+// interleaved with OF_A and OF_B blocks per part. In a transposed product, b is the left matrix (`LEFT_IS` RIGHT), so results
+// have the same bits. `meanwhile(step)` is other work that the processor does at the same time.
 template <int I, int J, int OF_A, int OF_B, Side LEFT_IS, typename Work>
 INLINE void add_block(const float *a, const float *b, const Work &meanwhile) {
-  constexpr int A = I * J, B = A + I; // where blocks are read to
+  constexpr int A = I * J, B = A + I; // first tiles for blocks of a and b
   static_assert(B + J <= 8, "eight tiles");
   each<STEPS>([&](auto step) {
     constexpr bool flip = LEFT_IS == RIGHT;
@@ -87,7 +88,7 @@ INLINE void add_block(const float *a, const float *b, const Work &meanwhile) {
   });
 }
 
-// The same for one block of a, the right side, and four of b: all parts of a stay, and there is a single tile for those of b.
+// The same for one block of a, the right matrix, and four of b: all parts of a stay in tiles, and those of b share one tile.
 template <typename Work> INLINE void add_row(const float *a, const float *b, const Work &meanwhile) {
   constexpr int J = 4, A = J, B = A + 3;
   each<3>([&](auto p) { read<A + p>(a + p * CELLS); });
@@ -105,19 +106,20 @@ template <typename Work> INLINE void add_row(const float *a, const float *b, con
 
 typedef unsigned uvec __attribute__((vector_size(4 * LANES)));
 
-// The parts of a and b, lane by lane beside each other, in a row of three tiles that are `by` apart. They are rounded, the first part
-// first, or cut off, the last part first, which is faster; were both sides cut off, all that is left out would have one sign.
+// Splits a and b into three parts each and interleaves their lanes in one row of three tiles that are `stride` apart. Parts are
+// either rounded, and stored first part first, or truncated, and stored last part first, which is faster. With both matrices
+// truncated, all omitted products would have the same sign.
 template <bool ROUNDED> INLINE void split(vec a, vec b, float *to, long stride) {
   constexpr int HIGH = (int)0xffff0000;
   for (long part = 0; part < 3; part++) {
-    const int half = ROUNDED && part < 2 ? 0x8000 : 0; // of the last digit that stays
+    const int half = ROUNDED && part < 2 ? 0x8000 : 0; // half of the last digit that is kept
     const ivec first = (ivec)a + half, second = (ivec)b + half;
     store(to + (ROUNDED ? part : 2 - part) * stride, (vec)((ivec)((uvec)first >> 16) | (second & HIGH)));
     a -= (vec)(first & HIGH), b -= (vec)(second & HIGH);
   }
 }
 
-// Numbers at from + row * down + lane * along, of which one is 1; zeros where there are none.
+// Loads the floats at from + row * down + lane * along; `down` or `along` is 1. Missing rows and lanes become zeros.
 INLINE void lines(const float *from, long down, long along, long rows, long lanes, vec *to) {
   const bool lie = along == 1;
   const long stride = lie ? down : along, count = lie ? rows : lanes, some = lie ? lanes : rows;
@@ -128,8 +130,9 @@ INLINE void lines(const float *from, long down, long along, long rows, long lane
   if (!lie) exchange(to);
 }
 
-// A block of the left side, 16 rows times 32 terms, or of the right, 32 terms times 16 columns, to tiles that are `by` apart: `unit`
-// is from one row or column to the next, `term` from one term to the next. Term t stands beside term 16 + t.
+// Packs a block of the left matrix, 16 rows times 32 terms, or of the right, 32 terms times 16 columns, into tiles that are
+// `stride` apart. `unit` is the distance between rows or columns, `term` that between terms. Term t is stored next to term 16 +
+// t.
 template <Side SIDE_OF, bool ROUNDED> INLINE void pack(
     const float *from, long unit, long term, long units, long terms, float *to, long stride) {
   constexpr bool of_rows = SIDE_OF == LEFT;

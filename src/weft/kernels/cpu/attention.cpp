@@ -1,32 +1,32 @@
 // Attention of packed float32 rows over some of their keys, forward and backward, as flash attention (Dao et al. 2022,
-// arXiv:2205.14135, algorithms 1 and 4): nothing of the size rows x keys is kept.
+// arXiv:2205.14135, algorithms 1 and 4): no matrix of size rows x keys is stored.
 //
-// A row's result has the same bits whatever rows are computed with it and however many keys follow those that it sees: scores
-// are summed over the head's dimensions in order, values over the keys in order, a chunk of keys at a time.
+// A row's result has the same bits whatever the other rows are, and however many keys follow those that it sees: scores are
+// summed over the head's dimensions in order, and values over the keys in order, a chunk of keys at a time.
 #include "kernels.h"
 #include "simd.h"
 
 namespace {
 
-constexpr long CHUNK = 256;  // keys whose scores are held at once
+constexpr long CHUNK = 256;  // keys whose scores are stored at once
 constexpr long TILE = 16;    // rows that read a block of keys together
-constexpr long WIDEST = 256; // dimensions of a head at most
+constexpr long WIDEST = 256; // largest number of dimensions of a head
 
 typedef float Columns[WIDEST * LANES] __attribute__((aligned(64)));
 typedef float Scores[TILE * CHUNK] __attribute__((aligned(64)));
 
-// What all segments have in common.
+// Parameters shared by all segments.
 struct Rule {
   long heads, kv, dim;
   float scale;
-  bool causal; // the last row sees all keys, each row before it one less
+  bool causal; // the last row sees all keys of its segment, each row before it one key less
   long window; // a row sees the last `window` of its keys; all where it is 0
 };
 
-// Some rows of all heads that read one kv head; they stand row by row, and for each row head by head.
+// (Row, query head) pairs that read the same kv head, ordered by row, then by head.
 struct Tile {
-  long count, from, to; // the keys that any of them sees
-  long latest, least;   // the keys that all of them see
+  long count, from, to; // number of pairs; range of keys that at least one of them sees
+  long latest, least;   // range of keys that all of them see
   long row[TILE], head[TILE], start[TILE], stop[TILE];
 };
 
@@ -49,7 +49,7 @@ INLINE Tile tile_of(const Segment &s, const Rule &rule, long kv_head, long first
   return t;
 }
 
-// The rows of a tile dimension by dimension: row i of dimension d is at [d * TILE + i].
+// Transposed rows of a tile: dimension d of row i is at [d * TILE + i].
 typedef float Transposed[WIDEST * TILE] __attribute__((aligned(64)));
 
 template <long Q> INLINE void dot_some(const float *rows, const float *columns, long dim, float *to) {
@@ -69,13 +69,13 @@ INLINE void dot(const float *rows, long count, const float *columns, long dim, f
   for (; i < count; i++) dot_some<1>(rows + i, columns, dim, to + i * CHUNK);
 }
 
-// Rows of floats, and the step from one to the next.
+// Rows of floats, `stride` floats apart.
 struct Rows {
   float *at;
   long stride;
 };
 
-// sums[i][0 .. V * LANES) += weights[i * BY_SUM + j * BY_TERM] * terms[j] over j; where `SOME`, `some` floats of a vector alone.
+// sums[i][0 .. V * LANES) += weights[i * BY_SUM + j * BY_TERM] * terms[j] over j; with `SOME`, `some` floats only.
 template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE void mix_some(
     const float *weights, Rows terms, long count, Rows sums, long d, long some = 0) {
   vec total[Q][V];
@@ -102,7 +102,7 @@ template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE v
     }
 }
 
-// All `number` sums, Q at once while there are as many, then fewer.
+// All `number` sums: Q at a time as long as Q are left, then fewer at a time.
 template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE void mix_all(
     const float *weights, Rows terms, long count, Rows sums, long number, long d, long some = 0) {
   for (; number >= Q; number -= Q, weights += Q * BY_SUM, sums.at += Q * sums.stride)
@@ -111,7 +111,7 @@ template <long Q, long V, long BY_SUM, long BY_TERM, bool SOME = false> INLINE v
     if (number > 0) mix_all<(Q > 4 ? 4 : 1), V, BY_SUM, BY_TERM, SOME>(weights, terms, count, sums, number, d, some);
 }
 
-// `count` terms to `number` sums, each of `dim` floats; 16 vectors of sums stay in registers.
+// Adds `count` terms to `number` sums of `dim` floats each; up to 16 vectors of sums stay in registers.
 template <long BY_SUM, long BY_TERM> INLINE void mix(const float *weights, Rows terms, long count, Rows sums, long number, long dim) {
   long d = 0;
   for (; d + 4 * LANES <= dim; d += 4 * LANES) mix_all<4, 4, BY_SUM, BY_TERM>(weights, terms, count, sums, number, d);
@@ -122,7 +122,7 @@ template <long BY_SUM, long BY_TERM> INLINE void mix(const float *weights, Rows 
 
 INLINE const float *head(const Heads &x, long row, long h) { return x.at + row * x.row_stride + h * x.head_stride; }
 
-// The rows of a tile in one tensor, side by side, and back.
+// Copies the rows of a tile to contiguous memory, and back.
 INLINE void gather(const Tile &t, const Heads &x, long dim, float *to) {
   for (long i = 0; i < t.count; i++) memcpy(to + i * dim, head(x, t.row[i], t.head[i]), 4 * dim);
 }
@@ -130,7 +130,7 @@ INLINE void scatter(const Tile &t, const float *from, long dim, const Heads &x) 
   for (long i = 0; i < t.count; i++) memcpy((float *)head(x, t.row[i], t.head[i]), from + i * dim, 4 * dim);
 }
 
-// Rows side by side, dimension by dimension; zeros beside them.
+// Transposes contiguous rows; missing rows become zeros.
 INLINE void transpose_rows(const float *rows, long count, long dim, float *to) {
   for (long i = 0; i < TILE; i += LANES) {
     const long left = count > i ? count - i : 0;
@@ -138,22 +138,23 @@ INLINE void transpose_rows(const float *rows, long count, long dim, float *to) {
   }
 }
 
-// Whether all rows of the tile see all of LANES keys from `at` on.
+// True if all rows of the tile see all LANES keys from `at` on.
 INLINE bool seen_by_all(const Tile &t, long at) { return at >= t.latest && at + LANES <= t.least; }
 
-// Scaled scores of these keys, minus infinity for those that row i of the tile does not see.
+// The scores of LANES keys from `at` on, with minus infinity for those that row i of the tile does not see.
 INLINE vec seen(vec scores, const Tile &t, long i, long at) {
   const ivec lane = numbers(EACH_LANE), there = (lane >= (int)(t.start[i] - at)) & (lane < (int)(t.stop[i] - at));
   return there ? scores : splat(-INFINITY);
 }
 
-// Of each row: the largest score, the sum of exp(score - largest), and that of the values times these.
+// State of the online softmax, per row: the largest score so far, the sum of exp(score - largest), and the sum of the values
+// weighted by exp(score - largest).
 struct SoFar {
   float most[TILE], total[TILE], sums[TILE][WIDEST] __attribute__((aligned(64)));
 };
 
-// Makes the scores of Q rows from `first` on, of keys `lead` to `end` of a chunk, weights, and what came before smaller by what
-// is the largest score now.
+// Replaces the scores of Q rows from `first` on, for keys `lead` to `end` of a chunk, by softmax weights, and rescales the
+// earlier sums to the new largest score.
 template <long Q> INLINE void weigh(
     float *scores, const Tile &t, long first, long chunk, long lead, long end, const Rule &rule, SoFar &so_far) {
   vec high[Q], part[Q] = {};
@@ -173,7 +174,7 @@ template <long Q> INLINE void weigh(
   for (long j = lead; j < end; j += LANES)
     for (long i = 0; i < Q; i++) {
       float *at = scores + (first + i) * CHUNK + j;
-      const vec weight = exponential(load(at) - (top[i] == -INFINITY ? 0.f : top[i])); // nothing seen yet: 0
+      const vec weight = exponential(load(at) - (top[i] == -INFINITY ? 0.f : top[i])); // no key seen yet: weight 0
       store(at, weight);
       part[i] += weight;
     }
@@ -187,7 +188,7 @@ template <long Q> INLINE void weigh(
   }
 }
 
-// One tile over its keys.
+// Computes attention of one tile over its keys.
 void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, Heads q, Heads k, Heads v, Heads out, float *lse) {
   const long dim = rule.dim;
   Columns columns;
@@ -205,7 +206,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
     const long lead = t.from > chunk ? (t.from - chunk) / LANES * LANES : 0;
     const auto values = [&](long j) { return Rows{(float *)head(v, s.key + chunk + j, kv_head), v.row_stride}; };
     for (long j = lead; j < end; j += LANES) {
-      if (t.count < TILE) // memory is what few rows wait for: into the second cache, the values that come next
+      if (t.count < TILE) // few rows are limited by memory: prefetch the values used next into the L2 cache
         for (long l = j; l < j + LANES; l++)
           for (long d = 0; d < dim; d += 16) __builtin_prefetch(head(v, s.key + chunk + l, kv_head) + d, 0, 2);
       const float *keys = head(k, s.key + chunk + j, kv_head);
@@ -220,7 +221,7 @@ void forward(const Segment &s, const Rule &rule, const Tile &t, long kv_head, He
       mix<CHUNK, 1>(scores + lead, values(lead), end - lead, {so_far.sums[0], WIDEST}, t.count, dim);
       continue;
     }
-    // With the values what is read after them: the keys of the next chunk, or of the next task.
+    // While reading the values, prefetch the keys used next: those of the next chunk, or of the next task.
     const bool more = chunk + CHUNK < t.to;
     const float *next = more ? head(k, s.key + chunk + CHUNK, kv_head) : head(k, s.key, kv_head + 1);
     for (long j = lead; j < end; j += LANES) {
@@ -241,7 +242,7 @@ struct Gradients {
   Heads q, k, v;
 };
 
-// Keys `first` to `first + count` of a segment and their values, LANES by LANES as columns.
+// Keys `first` to `first + count` of a segment and their values, transposed in blocks of LANES.
 struct Chunk {
   long first, count;
   float *keys, *values; // [CHUNK / LANES][dim * LANES] each
@@ -255,14 +256,14 @@ INLINE void fill(const Segment &s, const Rule &rule, long kv_head, Heads k, Head
   }
 }
 
-// One tile over those of its keys that are in a chunk: adds to the gradients of its queries, and of the keys and values.
+// Adds to the gradients of one tile's queries, and of the keys and values that it sees in one chunk.
 void backward(
     const Segment &s, const Rule &rule, const Tile &t, const Chunk &c, long kv_head, Heads q, Heads k, Heads out, const float *lse,
     Heads grad_out, Gradients grads) {
   const long dim = rule.dim, end = t.to - c.first < c.count ? t.to - c.first : c.count;
   const long lead = t.from > c.first ? (t.from - c.first) / LANES * LANES : 0, count = end - lead;
   if (count <= 0) return;
-  Scores weights, gradients; // softmax weights, then what they get; gradients of scores
+  Scores weights, gradients; // softmax weights; gradients of the weights, then of the scores
   Transposed rows, grad_ends;
   float queries[TILE * WIDEST], grad_queries[TILE * WIDEST], grad_outs[TILE * WIDEST], delta[TILE], sums[TILE];
   gather(t, q, dim, queries), gather(t, grad_out, dim, grad_outs), gather(t, grads.q, dim, grad_queries);
@@ -300,7 +301,7 @@ INLINE long tiles_of(const Segment &s, const Rule &rule) { return (s.rows * (rul
 
 INLINE Rule rule_of(const Arguments &a) { return {a.heads, a.kv, a.dim, (float)a.scale, a.causal != 0, a.window}; }
 
-// Fills `out` and `lse` at the rows of all segments.
+// Computes `out` and `lse` for the rows of all segments.
 extern "C" void weft_attend(const Arguments *given) {
   const Arguments a = *given;
   const Rule rule = rule_of(a);
@@ -319,8 +320,8 @@ extern "C" void weft_attend(const Arguments *given) {
   });
 }
 
-// Adds to grad_q, grad_k and grad_v what `grad_out` gives, for `out` and `lse` of the whole rows: those that segments over other keys
-// had a part in, too. Segments of one call have no row and no key in common.
+// Adds the gradients of these segments to grad_q, grad_k and grad_v, given `grad_out`. `out` and `lse` are those of the whole
+// rows, including segments over other keys. Segments of one call have no row and no key in common.
 extern "C" void weft_attend_backward(const Arguments *given) {
   const Arguments a = *given;
   const Rule rule = rule_of(a);
@@ -341,8 +342,8 @@ extern "C" void weft_attend_backward(const Arguments *given) {
   }
 }
 
-// Attention of some rows over other keys, more [count, heads, dim] and more_lse [count, heads], joined into that of rows[i] of
-// out and lse: with w = exp(lse - most) for each, out = sum of w out / sum of w and lse = most + log(sum of w).
+// Merges attention over other keys, more [count, heads, dim] and more_lse [count, heads], into rows[i] of out and lse: with w =
+// exp(lse - most) for each, out = sum of w out / sum of w and lse = most + log(sum of w).
 extern "C" void weft_merge_rows(
     float *out, float *lse, const float *more, const float *more_lse, const long *rows, long count, long heads, long dim,
     long row_stride, long threads) {

@@ -1,5 +1,6 @@
-"""Attention of packed float32 rows by weft's own kernels: faster than torch's two to four times,
-forward and backward.
+"""Attention over packed float32 rows by weft's own CPU kernels.
+
+They are two to four times as fast as torch's, forward and backward.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from weft.kernels.cpu import library, rows
 from weft.kernels.cpu.structures import Arguments, Heads
 from weft.kernels.types import AttentionState, VarlenSegments
 
-MOST_DIM = 256  # of a head
+MOST_DIM = 256  # largest head size
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take queries, keys and values [T, heads, dim] like these."""
+    """Return True if the kernels support these queries, keys and values [T, heads, dim]."""
     alike = q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2] == v.shape[2] <= MOST_DIM
     return alike and library.serves(q, k, v)
 
@@ -31,9 +32,10 @@ def attend(
     segments: VarlenSegments,
     scale: float,
 ) -> Tensor:
-    """Attention of a pack's queries over its keys and values, `heads` [T, queries + 2 kv, dim] in
-    this order, with queries and keys rotated by `rotation` first -> [T, queries, dim].
-    Differentiable once.
+    """Return attention [T, queries, dim] of a pack's queries over its keys and values.
+
+    `heads` [T, queries + 2 kv, dim] are the heads of queries, keys and values, in this order;
+    queries and keys are first rotated by `rotation`. Differentiable once.
     """
     out: Tensor = _Attend.apply(heads, kv, rotation, segments, scale)
     return out
@@ -42,11 +44,11 @@ def attend(
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, parts: Sequence[VarlenSegments], scale: float
 ) -> Tensor:
-    """As `attend`, of queries q [R, heads, dim] that stand apart from keys and values [T, kv_heads,
-    dim], rotated by now.
+    """Return attention of queries q [R, heads, dim] over separate keys and values.
 
-    Each row is in one segment of one of the `parts`, which have no keys `across`; different parts
-    may see the same keys.
+    k and v are [T, kv_heads, dim]; queries and keys are already rotated. Each row is in one segment
+    of one of the `parts`, which have no `across` segments; different parts can see the same keys.
+    Differentiable once.
     """
     out: Tensor = _AttendRows.apply(q, k, v, parts, scale)
     return out
@@ -62,9 +64,10 @@ def attend_to(
     causal: bool,
     window: int | None = None,
 ) -> AttentionState:
-    """As `attend` with segments of one kind, without a gradient. k and v may be of any first two
-    sizes whose steps are even: [..., kv_heads, keys, dim] of a cache, where a key's number counts
-    rows of `dim` floats.
+    """Return attention over segments of one kind, without a gradient.
+
+    The first two dimensions of k and v can have any sizes if their strides are regular. For a cache
+    [..., kv_heads, keys, dim], key indices in segments count rows of `dim` floats.
     """
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2])
@@ -74,8 +77,9 @@ def attend_to(
 
 
 def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> None:
-    """Merge what some rows, int64 [n], see of other keys, `more` of out [n, heads, dim], into what
-    they have in `whole`.
+    """Merge attention over other keys into some rows of `whole`, in place.
+
+    `rows` int64 [n] are the rows, `more` their attention over the other keys, out [n, heads, dim].
     """
     count, heads, dim = more.out.shape
     numbers = (count, heads, dim, whole.out.stride(0))
@@ -83,9 +87,7 @@ def merge_rows(whole: AttentionState, more: AttentionState, rows: Tensor) -> Non
 
 
 class _Attend(torch.autograd.Function):
-    """Keeps the heads as they are after the rotation, and makes their gradients where they lie side
-    by side.
-    """
+    """Saves the rotated heads, and writes the gradients of q, k and v into one tensor."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""A pass of a whole network over new tokens of cached sequences in one call: a prefill, or decode
-steps, from tokens to the states that the head reads, or to the tokens drawn from them.
+"""Forward pass of a whole network over cached sequences in one call: prefill or decode steps.
 
-The same kernels as block by block, in the same order, and so the same bits. For networks of Llama's
-form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters, no
+The result is the hidden states that the head reads, or the tokens drawn from them. The kernels and
+their order are those of the block-by-block pass, so results are bit-identical. Supports networks of
+Llama's form: RMS norms before attention and MLP, a gated MLP with SiLU, no experts, no adapters, no
 soft-capping.
 """
 
@@ -22,7 +22,7 @@ from weft.kernels.cpu import library, structures
 from weft.kernels.cpu.product import MOST_ROWS
 from weft.kernels.cpu.structures import pointer
 
-NO_MEMORY = -2  # of `Outcome` in kernels.h
+NO_MEMORY = -2  # value of `Outcome` in kernels.h
 
 
 class LinearWeights(NamedTuple):
@@ -32,7 +32,7 @@ class LinearWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A block's parameters and its part of a cache, [slots, kv_heads, room, head_dim] each."""
+    """Parameters of a block, and its part of the cache: [slots, kv_heads, room, head_dim] each."""
 
     norm1: Tensor
     norm2: Tensor
@@ -50,12 +50,12 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class NetworkWeights:
-    """A network's parameters and sizes; `offset` is added to the weights of norms."""
+    """Parameters and sizes of a network; `offset` is added to the weights of norms."""
 
     embedding: Tensor  # [V, H]
     blocks: Sequence[BlockWeights]
     norm: Tensor
-    head: LinearWeights | None  # of the embedding's shape, where tokens are to be drawn
+    head: LinearWeights | None  # shape of the embedding; needed to draw tokens
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -78,21 +78,24 @@ class NetworkWeights:
 
 
 class PrefixRows(NamedTuple):
-    """Rows of a pass that go on from keys and values stored apart, `stored` block by block (keys,
-    then values).
+    """Rows of a pass that continue a prefix whose keys and values are stored separately.
+
+    `stored` has the prefix's keys, then values, of each block.
     """
 
     rows: Tensor  # int64 [n]
-    used: int  # tokens there are
-    room: int  # tokens there is room for
+    used: int  # tokens of the prefix
+    room: int  # tokens for which there is room
     stored: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class CachedPass:
-    """New tokens of cached sequences: sequence i has `new[i]` of them, lies in slot `slots[i]`, and
-    has `lengths[i]` tokens there, new ones included. Row t takes the rotation `index[t]` of cos and
-    sin [P, 1, half], where there is one.
+    """New tokens of cached sequences.
+
+    Sequence i has `new[i]` new tokens, is in slot `slots[i]`, and has `lengths[i]` tokens there,
+    including the new ones. Row t uses rotation `index[t]` of cos and sin [P, 1, half], if the
+    network has rotations.
     """
 
     tokens: Tensor  # int64 [T]
@@ -105,10 +108,12 @@ class CachedPass:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How decode steps draw: as `softmax.draw`, from logits / `temperature`, by `uniforms` float64
-    [steps, R]. A step that draws one of `is_stop`, bool [V], or has a log-prob that is not finite
-    is the last. In its first `early` steps, int64 [R], a row draws none of `is_stop`, which count
-    for its log-probs all the same.
+    """Sampling parameters of decode steps.
+
+    Tokens are drawn like `softmax.draw` from logits / `temperature`, with `uniforms` float64
+    [steps, R]. A step that draws a token of `is_stop`, bool [V], or gets a log-prob that is not
+    finite, is the last one. In the first `early` steps, int64 [R], a row draws no token of
+    `is_stop`; these tokens still count in its log-probs.
     """
 
     uniforms: Tensor
@@ -118,17 +123,17 @@ class Drawing:
 
 
 def serves(weights: NetworkWeights) -> bool:
-    """Whether the kernels read these parameters: plain, contiguous float32 on a CPU, caches too."""
+    """Return True if the parameters and caches are plain, contiguous float32 CPU tensors."""
     stored = [x for block in weights.blocks for x in (block.keys, block.values)]
     return all(library.serves(x) and x.is_contiguous() for x in (*weights.tensors(), *stored))
 
 
 @dataclass
 class CachedForward:
-    """A network over one cache.
+    """Forward passes of a network over one cache.
 
-    Parameters and cache stay where they are while it is in use. `step` holds what all passes have
-    in common, and what the last one had.
+    Parameters and cache must not move during its lifetime. `_step` has the values that all passes
+    share, and those of the last pass.
     """
 
     weights: NetworkWeights
@@ -156,10 +161,10 @@ class CachedForward:
         )
 
     def run(self, at: CachedPass, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, or those of the rows `wanted`, int64 [N].
+        """Return hidden states [T, hidden] after the last norm, or those of the `wanted` rows.
 
-        Raises `IndexError` for a token outside the vocabulary and for a row that is not there,
-        `MemoryError` where there is too little.
+        `wanted` is int64 [N]. Raises `IndexError` for a token outside the vocabulary or a row that
+        does not exist, and `MemoryError` if memory is short.
         """
         if wanted is not None and not 0 < len(wanted) <= len(at.tokens):
             return self.run(at).index_select(0, wanted)
@@ -169,11 +174,11 @@ class CachedForward:
         return states
 
     def run_ahead(self, at: CachedPass, draws: Drawing) -> tuple[Tensor, Tensor]:
-        """Tokens int64 and log-probs float32, each [n, R]: of the decode step `at` of slots 0 ..
+        """Run several decode steps; return tokens int64 [n, R] and log-probs float32 [n, R].
 
-        R - 1, and of those that follow it, each on the tokens that the one before drew; n is at
-        most the number of steps in `draws`. The cache has room for all, and counts the tokens of
-        the first. Raises as `run`.
+        `at` is the first decode step, of slots 0 to R - 1. Each later step runs on the tokens that
+        the previous one drew. n is at most the number of steps in `draws`. The cache must have room
+        for all of them; `at.lengths` counts the tokens of the first. Raises like `run`.
         """
         assert self.weights.head is not None, "tokens are drawn by a head"
         steps, rows = draws.uniforms.shape
@@ -188,8 +193,9 @@ class CachedForward:
         return ids[:count], logprobs[:count]
 
     def _begin(self, at: CachedPass, wanted: Tensor | None) -> tuple[Tensor, tuple[Any, ...]]:
-        """Have `step` hold this pass: the states that are `wanted`, to be filled, and what else it
-        points to.
+        """Set up `_step` for a pass; return the states to be filled, and the objects it points to.
+
+        The caller must keep these objects alive during the pass.
         """
         assert at.tokens.dtype == torch.int64 and (wanted is None or wanted.dtype == torch.int64)
         step = self._step
@@ -216,7 +222,7 @@ class CachedForward:
         return states, (tokens, wanted, slots, news, lengths, rotation, prefixes, at)
 
     def _failure(self, outcome: int, at: CachedPass, wanted: Tensor | None) -> Exception:
-        """What the kernel says did not work."""
+        """Return the exception for a kernel's outcome."""
         step = self._step
         if outcome == NO_MEMORY:
             return MemoryError(f"not enough memory for a pass over {len(at.tokens)} tokens")

@@ -1,4 +1,4 @@
-// Decode steps of a network, each on the tokens that the one before drew.
+// Consecutive decode steps of a network; each runs on the tokens that the previous step drew.
 #include "forward.h"
 #include "simd.h"
 
@@ -8,8 +8,8 @@
 
 namespace {
 
-// The tokens of a step from its logits, of which those that rows may not draw become minus infinity. They count for the
-// log-probs all the same.
+// Draws the tokens of a step. Logits of tokens that a row may not draw become minus infinity, but they still count in its
+// log-probs.
 void draw(float *logits, const Draws &d, const std::vector<long> &ends, long step, const Step &s) {
   long *ids = d.ids + step * s.rows;
   float *logprobs = d.logprobs + step * s.rows;
@@ -25,7 +25,7 @@ void draw(float *logits, const Draws &d, const std::vector<long> &ends, long ste
   for (long r = 0; any && r < s.rows; r++) logprobs[r] = logits[r * s.vocabulary + ids[r]] - lse[r];
 }
 
-// How many steps there were, or how one failed.
+// Runs the steps; returns their number, or the `Outcome` of a failed step.
 long steps_of(const Block *blocks, const Draws &d, Step s) {
   const Buffer logits(s.rows * s.vocabulary);
   const std::unique_ptr<long[]> positions(new long[s.rows]), lengths(new long[s.rows]);
@@ -58,8 +58,8 @@ long steps_of(const Block *blocks, const Draws &d, Step s) {
 
 } // namespace
 
-// Some steps of rows with one new token each, every one from the tokens that the one before drew, until one draws an end or a
-// log-prob that is not finite: how many steps that were, or an `Outcome`.
+// Runs decode steps until one draws a stop token or gets a log-prob that is not finite; returns the number of steps, or an
+// `Outcome`. Each row has one new token per step: the one that the previous step drew.
 extern "C" long weft_decode_ahead(const Block *blocks, const Draws *draws, const Step *given) {
   try {
     return steps_of(blocks, *draws, *given);

@@ -1,5 +1,5 @@
-// A pass of a network over new tokens of cached sequences, a prefill or a decode step, from tokens to the states that its head
-// reads: the kernels that each part calls, called in a row.
+// Forward pass of a network over new tokens of cached sequences, a prefill or a decode step, from tokens to the states that its
+// head reads. It calls the same kernels as the parts of the network do, in sequence.
 #include "forward.h"
 #include "simd.h"
 
@@ -8,11 +8,11 @@
 
 namespace {
 
-// Rows whose queries look at keys, and whose states go on: all rows, or of the last block those that are wanted.
+// Rows whose queries and states are computed: all rows, but in the last block only the wanted ones.
 struct Asking {
   long rows;
-  std::vector<Segment> segments;        // these rows and the keys that they see
-  std::vector<std::vector<long>> after; // of each prefix the rows that go on from it
+  std::vector<Segment> segments;        // the rows and the keys that they see
+  std::vector<std::vector<long>> after; // the rows that continue each prefix
   std::vector<float> cos, sin;          // [rows, half]
 };
 
@@ -34,7 +34,7 @@ Asking all_of(const Step &s) {
 
 Asking wanted_of(const Step &s, const Asking &all) {
   Asking wanted = {s.wants};
-  std::vector<Segment> of(s.rows); // each row alone
+  std::vector<Segment> of(s.rows); // segment of each single row
   std::vector<long> after(s.rows, -1), positions;
   for (const Segment &own : all.segments)
     for (long r = 0; r < own.rows; r++) of[own.row + r] = {0, 1, own.key, own.keys - own.rows + r + 1};
@@ -51,7 +51,7 @@ Asking wanted_of(const Step &s, const Asking &all) {
   return wanted;
 }
 
-// Each head of x [rows, heads, dim], rows `row_stride` apart, normed in its place.
+// Normalizes each head of x [rows, heads, dim] in place; rows are `row_stride` apart.
 void norm_heads(float *x, const float *weight, long row_stride, long rows, long heads, const Step &s) {
   const int team = rows * heads * s.dim > LARGE ? (int)s.threads : 1;
 #pragma omp parallel num_threads(team)
@@ -65,7 +65,7 @@ void norm_heads(float *x, const float *weight, long row_stride, long rows, long 
   }
 }
 
-// What `rows` of those that ask see of prefix `p`, joined into `own.out`.
+// Computes attention of `rows` over prefix `p` and merges it into `own.out`.
 void attend_prefix(const Prefix &p, const std::vector<long> &rows, long block, const Arguments &own, const Step &s) {
   const long inner = s.heads * s.dim, count = (long)rows.size();
   const Buffer asked(count * inner), seen(count * inner), lse(count * s.heads);
@@ -85,11 +85,11 @@ void forward(const Block *blocks, const Step &s) {
   const auto most = [](long a, long b) { return a > b ? a : b; };
   const Asking all = all_of(s), wanted = s.wanted ? wanted_of(s, all) : Asking{};
   const Buffer states(s.rows * s.hidden), normed(s.rows * s.hidden), inverse(s.rows), lse(s.rows * s.heads);
-  // Of all heads, and behind them queries and keys rotated; of the MLP what its first matrices make.
+  // `projected`: all heads, then the rotated queries and keys; in the MLP, the result of its first matrices.
   const Buffer projected(s.rows * most(wide + rotated_width, 2 * s.inner)), mixed(s.rows * most(inner, s.inner));
   const Buffer late_rows(2 * wanted.rows * s.hidden);
-  float *x = states, *y = normed; // the rows that ask, and what a part of the block makes of them
-  long rows = s.rows;             // how many
+  float *x = states, *y = normed; // states of the computed rows, and the result of a part of the block
+  long rows = s.rows;             // number of computed rows
 
   const auto norm = [&](const float *from, const float *weight, float *to) {
     weft_rms_norm(from, weight, to, inverse, rows, s.hidden, s.eps, s.offset, s.threads);
@@ -105,7 +105,7 @@ void forward(const Block *blocks, const Step &s) {
   };
 
   weft_gather(s.embedding, s.tokens, rows, s.hidden, states, s.threads);
-  std::vector<long> places; // where each row's keys and values go
+  std::vector<long> places; // cache rows of each row's keys and values
   for (const Segment &own : all.segments)
     for (long r = 0; r < own.rows; r++) places.push_back(own.key + own.keys - own.rows + r);
   for (const Block *b = blocks; b < blocks + s.blocks; b++) {

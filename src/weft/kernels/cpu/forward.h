@@ -1,9 +1,9 @@
-// A network over a cache of keys and values, as its kernels read it.
+// Arguments of a network's forward pass over a cache of keys and values.
 #pragma once
 
 #include "kernels.h"
 
-// Pointers that may be null: q_norm and k_norm, weights [dim] of the norms of each head.
+// q_norm and k_norm, the weights [dim] of the norms of each head, can be null.
 struct Block {
   const float *norm1, *norm2, *q_norm, *k_norm;
   Linear qkv, o, gate_up, down; // qkv: queries, keys and values side by side
@@ -12,7 +12,7 @@ struct Block {
   long window;
 };
 
-// A prefix that some rows go on from.
+// A prefix that some rows continue.
 struct Prefix {
   const long *rows; // [count]
   long count, keys, room;
@@ -24,22 +24,22 @@ struct Step {
   const float *embedding, *norm;  // [vocabulary, hidden]; weight of the last norm
   const float *cos, *sin;         // [positions, half]; null without rotation
   const long *tokens, *positions; // [rows]
-  const long *wanted;             // [wants], wants <= rows: those whose states are asked for; null for all
-  const long *slots, *news, *lengths; // [count]: of each sequence its slot, its new tokens, and all it has there with them
+  const long *wanted;             // [wants], wants <= rows: rows whose states are wanted; null for all
+  const long *slots, *news, *lengths; // [count]: each sequence's slot, new tokens, and all tokens including these
   long rows, wants, count, blocks, vocabulary, hidden, heads, kv, dim, inner, half, room;
   long few, threads;
-  double eps, offset; // of the norms
+  double eps, offset; // parameters of the norms
   const Prefix *prefixes;
-  long shared; // how many prefixes
+  long shared; // number of prefixes
 };
 
-// How the tokens of some steps are drawn from the states of each.
+// Sampling parameters and results of decode steps.
 struct Draws {
   const float *head, *bias;     // [vocabulary, hidden], and [vocabulary] or null
   const double *uniforms;       // [steps, rows]
   const unsigned char *is_stop; // [vocabulary]: tokens that end a completion
   const long *early;            // [rows]: steps in which a row may not draw them
-  long *ids;                    // [steps, rows] and
+  long *ids;                    // [steps, rows], to be filled
   float *logprobs;              // [steps, rows], to be filled
   double temperature;
   long steps;

@@ -1,10 +1,10 @@
-// The kernels that others are made of; each is described where it is defined.
+// Kernels that other kernels call; each is documented at its definition.
 #pragma once
 
 struct Arguments;
 struct Matrices;
 
-// The products in the processor's tiles; whether it has such.
+// Products by AMX tiles; return false if the processor has none.
 bool weft_product_amx(
     const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads);
@@ -46,33 +46,33 @@ void weft_matmul(
     long terms, long columns, long adds, long threads);
 }
 
-// How a pass ended. Where a token is outside the vocabulary, or a wanted row is none, nothing was computed.
+// Result of a forward pass. OUTSIDE: a token is outside the vocabulary or a wanted row does not exist; nothing was computed.
 enum Outcome : long { DONE = 0, OUTSIDE = -1, NO_MEMORY = -2 };
 
 struct Linear {
   const float *weight, *bias; // [out, in], and [out] or null
 };
 
-// out [rows, size] = x [rows, terms] weight^T + bias; `few`: rows that `weft_product` multiplies, and `weft_matmul` more.
+// out [rows, size] = x [rows, terms] weight^T + bias; `weft_product` is used for up to `few` rows, else `weft_matmul`.
 inline void multiply(
     const float *x, Linear layer, float *out, long rows, long size, long terms, long few, long threads) {
   if (rows <= few) weft_product(x, layer.weight, layer.bias, out, size, rows, size, terms, threads);
   else weft_matmul(x, layer.weight, layer.bias, out, terms, 1, 1, terms, rows, terms, size, 0, threads);
 }
 
-// [tokens, heads, dim]; `row_stride` and `head_stride` in floats.
+// Tensor [tokens, heads, dim]; `row_stride` and `head_stride` in floats.
 struct Heads {
   float *at;
   long row_stride, head_stride;
 };
 
-// Rows `row` to `row + rows` look at keys `key` to `key + keys`.
+// Rows `row` to `row + rows` attend to keys `key` to `key + keys`.
 struct Segment {
   long row, rows, key, keys;
 };
 
-// Of attention. Tensors are [tokens, heads, dim]; k and v have `kv` heads and query head h reads kv head h / (heads / kv). dim
-// is at most 256. lse [tokens, heads]. A row that sees nothing is 0, its lse minus infinity.
+// Arguments of attention. Tensors are [tokens, heads, dim]; k and v have `kv` heads and query head h reads kv head h / (heads /
+// kv). dim is at most 256. lse [tokens, heads]. The result of a row that sees no key is 0, its lse minus infinity.
 struct Arguments {
   Heads q, k, v, out, grad_out, grad_q, grad_k, grad_v;
   float *lse;

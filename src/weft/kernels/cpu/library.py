@@ -1,10 +1,10 @@
-"""Compiles the C++ of this folder for the processor at hand, once, and loads it.
+"""Compilation and loading of the C++ kernels of this folder for the current processor.
 
-The compiled file lies in the user's cache (`weft/kernels` in `$XDG_CACHE_HOME`, else in
-`~/.cache`), under a name that is the hash of the sources, the flags, the compiler, torch's version
-and the processor. `WEFT_NATIVE` chooses the instructions: all of the processor's (`native`, the
-default), or those of one variant in `VARIANTS`. Without a compiler, and with `WEFT_NATIVE=0`, there
-is no library and torch's own kernels do the work.
+The compiled file is cached in the user's cache folder (`weft/kernels` in `$XDG_CACHE_HOME`, else in
+`~/.cache`). Its name is a hash of the sources, the flags, the compiler, torch's version and the
+processor. `WEFT_NATIVE` selects the instructions: all of the processor's (`native`, the default),
+or those of one variant in `VARIANTS`. Without a compiler, or with `WEFT_NATIVE=0`, there is no
+library and torch's own kernels are used.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from weft.errors import ConfigError
 from weft.kernels.cpu.structures import SHARED
 
 FOLDER = Path(__file__).parent
-# Sums are fused multiply-adds wherever they can be: for some processors GCC takes others in some
-# loops, and so other bits.
+# Use fused multiply-adds wherever possible: for some processors, GCC avoids them in some loops,
+# which would change the bits of results.
 FUSED = ("-ffp-contract=fast", "--param=avoid-fma-max-bits=0")
 FLAGS = ("-std=c++17", "-O3", *FUSED, "-fopenmp", "-fPIC")
 SWITCH = "WEFT_NATIVE"
-# Instructions by variant, as GCC's options and /proc/cpuinfo name them. Compiled for x86-64 in
-# general and these instructions alone, so a variant's code is the same on every processor that has
-# them.
+# Instructions by variant, by their names in /proc/cpuinfo. Code is compiled for generic x86-64 plus
+# these instructions, so a variant's code is the same on every processor that has them.
 AVX2 = ("avx2", "fma", "f16c", "bmi1", "bmi2")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 VARIANTS = {
@@ -47,19 +46,19 @@ VARIANTS = {
     "avx512": AVX512,
     "amx": (*AVX512, "amx_tile", "amx_bf16"),
 }
-# where its name is another
+# GCC's option names that differ from those in /proc/cpuinfo.
 IN_GCC = {"bmi1": "bmi", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
-# no subclass: a DTensor has no memory of its own, and a fake one none at all
+# Subclasses are excluded: a DTensor wraps another tensor, and a fake tensor has no memory.
 PLAIN = (Tensor, nn.Parameter)
-PATIENCE = 120  # seconds for a run of the compiler, which takes a few
+PATIENCE = 120  # timeout of a compiler run, in seconds; it usually takes a few
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where they are not to be had, which is said once.
+    """Return the compiled kernels; None, with one warning, if they cannot be built.
 
-    Raises `ConfigError` for a `WEFT_NATIVE` that names no variant, or one whose instructions the
-    processor lacks.
+    Raises `ConfigError` if `WEFT_NATIVE` is not a variant, or if the processor lacks its
+    instructions.
     """
     variant = _variant()
     if variant is None or sys.platform != "linux":
@@ -78,7 +77,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _variant() -> str | None:
-    """Return the choice of `WEFT_NATIVE`: `native`, the name of a variant, or None for no kernels."""
+    """Return the variant that `WEFT_NATIVE` selects, or `native`; None for no kernels."""
     asked = os.environ.get(SWITCH, "").strip().lower()
     if asked in ("", "1", "native"):
         return "native"
@@ -101,20 +100,20 @@ def _variant() -> str | None:
 
 
 def lacks(variant: str) -> list[str]:
-    """Instructions of a variant that this processor does not have."""
+    """Return the instructions of a variant that this processor does not have."""
     found = {word for line in _processor() if line.startswith("flags") for word in line.split()}
     return [name for name in VARIANTS[variant] if name not in found]
 
 
 def _flags(variant: str) -> tuple[str, ...]:
-    """The compiler's options for a variant."""
+    """Return the compiler's options for a variant."""
     if variant == "native":
         return (*FLAGS, "-march=native")
     return (*FLAGS, "-march=x86-64", *(f"-m{IN_GCC.get(name, name)}" for name in VARIANTS[variant]))
 
 
 def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, whose structures have the sizes that Python's have."""
+    """Return the library, after checking that its structures have the same sizes as Python's."""
     sizes = (ctypes.c_long * len(SHARED))()
     kernels.weft_sizes(sizes)
     wrong = [s.__name__ for s, size in zip(SHARED, sizes, strict=True) if ctypes.sizeof(s) != size]
@@ -123,22 +122,20 @@ def _checked(kernels: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether a tensor has memory of its own on this host."""
+    """Return True for an ordinary CPU tensor or parameter, not a subclass."""
     return type(x) in PLAIN and x.is_cpu
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the kernels work on tensors like these: plain, float32, on a CPU, where they are
-    compiled.
-    """
+    """Return True if the kernels are available and support these tensors (plain, float32)."""
     return all(is_plain(x) and x.dtype == torch.float32 for x in tensors) and library() is not None
 
 
 def call(name: str, *arguments: Any) -> int:
-    """A kernel on structures, or on contiguous tensors and numbers; None is a null pointer.
+    """Call a kernel on structures, or on contiguous tensors and numbers; None is a null pointer.
 
-    The last argument of those on tensors, the number of threads, is added here. The return value
-    has a meaning only where the kernel documents one.
+    For kernels on tensors, the last argument, the number of threads, is added here. The return
+    value has a meaning only if the kernel documents one.
     """
     kernels = library()
     assert kernels is not None
@@ -161,12 +158,12 @@ def _type_of(argument: Any) -> Any:
 
 
 def _compilers() -> list[list[str]]:
-    """Commands that may be GCC's C++ compiler, the user's own first."""
+    """Return candidate commands for GCC's C++ compiler, the user's own (`CXX`) first."""
     return [command for command in (shlex.split(os.environ.get("CXX", "")), ["g++"]) if command]
 
 
 def _working(commands: list[list[str]]) -> tuple[list[str], str]:
-    """The first that is there and is GCC, and what it says of its version."""
+    """Return the first command that is GCC, and the output of its version query."""
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             if "gcc version" in (said := _run([*command, "-v"])):
@@ -182,18 +179,18 @@ def _load(
     if cache is not None:
         kept = cache / f"kernels-{_fingerprint(version, flags)}.so"
         if kept.is_file() and _is_ours(kept):
-            with contextlib.suppress(OSError):  # no library: compiled again
+            with contextlib.suppress(OSError):  # not a loadable library: compile it again
                 return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory(prefix="weft-", dir=cache) as folder:
         built = _compile([*compiler, *flags], Path(folder))
         built.chmod(0o700)
         if cache is not None:
-            built = built.rename(kept)  # in one step: another process may do the same
+            built = built.rename(kept)  # atomic, since another process can do the same
         return ctypes.CDLL(str(built))
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
-    """Each source on its own, all at once."""
+    """Compile all sources in parallel and link them; return the library's path."""
     built = folder / "kernels.so"
     sources = sorted(FOLDER.glob("*.cpp"))
     parts = [folder / f"{source.stem}.o" for source in sources]
@@ -208,8 +205,8 @@ def _compile(compiler: list[str], folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """What the compiler says."""
-    environment = {**os.environ, "LC_ALL": "C"}  # in English
+    """Run a command and return its error output."""
+    environment = {**os.environ, "LC_ALL": "C"}  # messages in English
     options: dict[str, Any] = {
         "capture_output": True,
         "text": True,
@@ -226,7 +223,7 @@ def _fingerprint(version: str, flags: tuple[str, ...]) -> str:
 
 
 def _processor() -> list[str]:
-    """What tells processors apart that need other code."""
+    """Return the lines of /proc/cpuinfo that determine the generated code."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -234,7 +231,7 @@ def _processor() -> list[str]:
 
 
 def _cache() -> Path | None:
-    """The folder of compiled kernels, which nobody else may write to; None where there can be none."""
+    """Return the cache folder, which only this user can write to; None if there is none."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "weft" / "kernels"
@@ -245,7 +242,7 @@ def _cache() -> Path | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether no one else can have put anything there."""
+    """Return True if the path belongs to this user and nobody else can write to it."""
     found = path.stat()
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 

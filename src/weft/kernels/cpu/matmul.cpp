@@ -1,23 +1,24 @@
-// Matrix products, out [rows, columns] = a b + bias for a [rows, terms] and b [terms, columns], either of which may lie transposed.
+// Matrix products, out [rows, columns] = a b + bias for a [rows, terms] and b [terms, columns], either of which can be
+// transposed.
 //
-// A tile of the result stays in registers for as many terms as a core's cache holds, so that the result, which for an output
-// matrix is larger than all caches, is read and written seldom. A cell has the same bits whatever cells are computed with it.
+// A tile of the result stays in registers for as many terms as fit a core's cache, so the result, which is larger than all
+// caches for an output matrix, is rarely read and written. A cell has the same bits whatever other cells are computed with it.
 #include "matmul.h"
 #include "kernels.h"
 
 namespace {
 
-// A thread's tiles in vector registers.
+// One thread's tiles, in vector registers.
 class Vectors {
 public:
-  static constexpr long WIDE = LANES == 16 ? 4 : 2, ROWS = 6; // of a tile: vectors of columns, and rows; as many sums as fit registers
+  static constexpr long WIDE = LANES == 16 ? 4 : 2, ROWS = 6; // tile size: vectors of columns, and rows; its sums fit registers
   static constexpr long COLUMNS = WIDE * LANES, BLOCK = 8 * ROWS, PART = 256;
   static long piece_of(long terms) { return ::piece_of(terms); }
   static long pieces_of(long, long) { return 1; }
 
   explicit Vectors(const Matrices &m) : m(m), columns(PIECE * PART), rows(PIECE * BLOCK) {}
 
-  // Some columns of b from `part` on as panels [count][COLUMNS], zeros where there are none.
+  // Packs columns of b from `part` on into panels [count][COLUMNS]; missing columns become zeros.
   void pack_columns(long part, long wide, long first, long count) {
     float *to = columns;
     for (long c = 0; c < wide; c += COLUMNS, to += count * COLUMNS) {
@@ -37,7 +38,8 @@ public:
     }
   }
 
-  // Rows of a that lie transposed, from `row` on, as panels [count][ROWS], zeros where there are none. Others are read as they lie.
+  // Packs rows of a transposed a, from `row` on, into panels [count][ROWS]; missing rows become zeros. Other matrices are read
+  // in place.
   void pack_rows(const Rows &some, const Rows &, long) {
     if (m.a_term == 1) return;
     const auto [row, first, count] = some;
@@ -47,7 +49,7 @@ public:
     for (long t = 0; t < count; t++) {
       const float *from = m.a + (first + t) * m.a_term + row;
       for (long r = 0; r < BLOCK; r += 16) __builtin_prefetch(from + BLOCK + r);
-      if (there == BLOCK) // known sizes: no calls
+      if (there == BLOCK) // a size known at compile time is inlined
         for (long r = 0; r < BLOCK; r += ROWS) memcpy(to + r * count + t * ROWS, from + r, 4 * ROWS);
       else
         for (long r = 0; r < there; r += ROWS)
@@ -55,7 +57,7 @@ public:
     }
   }
 
-  // The tile of the packed rows from `row` on and of the part's columns from `column` on.
+  // Computes the tile of the packed rows from `row` on and the part's columns from `column` on.
   void tile(const Rows &some, long row, long column, const Place &out) {
     const auto [block, first, count] = some;
     for (long i = 0; i < out.rows; i++)
@@ -70,7 +72,7 @@ public:
   void finish() {}
 
 private:
-  // a[i] are the tile's rows, whose terms are `step` apart, b a panel.
+  // a[i] are the tile's rows, with terms `step` apart; b is a panel.
   template <long step> static void sums_of(const float *const *a, const float *b, long count, const Place &out) {
     vec sums[ROWS][WIDE];
     for (long i = 0; i < ROWS; i++)
@@ -91,7 +93,7 @@ private:
 
 } // namespace
 
-// out = a b + bias, or out += a b where it `adds`; out is contiguous, and `bias` may be null.
+// out = a b + bias, or out += a b with `adds`; out is contiguous, and `bias` can be null.
 extern "C" void weft_matmul(
     const float *a, const float *b, const float *bias, float *out, long a_row, long a_term, long b_term, long b_column, long rows,
     long terms, long columns, long adds, long threads) {

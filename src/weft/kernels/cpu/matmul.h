@@ -1,4 +1,4 @@
-// What the kernels of matrix products have in common: what they multiply, and how threads share it.
+// Code shared by the matrix product kernels: their arguments, and the division of work among threads.
 #pragma once
 
 #include "simd.h"
@@ -6,20 +6,20 @@
 struct Matrices {
   const float *a, *b, *bias;
   float *out;
-  long a_row, a_term, b_term, b_column; // from one to the next, in floats; 1 for one of each two
+  long a_row, a_term, b_term, b_column; // strides in floats; one stride of each matrix is 1
   long rows, terms, columns;
   bool adds;
 };
 
-// Where a tile's cells go.
+// Destination of a tile's cells.
 struct Place {
   float *at;
-  const float *bias; // null where it is added later, or not at all
+  const float *bias; // null if it is added later, or not at all
   long stride, rows, columns;
   bool adds;
 };
 
-// A vector of a tile's row `i`, of which it may have less.
+// Stores a vector of row `i` of a tile, cut off at the tile's last column.
 INLINE void put(const Place &out, long i, long column, vec y) {
   const long some = out.columns - column;
   if (some <= 0) return;
@@ -29,12 +29,12 @@ INLINE void put(const Place &out, long i, long column, vec y) {
   store_up_to(to, y, some);
 }
 
-// Rows of a from `row` on times `count` terms from `first` on.
+// Rows of a from `row` on, with `count` terms from `first` on.
 struct Rows {
   long row, first, count;
 };
 
-// Tiles `from` to `to` of the rows, of the columns from `part` on.
+// Computes row tiles `from` to `to` of the `wide` columns from `part` on.
 template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long part, long wide, long from, long to) {
   constexpr long ROWS = Way::ROWS, COLUMNS = Way::COLUMNS, BLOCK = Way::BLOCK;
   const long width = (wide + COLUMNS - 1) / COLUMNS * COLUMNS;
@@ -47,7 +47,7 @@ template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long pa
     for (long block = from * ROWS; block < stop; block += BLOCK)
       for (long start = first; start < end; start += piece) {
         const Rows rows = {block, start, least(end - start, piece)};
-        const bool last = start + piece >= end; // of the chunk's pieces
+        const bool last = start + piece >= end; // last piece of the chunk
         const long after = last ? first : start + piece;
         way.pack_rows(rows, {last ? block + BLOCK : block, after, least(end - after, piece)}, stop);
         for (long row = block; row < stop && row < block + BLOCK; row += ROWS)
@@ -62,15 +62,16 @@ template <typename Way> void multiply_tiles(Way &way, const Matrices &m, long pa
   }
 }
 
-// All tiles. A `Way` computes those of one thread, which have Way::ROWS rows and Way::COLUMNS columns: it packs Way::BLOCK rows
-// together, and at most Way::PART columns and Way::pieces_of(columns, cells of the result) pieces of the terms.
+// Computes all tiles. A `Way` computes one thread's tiles of Way::ROWS rows and Way::COLUMNS columns. It packs Way::BLOCK rows
+// at a time, and at most Way::PART columns and Way::pieces_of(columns, cells of the result) pieces of the terms.
 template <typename Way> void multiply(const Matrices &m, long threads) {
   constexpr long ROWS = Way::ROWS, COLUMNS = Way::COLUMNS, PART = Way::PART;
-  constexpr long MANY = 512; // rows for which a thread may as well pack all columns
+  constexpr long MANY = 512; // rows per thread from which it pays that each thread packs all columns
   const int team = m.rows * m.terms * m.columns > LARGE * 8 ? (int)threads : 1;
   const long down = (m.rows + ROWS - 1) / ROWS, all = (m.columns + COLUMNS - 1) / COLUMNS;
-  // Threads share the rows: what one has written of them it also reads next. Where these are few they share tasks, part after
-  // part of the columns and of each row after row; and the columns alone where rows are fewer still.
+  // With many rows, threads divide the rows, so that each reads what it wrote before. With fewer rows, they divide the sequence
+  // of tasks: one part of the columns after the other, and within a part row after row. With very few rows, they divide only
+  // the columns.
   const bool by_rows = m.a_term == 1 && m.rows >= MANY * team;
   const long even = (all + team - 1) / team * COLUMNS, narrow = m.a_term == 1 ? even : COLUMNS;
   const long part = m.rows >= 2 * Way::BLOCK * team || narrow > PART ? PART : narrow;

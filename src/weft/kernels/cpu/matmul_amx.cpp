@@ -1,4 +1,4 @@
-// `weft_matmul` in the tiles of Intel's AMX: both sides are packed in parts, and four tiles of the result stay in registers.
+// `weft_matmul` by Intel's AMX tiles: both matrices are packed in bfloat16 parts, and four result tiles stay in registers.
 #include "amx.h"
 #include "kernels.h"
 #include "matmul.h"
@@ -6,18 +6,18 @@
 #ifdef WEFT_AMX
 namespace {
 
-// A thread's tiles. While the processor multiplies in one, what the one before came to is added to the result, and the rows of the
-// next block are packed.
+// One thread's tiles. While the processor multiplies for one tile, the sums of the previous tile are added to the result, and
+// the rows of the next block are packed.
 class Parts {
 public:
   static constexpr long SIDE = amx::SIDE, ROWS = 2 * SIDE, COLUMNS = 2 * SIDE, BLOCK = ROWS, PART = 512, PIECES = 3, CACHED = 1 << 20;
   static long piece_of(long terms) { return amx::piece_of(terms); }
-  // A result that no cache holds is gone over as seldom as there is room for packed columns.
+  // A result larger than the cache is visited as rarely as the room for packed columns allows.
   static long pieces_of(long width, long cells) { return cells > CACHED ? PIECES * PART / width : PIECES; }
 
   explicit Parts(const Matrices &m) : m(m), columns(room()), rows(columns + WIDEST) {}
 
-  // Some columns of b from `part` on as panels [blocks of terms][parts][2] of tiles.
+  // Packs columns of b from `part` on into panels [blocks of terms][parts][2] of tiles.
   void pack_columns(long part, long wide, long first, long count) {
     float *to = columns;
     for (long c = 0; c < wide; c += COLUMNS)
@@ -31,7 +31,7 @@ public:
     chunk = first, depth = amx::blocks_of(count), packed = -1;
   }
 
-  // Rows of a as a panel likewise; the next ones, before `stop`, are packed as time allows.
+  // Packs rows of a into such a panel. Those of the next panel, up to `stop`, are packed during multiplications.
   void pack_rows(const Rows &rows, const Rows &next, long stop) {
     if (packed < 0) packing = rows, packed = 0;
     while (packed < blocks_of(packing)) pack_block();
@@ -50,10 +50,10 @@ public:
   void finish() { add(done.rows); }
 
 private:
-  // Of 32 rows or columns, and of all columns of a part.
+  // Size in floats of a panel of 32 rows or columns, and of all panels of a part's columns.
   static constexpr long PANEL = amx::PIECE / amx::DEEP * 2 * amx::BLOCK, WIDEST = PIECES * PANEL * PART / COLUMNS;
 
-  // A thread keeps it: so much memory, given back after each product, would come with a page fault for each of its pages.
+  // Each thread keeps its buffer: if this much memory were freed after each product, every page would fault again.
   static float *room() {
     static thread_local const Buffer kept(WIDEST + 2 * PANEL);
     return kept;
@@ -68,13 +68,13 @@ private:
       amx::pack<amx::LEFT, true>(place(row, term), m.a_row, m.a_term, m.rows - row, packing.count - term, to, 2 * amx::CELLS);
     }
     packed++;
-    const float *next = place(packing.row + packed % 2 * SIDE, packed / 2 * amx::DEEP); // to be packed a tile later
+    const float *next = place(packing.row + packed % 2 * SIDE, packed / 2 * amx::DEEP); // packed by the next call: prefetch
     for (long i = 0; i < 2 * SIDE; i++)
       __builtin_prefetch(m.a_term == 1 ? next + i / 2 * m.a_row + i % 2 * SIDE : next + i * m.a_term);
   }
   const float *place(long row, long term) const { return m.a + row * m.a_row + (packing.first + term) * m.a_term; }
 
-  // Some rows of the sums that wait are added to the result.
+  // Adds the next `some` rows of the waiting sums to the result.
   void add(long some) {
     for (; some > 0 && done.rows > 0; some--, done.rows--, done.at += done.stride, waiting += COLUMNS)
       for (long c = 0; c < COLUMNS; c += SIDE) put(done, 0, c, load(waiting + c));
@@ -109,11 +109,11 @@ private:
   const Matrices &m;
   float *const columns, *const rows;
   alignas(64) float sums[ROWS * COLUMNS];
-  const float *waiting = sums;   // rows of sums that belong to
-  Place done = {};               // this place
-  long chunk = 0, depth = 0; // the first term of the packed columns, and their blocks of terms
-  long now = 0;              // which of the two panels of rows is multiplied
-  Rows packing = {};         // what the other is for, and how many of its blocks are there; -1 before the first
+  const float *waiting = sums;   // rows of sums not yet added to the result
+  Place done = {};               // their destination
+  long chunk = 0, depth = 0; // first term of the packed columns, and their number of blocks of terms
+  long now = 0;              // index of the panel of rows that is multiplied (of two)
+  Rows packing = {};         // rows of the other panel, and its number of packed blocks; -1 before the first
   long packed = -1;
 };
 

@@ -1,26 +1,26 @@
-// Products of a few float32 rows with a matrix that is read once, as it lies: what a decode step consists of.
+// Products of a few float32 rows with a matrix, which is read once and in place. Decode steps consist of these.
 //
-// A vector holds one column of LANES rows, so that each weight is multiplied with all of them at once. To copy the matrix first,
-// as `weft_matmul` does, would take longer than the product.
+// A vector has one column of LANES rows, so each weight is multiplied by all of them at once. Copying the matrix first, as
+// `weft_matmul` does, would take longer than the product.
 #include "kernels.h"
 #include "simd.h"
 
-#pragma GCC optimize("no-ivopts") // a pointer for each column of a tile is more than there are registers
+#pragma GCC optimize("no-ivopts") // a pointer per column of a tile would exceed the registers
 
 namespace {
 
-// Sums kept in registers at once: half of those that there are, or more.
+// Sums kept in registers at once: at least half of the registers.
 constexpr long SUMS = LANES == 16 ? 24 : 12;
 
 // Rows that leave half a vector of 16 empty are multiplied as a vector of 8, which many processors do in half the time.
 constexpr long UNIT = LANES == 16 ? 8 : LANES, UNITS = LANES / UNIT;
-constexpr long MOST = LANES == 16 ? 64 : 16; // rows at once
-constexpr long FEW = 4; // threads that pack all rows each for itself, sooner than they would have waited for each other
+constexpr long MOST = LANES == 16 ? 64 : 16; // rows multiplied at once
+constexpr long FEW = 4; // up to this many threads, each packs all rows itself, which takes less time than waiting for each other
 typedef float unit __attribute__((vector_size(4 * UNIT)));
 typedef float loose_unit __attribute__((vector_size(4 * UNIT), aligned(4), may_alias));
 
-// sums[l][j] = x[l] . weight[j] + bias[j] for L vectors of rows, then one of a unit where H is 1, and N columns. What all rows
-// have of term k stands at x + k * (L * LANES + H * UNIT).
+// sums[l][j] = x[l] . weight[j] + bias[j] for L vectors of rows, plus one unit of rows if H is 1, and N columns. Term k of all
+// rows is stored at x + k * (L * LANES + H * UNIT).
 template <long L, long H, long N> INLINE void tile(
     const float *x, const float *weight, const float *bias, long terms, vec (*sums)[LANES]) {
   const long piece = piece_of(terms);
@@ -30,7 +30,7 @@ template <long L, long H, long N> INLINE void tile(
     unit rest[N] = {};
     const long end = first + piece < terms ? first + piece : terms;
     for (long k = first; k < end;) {
-      for (long j = 0; j < N; j++) // the columns after these, as they lie, into the second cache
+      for (long j = 0; j < N; j++) // prefetch the next columns into the L2 cache
         __builtin_prefetch(weight + N * (terms + k) + j * 16, 0, 2);
       const float *at = x + k * (L * LANES + H * UNIT), *w = weight + k;
       for (const long stop = k + 16 < end ? k + 16 : end; k < stop; k++, at += L * LANES + H * UNIT, w++) {
@@ -53,10 +53,10 @@ template <long L, long H, long N> INLINE void tile(
   }
 }
 
-// G times N columns, as many as fit a vector, to the first of their rows in `out`.
+// Computes G times N columns, at most a vector of them; `out` points to these columns in the first row.
 template <long L, long H, long N, long G> INLINE void tiles(
     const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long row_stride) {
-  vec sums[L + H][LANES]; // those past the last are never looked at
+  vec sums[L + H][LANES]; // entries past the last are not read
   for (long g = 0; g < G; g++)
     tile<L, H, N>(x, weight + g * N * terms, bias ? bias + g * N : nullptr, terms, (vec(*)[LANES])&sums[0][g * N]);
   for (long l = 0; l < L + H; l++) {
@@ -65,7 +65,7 @@ template <long L, long H, long N, long G> INLINE void tiles(
   }
 }
 
-// Columns `from` to `to` for `units` of rows, of which there are U at most.
+// Computes columns `from` to `to` for `units` units of rows, at most U.
 template <long U> void columns(
     long units, const float *x, const float *weight, const float *bias, long terms, long rows, float *out, long row_stride,
     long from, long to) {
@@ -84,7 +84,7 @@ template <long U> void columns(
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long units_of(long rows) { return (rows + UNIT - 1) / UNIT; }
 
-// A vector of rows, or a unit where that holds the last of them, from `row` on: their term k stands together among the packed.
+// Packs a vector of rows from `row` on, or a unit if the remaining rows fit it, so that term k of all rows is contiguous.
 INLINE void pack(const float *x, long row, long rows, long terms, float *packed) {
   const long first = row / MOST * MOST, all = least(units_of(rows - first) * UNIT, MOST);
   const bool whole = row - first + LANES <= all;
@@ -100,14 +100,14 @@ INLINE void pack(const float *x, long row, long rows, long terms, float *packed)
 
 } // namespace
 
-// out [rows, size] = x [rows, terms] weight^T + bias for weight [size, terms], contiguous but for the rows of out, which are
-// `row_stride` apart; `bias` may be null.
+// out [rows, size] = x [rows, terms] weight^T + bias for weight [size, terms], contiguous except for the rows of out, which
+// are `row_stride` apart; `bias` can be null.
 extern "C" void weft_product(
     const float *x, const float *weight, const float *bias, float *out, long row_stride, long rows, long size, long terms,
     long threads) {
   if (weft_product_amx(x, weight, bias, out, row_stride, rows, size, terms, threads)) return;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
-  // Columns that a thread takes at a time: some parts for each thread, tiles of them, and no more than a core's cache holds.
+  // Columns per part of the work: whole tiles, several parts per thread, and no more than fit a core's cache.
   constexpr long TILES = 24, WIDEST = 192;
   const long even = (size / (4 * team) + TILES - 1) / TILES * TILES, wide = even < TILES ? TILES : least(even, WIDEST);
   const Shares shares((size + wide - 1) / wide, team);

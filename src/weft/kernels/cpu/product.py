@@ -1,5 +1,6 @@
-"""Matrix products by weft's own kernels: one for few rows, which reads the matrix as it lies, and
-one for all others.
+"""Matrix products by weft's own CPU kernels.
+
+One kernel is for few rows and reads the matrix in place; the other is for all other cases.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from weft.kernels.cpu import library
 
-MOST_ROWS = 128  # of what counts as few
+MOST_ROWS = 128  # most rows for the few-row kernel
 
 
 def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the kernels take left [..., n] times right [m, n] transposed, plus bias [m] of any
-    dtype.
+    """Return True if the kernels support left [..., n] times right [m, n] transposed, plus bias.
+
+    The bias [m] can have any dtype.
     """
     of_left = left.shape
     of_right = right.shape
@@ -23,9 +25,9 @@ def serves(left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
+    """Return left [..., n] times right [m, n] transposed, plus bias [m] -> [..., m].
 
-    A row does not depend on the others.
+    The result of a row does not depend on the other rows.
     """
     assert bias is None or bias.shape == right.shape[:1], "one number a column"
     flat = left.dim() == 2
@@ -41,7 +43,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [rows, m], contiguous, += left [rows, n] times right [m, n] transposed."""
+    """Add left [rows, n] times right [m, n] transposed to total [rows, m], which is contiguous."""
     _matmul(left, right, None, total, adds=True)
 
 

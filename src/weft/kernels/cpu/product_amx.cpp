@@ -1,5 +1,5 @@
-// `weft_product` in the tiles of Intel's AMX. The matrix is read as it lies, once for each 64 rows, and taken to parts while the tiles
-// multiply what was taken to parts before.
+// `weft_product` by Intel's AMX tiles. The matrix is read in place, once for each 64 rows. While the tiles multiply one block
+// of it, the next block is split into bfloat16 parts.
 #include "amx.h"
 #include "kernels.h"
 
@@ -8,17 +8,17 @@ using namespace amx;
 
 namespace {
 
-constexpr long MOST = 4 * SIDE; // rows at once
-constexpr long FEW = 4;         // threads that pack all rows each for itself, sooner than they would have waited for each other
-constexpr long AHEAD = 256;     // terms from what is taken to parts to what is fetched
+constexpr long MOST = 4 * SIDE; // rows multiplied at once
+constexpr long FEW = 4;         // up to this many threads, each packs all rows itself, which is faster than waiting for others
+constexpr long AHEAD = 256;     // distance in terms between split and prefetched values
 
 struct Weights {
   const float *at;
-  long terms, end; // columns of the result, rows of the matrix, before `end`
+  long terms, end; // rows of the matrix (columns of the result) up to `end`
 };
 
-// Rows `from` to `to` of those from `first` on, times the 32 terms from `term` on, to parts. Meanwhile the terms that come a while
-// later are fetched: of these rows, or of the `wide` rows after them.
+// Splits rows `from` to `to`, counted from `first`, of the 32 terms from `term` on into parts. Also prefetches terms that are
+// split later, of these rows or of the next `wide` rows.
 INLINE void split_rows(const Weights &w, long first, long wide, long term, long from, long to, float *parts) {
   const float *at = w.at + (first + from) * w.terms + term;
   const long left = w.terms - term, ahead = left > AHEAD ? AHEAD : AHEAD + (wide - 1) * w.terms;
@@ -35,8 +35,8 @@ INLINE void split_rows(const Weights &w, long first, long wide, long term, long 
     }
 }
 
-// Columns `from` to `w.end` of as many rows as J tiles hold, 16 * I columns at a time. `x` are the rows' blocks, J of the same
-// terms together.
+// Computes columns `from` to `w.end`, 16 * I at a time, for the rows of J tiles. `x` has the blocks of the rows, with the J
+// blocks of the same terms together.
 template <int I, int J> void columns(
     const float *x, const Weights &w, const float *bias, long rows, float *out, long row_stride, long from) {
   constexpr long WIDE = I * SIDE;
@@ -87,7 +87,7 @@ bool weft_product_amx(
     long threads) {
   if (!ready()) return false;
   const int team = rows * size * terms > LARGE * 8 ? (int)threads : 1;
-  constexpr long WIDEST = 256; // columns that a thread takes at a time, of which each gets some parts
+  constexpr long WIDEST = 256; // limit on the columns per part of the work; each thread gets several parts
   const long each = 2 * SIDE, even = (size / (4 * team) + each - 1) / each * each;
   const long wide = even < each ? each : even < WIDEST ? even : WIDEST;
   const long blocks = blocks_of(terms), most = rows < MOST ? rows : MOST, room = (most + SIDE - 1) / SIDE * blocks * BLOCK;

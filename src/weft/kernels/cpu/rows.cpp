@@ -1,4 +1,4 @@
-// What a block does between its products, one pass over memory each.
+// Operations of a block between its matrix products, each in one pass over memory.
 #include "kernels.h"
 #include "simd.h"
 
@@ -27,7 +27,7 @@ extern "C" void weft_rms_norm(
 }
 
 // The gradients of `weft_rms_norm`: with n = x inverse and g = grad_y (offset + weight), grad_x = inverse (g - n mean(g n)) and
-// grad_weight [size] = sum over rows of grad_y n; either may be null. Rows are summed in blocks, then these in order.
+// grad_weight [size] = sum over rows of grad_y n; either can be null. Rows are summed in blocks, then the blocks in order.
 extern "C" void weft_rms_norm_backward(
     const float *x, const float *weight, const float *inverse, const float *grad_y, float *grad_x, float *grad_weight, long rows,
     long size, double offset, long threads) {
@@ -64,7 +64,7 @@ extern "C" void weft_rms_norm_backward(
 }
 
 // x [tokens, heads, dim] with dimension i < half and i + half of the first `rotated` heads rotated by the angles of cos and sin
-// [tokens, half], all else copied, to out, contiguous, which may be x. `direction` -1 rotates back.
+// [tokens, half], everything else copied; out is contiguous and can be x. `direction` -1 rotates back.
 extern "C" void weft_rotate(
     const float *x, const float *cos, const float *sin, float *out, long token_stride, long head_stride, long tokens, long heads,
     long rotated, long dim, long half, double direction, long threads) {
@@ -104,14 +104,14 @@ extern "C" void weft_add_rows(float *to, const float *from, long rows, long size
   }
 }
 
-// 1 / (1 + exp(-x)), 0 where x is so low that x times it vanishes.
+// 1 / (1 + exp(-x)), or 0 if x is so low that x times it underflows to 0.
 INLINE vec sigmoid(vec x) {
   const vec low = splat(-87.f), bound = x > low ? x : low;
-  const ivec vanishes = x < low; // not so for what is no number
+  const ivec vanishes = x < low; // false for NaN
   return vanishes ? vec{} : 1.f / (1.f + exponential(-bound));
 }
 
-// out [rows, size] = silu(gate) * up, or silu(gate) where `up` is null; silu(x) = x / (1 + exp(-x)). Both inputs
+// out [rows, size] = silu(gate) * up, or silu(gate) if `up` is null; silu(x) = x / (1 + exp(-x)). Both inputs
 // have rows `row_stride` apart.
 extern "C" void weft_silu(const float *gate, const float *up, float *out, long row_stride, long rows, long size, long threads) {
   const int team = rows * size > LARGE ? (int)threads : 1;
@@ -127,8 +127,9 @@ extern "C" void weft_silu(const float *gate, const float *up, float *out, long r
   }
 }
 
-// What `weft_silu` made, `out` [rows, size], once more, and its gradients given the one by it, contiguous: grad_gate and
-// grad_up, which have rows `row_stride` apart as the inputs do. `out` may be null, and both of up and grad_up.
+// Recomputes the result of `weft_silu`, `out` [rows, size], and computes its gradients grad_gate and grad_up, given the
+// gradient by that result, contiguous. Rows of the gradients, like those of the inputs, are `row_stride` apart. `out` can be
+// null, and so can both up and grad_up.
 extern "C" void weft_silu_backward(
     const float *gate, const float *up, const float *grad_out, float *out, float *grad_gate, float *grad_up, long row_stride,
     long rows, long size, long threads) {
@@ -145,8 +146,8 @@ extern "C" void weft_silu_backward(
     }
 }
 
-// Keys k and values v [tokens, heads, dim] (strides of a token and a head) into a cache [slots, heads, room, dim]: token t is
-// row `places[t]` of its slot's first head, counted in rows of `dim` from the cache's beginning.
+// Writes keys k and values v [tokens, heads, dim] (with strides of tokens and heads) to a cache [slots, heads, room, dim]:
+// token t is row `places[t]` of its slot's first head, counted in rows of `dim` from the start of the cache.
 extern "C" void weft_store(
     const float *k, const float *v, float *keys, float *values, const long *places, long k_token, long k_head, long v_token,
     long v_head, long tokens, long heads, long dim, long room, long threads) {

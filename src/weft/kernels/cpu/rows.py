@@ -1,4 +1,4 @@
-"""What a block does between its products, by weft's own kernels: one pass over memory each."""
+"""Operations of a block between its matrix products, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from weft.kernels.cpu import library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """(x / sqrt(mean(x^2) + eps) * (offset + weight), 1 / sqrt(...) [..., 1]) over the last
-    dimension of x.
+    """Return (x / rms * (offset + weight), 1 / rms [..., 1]) over the last dimension of x.
+
+    rms = sqrt(mean(x^2) + eps).
     """
     x = x.contiguous()
     weight = weight.contiguous()
@@ -33,8 +34,9 @@ def rms_norm_gradients(
     want_x: bool,
     want_weight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those by x and by weight, where they are wanted, given the one by the result of `rms_norm`
-    and its second result.
+    """Return the gradients of `rms_norm` by x and by weight, each None if not wanted.
+
+    `inverse` is the second result of `rms_norm`, `grad_y` the gradient by the first.
     """
     x = x.contiguous()
     weight = weight.contiguous()
@@ -59,8 +61,9 @@ def rms_norm_gradients(
 def rotate(
     x: Tensor, cos: Tensor, sin: Tensor, direction: float, *, rotated: int | None = None
 ) -> Tensor:
-    """x [T, heads, dim] with dimensions i and i + half of the first `rotated` heads, or of all,
-    rotated by the angles of cos and sin [T, 1, half], contiguous.
+    """Return x [T, heads, dim], contiguous, with the first `rotated` heads (default: all) rotated.
+
+    Dimensions i and i + half are rotated by the angles of cos and sin [T, 1, half].
     """
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
@@ -69,7 +72,7 @@ def rotate(
 
 
 def rotate_back(x: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
-    """Undo `rotate` in the place of x, contiguous."""
+    """Undo `rotate` in place; x must be contiguous."""
     assert x.is_contiguous()
     _rotate(x, cos, sin, x, rotated, -1.0)
 
@@ -95,7 +98,7 @@ def _rotate(
 
 
 def silu(gate_up: Tensor, gated: bool) -> Tensor:
-    """silu of gate_up [T, n]; where it is `gated`, of its first half, times its second."""
+    """Return silu(gate_up), [T, n]; if `gated`, silu(first half) * second half."""
     gate_up = gate_up.contiguous()
     gate, up, (rows, row_stride) = *_halves(gate_up, gated), gate_up.shape
     out = gate_up.new_empty(gate.shape)
@@ -106,8 +109,9 @@ def silu(gate_up: Tensor, gated: bool) -> Tensor:
 def silu_gradients(
     gate_up: Tensor, gated: bool, grad_out: Tensor, *, again: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(the gradient by `gate_up`, given the one by what `silu` made of it; that once more, where it
-    is wanted `again`).
+    """Return (the gradient of `silu` by `gate_up`, the recomputed result of `silu`).
+
+    `grad_out` is the gradient by that result, which is returned only if `again`, else None.
     """
     gate_up = gate_up.contiguous()
     grad_out = grad_out.contiguous()
@@ -127,8 +131,10 @@ def _halves(gate_up: Tensor, gated: bool) -> tuple[Tensor, Tensor | None]:
 
 
 def store(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, places: Tensor) -> None:
-    """Put k and v [T, heads, dim] into caches [slots, heads, room, dim]; `places` int64 [T] are
-    rows of a slot's first head, counted from the cache's beginning.
+    """Write k and v [T, heads, dim] into caches [slots, heads, room, dim].
+
+    `places` int64 [T] are row indices within a slot's first head, counted from the start of the
+    cache.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     steps = (*k.stride()[:2], *v.stride()[:2])

@@ -1,4 +1,4 @@
-// Vectors of floats in GCC's vector extensions, as wide as the processor's, and what else the kernels share.
+// Vectors of floats in GCC's vector extensions, as wide as the processor's, and other helpers of the kernels.
 #pragma once
 
 #if !defined(__GNUC__) || defined(__clang__)
@@ -27,16 +27,16 @@ constexpr long LANES = 4;
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int ivec __attribute__((vector_size(4 * LANES)));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); // anywhere in memory
+typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); // can be unaligned
 
-constexpr long LARGE = 12 << 10; // cells of work that are worth a second thread
+constexpr long LARGE = 12 << 10; // amount of work, in cells, from which a second thread pays
 
 INLINE long padded(long count) { return (count + LANES - 1) / LANES * LANES; }
 INLINE vec splat(float x) { return x - vec{}; }
 INLINE vec load(const float *from) { return *(const loose *)from; }
 INLINE void store(float *to, vec x) { *(loose *)to = x; }
 
-// x, kept in a register: GCC would read it from memory again at every use.
+// Returns x, kept in a register; without this, GCC reads it from memory again at every use.
 INLINE vec once(vec x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
@@ -45,7 +45,7 @@ INLINE vec once(vec x) {
 }
 INLINE vec largest(vec a, vec b) { return a > b ? a : b; }
 
-// The first `count` < LANES floats, then zeros.
+// Loads `count` < LANES floats, followed by zeros.
 INLINE vec load_some(const float *from, long count) {
   vec x = {};
   memcpy(&x, from, 4 * count);
@@ -53,11 +53,11 @@ INLINE vec load_some(const float *from, long count) {
 }
 INLINE void store_some(float *to, vec x, long count) { memcpy(to, &x, 4 * count); }
 
-// The same for as many as there are, which may fill the vector.
+// The same for any `count`, including a full vector or more.
 INLINE vec load_up_to(const float *from, long count) { return count < LANES ? load_some(from, count) : load(from); }
 INLINE void store_up_to(float *to, vec x, long count) { count < LANES ? store_some(to, x, count) : store(to, x); }
 
-// Memory for floats, on a vector's boundary, with whatever stands there.
+// Uninitialized memory for floats, aligned for vectors.
 class Buffer {
 public:
   explicit Buffer(long count) : at(new (std::align_val_t(64)) float[count]) {}
@@ -69,14 +69,14 @@ private:
   float *at;
 };
 
-// Parts of some work, of which each thread of a team takes its own share in order, since it has fetched the beginning of the
-// next one; then it helps others.
+// Division of parts of work among a team of threads. Each thread works through its own share in order, because it has already
+// prefetched the start of the next part, and then helps other threads.
 class Shares {
 public:
   Shares(long parts, long team) : team(team), shares(new Share[team]) {
     for (long i = 0; i < team; i++) shares[i].next = parts * i / team, shares[i].end = parts * (i + 1) / team;
   }
-  // What the thread that asks does: `work(part)` for one part after another.
+  // Calls `work(part)` for the parts that the calling thread does.
   template <typename Work> void take(const Work &work) const {
     for (long turn = 0, own = omp_get_thread_num(); turn < team; turn++) {
       Share &share = shares[(own + turn) % team];
@@ -98,7 +98,7 @@ constexpr auto EACH_LANE = std::make_integer_sequence<int, LANES>();
 // 0, 1, 2, ...
 template <int... L> INLINE ivec numbers(std::integer_sequence<int, L...>) { return ivec{L...}; }
 
-// Lane l gets what lane l + HALF has, round and round.
+// Rotates lanes: lane l gets the value of lane l + HALF, cyclically.
 template <int HALF, int... L> INLINE vec shifted(vec x, std::integer_sequence<int, L...>) {
   return __builtin_shufflevector(x, x, ((L + HALF) % LANES)...);
 }
@@ -136,7 +136,8 @@ INLINE vec exponential(vec x) {
   return under ? vec{} : y;
 }
 
-// What a shuffle of two vectors picks, from their 128-bit quarters: `pick` in groups of four floats, or of whole quarters.
+// Indices for a shuffle of two vectors: `in_quarters` permutes floats within each 128-bit quarter, `of_quarters` picks whole
+// quarters.
 INLINE ivec in_quarters(int p0, int p1, int p2, int p3) {
   ivec from;
   const int pick[4] = {p0, p1, p2, p3};
@@ -146,13 +147,13 @@ INLINE ivec in_quarters(int p0, int p1, int p2, int p3) {
 INLINE ivec of_quarters(int start) {
   ivec from;
   for (long l = 0; l < LANES; l++) {
-    const long quarter = l / 4 * 2 + start; // every other one, of the first vector and then of the second
+    const long quarter = l / 4 * 2 + start; // every other quarter, of the first vector, then of the second
     from[l] = quarter * 4 + l % 4;
   }
   return from;
 }
 
-// rows[i][l] becomes rows[l][i].
+// Transposes in place: rows[i][l] becomes rows[l][i].
 INLINE void exchange(vec *rows) {
   vec t[LANES], u[LANES];
   for (long i = 0; i < LANES; i += 2) {
@@ -181,7 +182,7 @@ INLINE void exchange(vec *rows) {
   }
 }
 
-// The columns of a block of LANES rows, of which `count` are there; the others are zeros.
+// Loads the columns of a block of LANES rows; rows past `count` are zeros.
 INLINE void columns_of(const float *rows, long stride, long count, vec *columns) {
   if (count == LANES)
     for (long j = 0; j < LANES; j++) columns[j] = load(rows + j * stride);
@@ -189,7 +190,7 @@ INLINE void columns_of(const float *rows, long stride, long count, vec *columns)
     for (long j = 0; j < LANES; j++) columns[j] = j < count ? load(rows + j * stride) : vec{};
   exchange(columns);
 }
-// One of them.
+// Loads one such column.
 INLINE vec column_of(const float *rows, long stride, long count) {
   vec column = {};
   for (long j = 0; j < LANES; j++)
@@ -197,7 +198,7 @@ INLINE vec column_of(const float *rows, long stride, long count) {
   return column;
 }
 
-// LANES rows (`count` of them there, the others zeros) as columns: to[d * by + row].
+// Transposes LANES rows (those past `count` are zeros) to to[d * to_stride + row].
 INLINE void transpose(const float *rows, long stride, long count, long dim, float *to, long to_stride = LANES) {
   long d = 0;
   for (; d + LANES <= dim; d += LANES) {
@@ -208,8 +209,8 @@ INLINE void transpose(const float *rows, long stride, long count, long dim, floa
   for (; d < dim; d++) store(to + d * to_stride, column_of(rows + d, stride, count));
 }
 
-// Terms of a product that are summed from zero before the sum joins the others: the same for all kernels that multiply in vectors, so
-// that they give the same bits.
+// Terms of a product that are summed separately before their sum is added to the total. All kernels that multiply in vectors
+// use the same number, so they give the same bits.
 constexpr long PIECE = 320;
 INLINE long piece_of(long terms) {
   const long pieces = (terms + PIECE - 1) / PIECE, even = (terms + pieces - 1) / pieces;

@@ -1,4 +1,4 @@
-// Sizes of the structures that C++ and Python share, in the order of `structures.py`.
+// Sizes of the structures shared by C++ and Python, in the order of `structures.py`.
 #include "forward.h"
 
 extern "C" void weft_sizes(long *sizes) {

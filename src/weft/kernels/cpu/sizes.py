@@ -1,20 +1,20 @@
-"""Sizes that the speed or the rounding of a CPU's kernels depends on.
+"""Sizes on which the speed or the rounding of CPU kernels depends.
 
-They are set here alone; others ask for them by name.
+They are defined only here; other modules import them.
 """
 
 from __future__ import annotations
 
 import torch
 
-# floats that the widest CPUs add at once; sums over whole vectors do not depend on what follows
-# them
+# Floats per vector of the widest CPUs. Sums over whole vectors do not depend on the values after
+# them.
 VECTOR = 16
-LEAST_QUERIES = 4  # query rows that torch multiplies at once; it adds fewer up in another order
-LEAST_SPARED_KEYS = 256  # keys that a merged prefix must spare in a step to pay for its merge
-HOLES = 1.2  # what live tensors take, holes between them included, as measured
+LEAST_QUERIES = 4  # torch sums over fewer query rows in another order
+LEAST_SPARED_KEYS = 256  # keys that a merged prefix must save per step to pay off
+HOLES = 1.2  # measured ratio of occupied memory to live tensors, due to fragmentation
 
 
 def in_vectors(length: int, device: torch.device) -> int:
-    """`length` keys as attention on this device reads them: a CPU reads whole vectors."""
+    """Return `length` keys rounded up to what attention reads: whole vectors on a CPU."""
     return -(-length // VECTOR) * VECTOR if device.type == "cpu" else length

@@ -1,4 +1,4 @@
-// Softmax over rows of logits without a copy of them: log-probs, entropy, a draw, and gradients.
+// Softmax over rows of logits without copying them: log-probs, entropy, sampling and gradients.
 //
 // Sums of exp are taken over blocks of ids in float32 and over the blocks in float64, always in the same order, so that the
 // sampler and training get the same bits for the same logits.
@@ -43,7 +43,7 @@ INLINE float highest(const float *x, long count) {
   return top;
 }
 
-// The first of the ids that have this value; `count` where none has, as among numbers that are none.
+// The first id with this value; `count` if no id has it, for example if all are NaN.
 INLINE long first_of(const float *x, long count, float value) {
   long i = 0;
   for (; i + BLOCK <= count; i += BLOCK) {
@@ -57,8 +57,8 @@ INLINE long first_of(const float *x, long count, float value) {
 
 } // namespace
 
-// For each row of x [rows, size]: lse, and where they are wanted (not null) the entropy of its softmax in nats, and the first
-// of the likeliest ids. A row of minus infinity has lse minus infinity and entropy 0.
+// For each row of x [rows, size]: lse, and if not null, the entropy of its softmax in nats and its most likely id (the first on
+// ties). A row of minus infinity has lse minus infinity and entropy 0.
 extern "C" void weft_statistics(
     const float *x, float *lse, float *entropy, long *best, long rows, long size, long threads) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)threads)
@@ -76,7 +76,7 @@ extern "C" void weft_statistics(
 }
 
 // For each row of x [rows, size] the first id whose running sum of exp(x), in the order of the ids and in float64, exceeds
-// uniforms[row] times the sum of all, and its log-prob. Where rounding leaves none, the last id that is possible.
+// uniforms[row] times the sum of all, and its log-prob. If rounding leaves none, the last id with nonzero probability.
 extern "C" void weft_draw(
     const float *x, const double *uniforms, long *ids, float *logprobs, long rows, long size, long threads) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)threads)
@@ -97,7 +97,7 @@ extern "C" void weft_draw(
       if (before + parts[block] > target) break;
       before += parts[block];
     }
-    if (block == blocks) block = last, before = -INFINITY; // nothing above: the last possible id
+    if (block == blocks) block = last, before = -INFINITY; // no sum above it: the last possible id
     long id = block * BLOCK, possible = id;
     const long end = id + BLOCK < size ? id + BLOCK : size;
     for (; id < end; id++) {
@@ -111,9 +111,9 @@ extern "C" void weft_draw(
   }
 }
 
-// The gradients of logits x [rows, size], in their place, of grad_logprob * log p(label) + grad_entropy * entropy for p = softmax(x):
-// grad_logprob * (1 at the label - p) - grad_entropy * p * (log p + entropy). `entropy` and `grad_entropy` may be null;
-// a label below 0 is none of these ids.
+// The gradients of logits x [rows, size], in their place, of grad_logprob * log p(label) + grad_entropy * entropy for p =
+// softmax(x): grad_logprob * (1 at the label - p) - grad_entropy * p * (log p + entropy). `entropy` and `grad_entropy` can be
+// null; a label below 0 means that the label is not among these ids.
 extern "C" void weft_logit_gradients(
     float *x, const float *lse, const float *entropy, const long *labels, const float *grad_logprob, const float *grad_entropy,
     long rows, long size, long threads) {

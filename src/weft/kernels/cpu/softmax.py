@@ -1,6 +1,4 @@
-"""Softmax over rows of logits by weft's own kernels: each row is read from the cache, and no copy
-of it is made.
-"""
+"""Softmax over rows of logits by weft's own CPU kernels, without a copy of the logits."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from weft.kernels.types import Statistics
 
 
 def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> Statistics:
-    """Of float32 logits [R, V]."""
+    """Return the softmax statistics of float32 logits [R, V]."""
     logits, (rows, size) = logits.contiguous(), logits.shape
     lse = logits.new_empty(rows)
     entropies = logits.new_empty(rows) if entropy else None
@@ -22,9 +20,10 @@ def statistics(logits: Tensor, *, entropy: bool = False, best: bool = False) -> 
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [R], their log-probs float32 [R]) of float32 logits [R, V]: each row's first id,
-    in vocabulary order, whose cumulative probability exceeds the row's number of `uniforms` [R];
-    sums over blocks of ids are float64.
+    """Draw from float32 logits [R, V]; return (ids int64 [R], their log-probs float32 [R]).
+
+    Each row's id is the first, in vocabulary order, whose cumulative probability exceeds the row's
+    number in `uniforms` [R]. Sums over blocks of ids are float64.
     """
     x, (rows, size) = logits.contiguous(), logits.shape
     ids = torch.empty(rows, dtype=torch.int64)
@@ -40,8 +39,10 @@ def to_gradients(
     grad_logprob: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Make logits [R, V] their gradients, in their place, given those of each row's log-prob of its
-    label and of its entropy, each [R].
+    """Overwrite logits [R, V] with their gradients.
+
+    `grad_logprob` and `grad_entropy`, [R], are the gradients by each row's log-prob of its label
+    and by its entropy.
     """
     assert grad_entropy is None or found.entropy is not None
     assert (

@@ -1,6 +1,6 @@
-"""The structures that C++ and Python share, field by field as in `kernels.h` and `forward.h`.
+"""Structures shared by C++ and Python, with the same fields as in `kernels.h` and `forward.h`.
 
-`library` compares sizes.
+`library` checks that their sizes agree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def pointer(x: Tensor | None) -> int | None:
 
 
 class Heads(ctypes.Structure):
-    """[tokens, heads, dim] with steps from one row, and one head, to the next."""
+    """Tensor [tokens, heads, dim] with the strides of rows and heads."""
 
     _fields_ = (
         ("at", ctypes.c_void_p),
@@ -33,7 +33,7 @@ class Heads(ctypes.Structure):
 
 
 class Arguments(ctypes.Structure):
-    """Of attention."""
+    """Arguments of the attention kernels."""
 
     _fields_ = (
         *(
@@ -54,7 +54,7 @@ Parameters: Any = ctypes.c_void_p * (len(NORMS) + 2 * len(PRODUCTS))
 
 
 class BlockStruct(ctypes.Structure):
-    """Of a network over a cache."""
+    """Parameters of a block and its part of the cache."""
 
     _fields_ = (
         ("parameters", Parameters),
@@ -65,7 +65,7 @@ class BlockStruct(ctypes.Structure):
 
 
 class Prefix(ctypes.Structure):
-    """Keys and values that several rows go on from."""
+    """Keys and values of a prefix that several rows continue."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),
@@ -75,7 +75,7 @@ class Prefix(ctypes.Structure):
 
 
 class StepStruct(ctypes.Structure):
-    """One pass of a network over a cache."""
+    """One forward pass of a network over a cache."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("states", "embedding", "norm", "cos", "sin")),
@@ -98,7 +98,7 @@ class StepStruct(ctypes.Structure):
 
 
 class Draws(ctypes.Structure):
-    """How the tokens of decode steps are drawn."""
+    """Sampling parameters and results of decode steps."""
 
     _fields_ = (
         *(

@@ -1,7 +1,6 @@
-"""Pointwise functions as one kernel each on a GPU: torch compiles them, for any number of rows at
-once.
+"""Pointwise functions as single GPU kernels, compiled by torch once for any number of rows.
 
-What a compiled kernel computes between its inputs and its results is float32, and rounded once.
+A compiled kernel computes intermediate values in float32 and rounds only its results.
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ from weft.kernels.gpu import flex
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether such kernels can be made for these tensors: on a GPU, of float32 or less, where
-    Triton has what it needs.
+    """Return True if such kernels can be built for these tensors.
+
+    The tensors must be on a GPU and not float64, and Triton must have a compiler and Python's
+    headers.
     """
     fit = all(x.device.type == "cuda" and x.dtype != torch.float64 for x in tensors)
     return fit and flex._compiles()
 
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled, where it is first called; sizes are inputs, so that no pack brings
-    another compilation.
+    """Return the function, compiled at its first call.
+
+    Sizes are inputs of the compiled code, so packs of other sizes do not compile it again.
     """
 
     @functools.wraps(function)

@@ -1,8 +1,7 @@
-"""Flash attention over packed sequences on CUDA: `torch.nn.attention.varlen`, in bfloat16 and
-float16.
+"""Flash attention over packed sequences on CUDA, in bfloat16 and float16.
 
-Which parameters the installed torch has is read once, from the function itself: torch 2.11 has
-neither grouped heads nor block tables, 2.12 and later have both.
+It uses `torch.nn.attention.varlen`. The supported parameters are read once from the installed
+torch's function: torch 2.11 has neither grouped heads nor block tables, 2.12 and later have both.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from torch import Tensor
 from weft.kernels.types import AttentionSpec, VarlenLengths
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_DIM = 256  # of a head; the kernels also want a multiple of 8
+MOST_DIM = 256  # largest head size; it must also be a multiple of 8
 LEAST_CAPABILITY = (8, 0)  # Ampere
-HOPPER = 9  # what version 3 is made for
-THIRD = "FA3"
-PACKAGE = "flash_attn_interface"  # its name in torch, and where it comes from
+HOPPER = 9  # major compute capability that version 3 requires
+THIRD = "FA3"  # torch's name of version 3
+PACKAGE = "flash_attn_interface"  # package of version 3
 
 
 @dataclass(frozen=True)
 class Abilities:
-    """What this torch's `varlen_attn` takes."""
+    """Features that the installed torch's `varlen_attn` supports."""
 
     grouped_heads: bool  # fewer key-value heads than query heads
-    block_table: bool  # keys in pages, without an automatic number of splits
+    block_table: bool  # paged keys, with a fixed number of splits
 
     @classmethod
     def of(cls, function: Any) -> Abilities:
@@ -43,8 +42,10 @@ class Abilities:
 
 @functools.cache
 def kernel() -> Callable[..., Any]:
-    """`varlen_attn`; imported where it is called, because with it comes torch's compiler, which
-    takes seconds.
+    """Return `varlen_attn`.
+
+    It is imported at the first call, because the import also loads torch's compiler, which takes
+    seconds.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -57,12 +58,12 @@ def abilities() -> Abilities:
 
 
 def choose(device: torch.device, asked: str) -> str | None:
-    """Have the flash attention of this process be of the version that is `asked` for: "fa2",
-    torch's own; "fa3" (Shah et al. 2024, arXiv:2407.08608), whose package torch puts in its place;
-    "auto", 3 where the device is a Hopper and the package is there.
+    """Select the flash attention version of this process; return a message for the user, or None.
 
-    torch knows one at a time, for all its devices. What a user should know about the choice, if
-    anything. Raises `RuntimeError` where 3 cannot be had.
+    `asked` is "fa2" (torch's own), "fa3" (Shah et al. 2024, arXiv:2407.08608; its package replaces
+    torch's kernels) or "auto" (version 3 if the device is a Hopper and the package is installed).
+    torch has one version at a time for all devices. Raises `RuntimeError` if "fa3" is not
+    available.
     """
     if asked == "fa2":
         if active() == THIRD:
@@ -83,7 +84,7 @@ def choose(device: torch.device, asked: str) -> str | None:
 
 
 def active() -> str | None:
-    """What has taken the place of torch's own kernels."""
+    """Return the name of the implementation that replaces torch's own; None if none does."""
     current: str | None = getattr(
         torch.nn.attention, "current_flash_attention_impl", lambda: None
     )()
@@ -91,12 +92,12 @@ def active() -> str | None:
 
 
 def version() -> int:
-    """Of the flash attention that this process computes with."""
+    """Return the version of flash attention that this process uses."""
     return 3 if active() == THIRD else 2
 
 
 def _activate() -> str | None:
-    """Put version 3 in place, unless something is there already; why that cannot be, if so."""
+    """Activate version 3 unless a replacement is active; return the reason if that fails."""
     other = active()
     if other is not None:
         return None if other == THIRD else f"{other} is in its place already"
@@ -113,7 +114,7 @@ def _activate() -> str | None:
 
 
 def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the flash kernels take such queries."""
+    """Return True if the flash kernels support queries of this device, dtype and head size."""
     fits = dtype in DTYPES and head_dim % 8 == 0 and head_dim <= MOST_DIM
     return fits and device.type == "cuda" and _has_kernels(device.index or 0)
 
@@ -128,8 +129,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSpec) -> Tensor:
-    """Causal attention: q [T, heads, dim], k and v [U, kv_heads, dim] -> [T, heads, dim], with
-    gradients.
+    """Compute causal attention over packed sequences, with gradients.
+
+    q [T, heads, dim], k and v [U, kv_heads, dim] -> [T, heads, dim].
     """
     grouped: dict[str, Any] = {}
     group = q.shape[1] // k.shape[1]
@@ -155,21 +157,23 @@ def packed(q: Tensor, k: Tensor, v: Tensor, at: VarlenLengths, spec: AttentionSp
 def paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, used: Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page,
-    kv_heads, dim] -> [R, heads, dim].
+    """Compute attention of one new token per row over the row's pages.
 
-    `table` int32 [R, W] holds the rows' pages in order, `used` int32 [R] their tokens, the new ones
-    included. A row's one query is its last token, so without a window nothing has to be kept from
-    it: said as no window at all, the kernel computes the query heads of a key head together and
-    reads its keys once. Only where `abilities().block_table`.
+    q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. `table`
+    int32 [R, W] has each row's pages in order, `used` int32 [R] its number of tokens, including the
+    new one. Call this only if `abilities().block_table`.
 
-    The keys are never split among thread blocks: some builds of torch leave rows unwritten then
-    (pytorch issue 194167), and unsplit rows do not depend on their company.
-    `test_automatic_splits_write_every_row` says which builds of torch are right.
+    The query is the row's last token and sees all its keys, so without a window no causal mask is
+    needed. Without a mask, the kernel computes the query heads of one key head together and reads
+    its keys once.
+
+    The keys are never split among thread blocks: with splits, some builds of torch leave rows
+    unwritten (pytorch issue 194167); also, unsplit rows do not depend on the other rows of the
+    batch. `test_automatic_splits_write_every_row` shows which builds of torch are right.
     """
     rows = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     most = table.shape[1] * keys.shape[1]
-    bounds = None if active() == THIRD else rows * most  # version 3 takes them from the table alone
+    bounds = None if active() == THIRD else rows * most  # version 3 uses only the table
     grouped = q.shape[1] != keys.shape[2]
     reach = (-1, -1) if spec.window is None else _reach(spec.window)
     return kernel()(
@@ -190,10 +194,13 @@ def paged(
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """As the kernels read it: each head's numbers side by side, whatever lies between the heads."""
+    """Return x with contiguous last dimension, as the kernels require; other strides can be any."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _reach(window: int | None) -> tuple[int, int]:
-    """How far a query sees to the left, itself not counted, and to the right."""
+    """Return the numbers of keys that a query sees to its left and right, not counting itself.
+
+    -1 means all keys.
+    """
     return (-1, 0) if window is None else (window - 1, 0)

@@ -1,10 +1,9 @@
-"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for what flash attention has
-no form of.
+"""FlexAttention (Dong et al. 2024, arXiv:2412.05496): one fused kernel for masks that flash lacks.
 
-Who sees whom is given as two spans of keys a query, the near one causal and the far one (a shared
-prefix) whole. The mask's blocks follow from the spans without laying out the mask. It is the one
-place where weft compiles: other layers are a few large matrix products, and a decode step is one
-captured graph, so compiling them costs start-up time and gains little.
+Each query's visible keys are two spans: a causal span near the query, and a far span (a shared
+prefix), which it sees whole. The mask's blocks follow from the spans without building the whole
+mask. Other layers are a few large matrix products, and a decode step is one captured graph, so
+compiling them costs start-up time and gains little.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from weft.kernels.transfer import put
 from weft.kernels.types import AttentionSpec
 
 BLOCK = 128  # tokens of a mask block in training
-LEAST_DIM = 16  # of a head: the kernels multiply tiles of so many columns
-RECOMPILE_LIMIT = 256  # shapes a process may meet; torch's own limit is 8, past which it would stop
+LEAST_DIM = 16  # smallest head size: the kernels' tiles have this many columns
+RECOMPILE_LIMIT = 256  # shapes per process; torch's default is 8, after which it stops
 
 Mod = Callable[..., Tensor]
 Join = tuple[
     tuple[int, int], tuple[int, int]
-]  # a prefix and what goes on from it, each as (first token, one past the last)
+]  # (prefix, continuation), each as (first token, exclusive end)
 
 
 def serves(device: torch.device, head_dim: int) -> bool:
-    """Whether there is a fused kernel.
+    """Return True if a fused kernel is available.
 
-    A CPU has one for the forward pass alone, and weft has better there.
+    On a CPU, torch has one only for the forward pass, and weft has better kernels.
     """
     return device.type == "cuda" and head_dim >= LEAST_DIM and _compiles()
 
 
 @functools.cache
 def _compiles() -> bool:
-    """Whether the kernels can be made here: Triton builds a small C extension for each."""
+    """Return True if kernels can be built here: Triton compiles a small C extension for each."""
     compiler = (
         os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     )
@@ -61,8 +60,9 @@ def _compiles() -> bool:
 
 @dataclass(frozen=True)
 class Spans:
-    """Query t sees the keys `near[t]` to t, and `far_start[t]` to `far_stop[t]` (not included);
-    each int32 [whole blocks].
+    """Visible keys of each query, each int32 [padded tokens].
+
+    Query t sees the keys `near[t]` to t (included) and `far_start[t]` to `far_stop[t]` (excluded).
     """
 
     near: Tensor
@@ -73,9 +73,10 @@ class Spans:
     def of(
         cls, cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
     ) -> Spans:
-        """Those of a pack of `length` tokens, filled up with tokens that see themselves;
-        `cu_seqlens` int32 [S + 1] bound its segments, and each of `joins` says which tokens go on
-        from which.
+        """Return the spans of a pack of `length` tokens.
+
+        `cu_seqlens` int32 [S + 1] are the boundaries of the pack's segments; `joins` are pairs of a
+        prefix and the tokens that continue it. Padding tokens see only themselves.
         """
         whole = padded(length)
         device = cu_seqlens.device
@@ -94,7 +95,7 @@ class Spans:
 
     @property
     def mask_mod(self) -> Mod:
-        """bool: whether `query` sees `key`, as FlexAttention asks."""
+        """Mask function for FlexAttention: True if `query` sees `key`."""
         near = self.near
         start = self.far_start
         stop = self.far_stop
@@ -106,8 +107,9 @@ class Spans:
         return visible
 
     def blocks(self) -> tuple[Tensor, Tensor]:
-        """bool [T / BLOCK, T / BLOCK], query blocks by key blocks: (some query sees some key, every
-        query sees every key).
+        """Return (some query sees some key, every query sees every key) for each pair of blocks.
+
+        Each is bool [T / BLOCK, T / BLOCK], query blocks by key blocks.
         """
         length = len(self.near)
         device = self.near.device
@@ -120,14 +122,14 @@ class Spans:
         some = ((near <= last) & (query >= first)) | (
             (start <= last) & (stop > first) & (start < stop)
         )
-        # A block that lies partly in the near span and for the rest in the far one is taken as
-        # partial, which is also right.
+        # A block covered by the near and the far span together counts as partial, which is also
+        # correct.
         every = ((near <= first) & (query >= last)) | ((start <= first) & (stop > last))
         shape = (length // BLOCK, BLOCK, length // BLOCK)
         return some.view(shape).any(1), every.view(shape).all(1)
 
     def mask(self) -> BlockMask:
-        """The mask of one pack for all heads."""
+        """Return the mask of one pack, for all heads."""
         some, every = self.blocks()
         partial = _listed(some & ~every)
         full = _listed(every)
@@ -135,7 +137,10 @@ class Spans:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many, which ones first) of each row: int32 [1, 1, n] and [1, 1, n, n]."""
+    """Return (number of set blocks, block indices with set blocks first) of each row.
+
+    The results are int32 [1, 1, n] and [1, 1, n, n].
+    """
     order = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[
         None, None
@@ -143,14 +148,18 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded(length: int) -> int:
-    """Tokens of the pack that the kernel is given: each new size is compiled anew, so sizes are
-    powers of two.
+    """Return the number of tokens to which a pack is padded: a power of two.
+
+    Each new size is compiled separately.
     """
     return max(BLOCK, _power_of_two(length))
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim], by the mask of `pack_mask`."""
+    """Compute attention over a pack, by a mask of `pack_mask`.
+
+    q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim].
+    """
     length = len(q)
     tail = padded(len(q)) - len(q)
     q, k, v = (
@@ -162,20 +171,22 @@ def packed(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec
 def pack_mask(
     cu_seqlens: Tensor, joins: Iterable[Join], length: int, window: int | None
 ) -> BlockMask:
-    """The mask of a pack, as `Spans.of` is told it."""
+    """Return the mask of a pack; the arguments are those of `Spans.of`."""
     return Spans.of(cu_seqlens, joins, length, window).mask()
 
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """One new token a row over its pages: q [R, heads, dim], keys and values [pages, page,
-    kv_heads, dim]; as q. By the mask of `page_mask`. The kernel for few queries takes groups of 1,
-    2, 4, ... query heads, so others are filled up with heads of zeros, which nobody reads.
+    """Compute attention of one new token per row over the row's pages, by a mask of `page_mask`.
+
+    q [R, heads, dim], keys and values [pages, page, kv_heads, dim] -> [R, heads, dim]. The kernel
+    for few queries supports groups of 1, 2, 4, ... query heads; other groups are padded with heads
+    of zeros, whose results are dropped.
     """
     rows, (kv_heads, dim) = len(q), keys.shape[2:]
     groups = q.reshape(rows, kv_heads, -1, dim)
     size = groups.shape[2]
     filled = torch.nn.functional.pad(groups, (0, 0, 0, _power_of_two(size) - size))
-    # all pages, of which each row reads its own
+    # Pass all pages; by the mask, each row reads its own.
     k, v = (x.flatten(0, 1).transpose(0, 1)[None] for x in (keys, values))
     out = attention(filled.flatten(1, 2)[:, :, None], k, v, mask, spec)[:, :, 0]
     return out.reshape(rows, kv_heads, -1, dim)[:, :, :size].flatten(1, 2)
@@ -186,16 +197,16 @@ def _power_of_two(least: int) -> int:
 
 
 def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | None) -> BlockMask:
-    """Row r of one query each sees its `used[r]` tokens (int32 [R]), of these the last `window`.
+    """Return the mask of rows with one query each, over pages.
 
-    They lie in the pages `table[r]` (int32 [R, W]) of `size` (number of pages, at least W; tokens
-    of a page).
+    Row r sees its `used[r]` tokens (int32 [R]), or the last `window` of them. They are in the pages
+    `table[r]` (int32 [R, W]). `size` is (number of pages, at least W; tokens per page).
     """
     (rows, width), (num_pages, page) = table.shape, size
     order = torch.arange(width, device=table.device, dtype=torch.int32).expand(rows, width)
-    # For each page its place in the row; past the row's end where it is not the row's. The smallest
-    # counts: what stands in the table after the row's own pages is one page over and over, which no
-    # row but those that fill a step up begins with.
+    # Index of each page in the row's table; `width` if the row does not have the page. The smallest
+    # index counts: a row's entries in the table are padded with one repeated page, which is the
+    # first page of padding rows only.
     places = torch.full((rows, num_pages), width, device=table.device, dtype=torch.int32)
     places = places.scatter_reduce(1, table.long(), order, "amin")
     newest = used - 1
@@ -219,7 +230,7 @@ def page_mask(table: Tensor, used: Tensor, size: tuple[int, int], window: int | 
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, spec: AttentionSpec) -> Tensor:
-    """q [B, heads, T, dim], k and v [B or 1, kv_heads, U, dim] -> [B, heads, T, dim]."""
+    """Return attention of q [B, heads, T, dim] over k and v [B or 1, kv_heads, U, dim]."""
     settings: dict[str, Any] = {
         "scale": 1.0,
         "block_mask": mask,
@@ -245,7 +256,10 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _scored(scale: Tensor, softcap: float | None) -> Mod:
-    """The scale is a tensor, so that layers which differ in it share what is compiled."""
+    """Return the function that scales and caps scores.
+
+    The scale is a tensor, so layers that differ only in it share compiled code.
+    """
 
     if softcap is None:
         return lambda score, *_: score * scale
