@@ -1,6 +1,4 @@
-"""`eval_prompts`: a small graph beside a run's own, whose one call answers the same few prompts at
-every evaluation.
-"""
+"""Build the graph for `eval_prompts`: one call that answers the same prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -15,16 +13,16 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Offload
 
 NODE = "eval_prompts"
-NEW_TOKENS = 128  # of an answer, in a run that samples nothing else
-KEPT = ("stop", "stop_ids", "kv_cache_gb")  # what the run's own sampling says of every completion
+NEW_TOKENS = 128  # default answer length in a run that samples nothing else
+KEPT = ("stop", "stop_ids", "kv_cache_gb")  # options taken over from the run's own sampling
 
 
 def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
-    """The graph that answers `eval_prompts` with the model that is trained; None where none are
-    given.
+    """Return the graph in which the trained model answers `eval_prompts`, or None if the option is
+    unset.
 
-    It is made where the run samples, if it does. Raises `ConfigError` for a run whose model writes
-    no text.
+    The call uses the layout and devices of the run's own sampling, if the run samples. Raises
+    `ConfigError` if the run trains no model that generates text.
     """
     path = config.eval_prompts
     most = config.eval_prompts_max_new_tokens
@@ -71,9 +69,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
 
 
 def _sampler(config: RunConfig, experiment: Experiment, path: str) -> tuple[MFCDef | None, str]:
-    """(the call of the run that samples with the trained policy, if there is one; the policy's
-    role).
-    """
+    """Return (the run's own call that samples with the trained policy, or None; the policy's role)."""
     calls = experiment.graph.model_calls()
     trained = [
         call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"
