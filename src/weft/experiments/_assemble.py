@@ -1,6 +1,4 @@
-"""Assemble a checked `Experiment` from an algorithm's plan (roles, nodes, data) and the run
-options.
-"""
+"""Assemble a checked `Experiment` from an algorithm's plan and the run options."""
 
 from __future__ import annotations
 
@@ -115,11 +113,10 @@ def _allocation_notes(config: RunConfig) -> list[str]:
 
 
 def check(config: Run) -> Run:
-    """Check the options that all experiments share, and resolve the models
-    (`weft.experiments._models`).
+    """Check the options that all experiments share, and resolve the models.
 
-    Returns the configuration with its models resolved. An algorithm's `build` calls this before it
-    checks options of the algorithm.
+    Returns the configuration with its models resolved (`weft.experiments._models`). An algorithm's
+    `build` calls this before it checks options of the algorithm.
     """
     validate(config)
     import_user_code(config.imports)  # registers names that the options can refer to
@@ -179,9 +176,7 @@ def type_of(dataset: DatasetSpec, usual: str) -> str:
 
 
 def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
-    """Return the same nodes for validation rows; calls that train use the method `evaluate`
-    instead.
-    """
+    """Return the nodes for validation rows; calls that train use the method `evaluate` instead."""
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
     return [

@@ -246,8 +246,9 @@ def prefix_tokens(spec: ModelSpec) -> int:
 
 
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """Return the config.json of a role's model, local or from the hub's cache; empty if there is
-    none.
+    """Return the config.json of a role's model, or an empty mapping.
+
+    It is read from a local directory or from the hub's cache.
     """
     return {} if spec.path is None else values_of(spec.path)
 

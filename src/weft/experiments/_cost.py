@@ -258,8 +258,7 @@ def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
 
 
 def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
-    """Return the seconds of prefilling the prompts and of decoding, one token of all sequences at a
-    time.
+    """Return the seconds of prefilling the prompts and decoding all sequences token by token.
 
     Pipeline stages are assumed to wait for each other.
     """

@@ -201,9 +201,7 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value requests nothing: absent, auto, false, 0, or a group that is not
-    enabled.
-    """
+    """Return whether a value requests nothing: absent, auto, false, 0, or a group not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled", bool(value)) in (False, AUTO)
     return value in (None, AUTO, False, 0, "none", [], "")

@@ -18,8 +18,7 @@ KEPT = ("stop", "stop_ids", "kv_cache_gb")  # options taken over from the run's 
 
 
 def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
-    """Return the graph in which the trained model answers `eval_prompts`, or None if the option is
-    unset.
+    """Return the graph in which the trained model answers `eval_prompts`, or None without them.
 
     The call uses the layout and devices of the run's own sampling, if the run samples. Raises
     `ConfigError` if the run trains no model that generates text.

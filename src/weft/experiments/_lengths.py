@@ -23,10 +23,10 @@ CONTEXT = (
 
 
 def context_of(config: RunConfig) -> int | None:
-    """Return the shortest context of the run's models in tokens, or None if no config.json states
-    one.
+    """Return the shortest context of the run's models in tokens, or None if it is unknown.
 
-    The reward model's context does not count, since its tokenizer can differ.
+    Contexts come from the available config.json files. The reward model's context does not count,
+    since its tokenizer can differ.
     """
     named = {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.name != "rew"}
     found = [model_context(value) for value in named.values() if isinstance(value, ModelSpec)]

@@ -31,11 +31,11 @@ Naming = RunConfig | Control  # both have `fileroot` and the names of the run
 
 
 def settled(config: Run) -> Run:
-    """Return the configuration with run names replaced by directories, and with each role's backend
-    set.
+    """Return the configuration with the directory and the backend of each role's model.
 
-    A backend is chosen only if the role's config.json is available. A resumed run keeps the
-    checkpoints that it started with. Raises `CheckpointError` with the option.
+    Names of runs are replaced by directories. A backend is chosen only if the role's config.json is
+    available. A resumed run keeps the checkpoints that it started with. Raises `CheckpointError`
+    with the option.
     """
     changed: dict[str, Any] = {}
     for spec in fields(config):
@@ -88,8 +88,7 @@ def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
 
 
 def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
-    """Return the role whose option `path` the user set: `role`, or the role that it was copied
-    from.
+    """Return the role whose option `path` the user set: `role`, or the role it was copied from.
 
     `config`: the options as plain values.
     """
@@ -159,10 +158,9 @@ def _began(config: Naming, run: Path, option: str) -> str | None:
 
 
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
-    """Return the role with the backend that can run its model, chosen by `values` of its
-    config.json.
+    """Return the role with a backend that can run its model, according to its config.json.
 
-    A role is unchanged if its backend is set or its config.json is not available. Raises
+    `values` are the contents of config.json; without them the backend stays as it is. Raises
     `ConfigError` if the backend cannot run the model.
     """
     if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:

@@ -1,5 +1,6 @@
-"""Nodes shared by methods that train on sampled completions: generate, reward, score, train,
-evaluate.
+"""Nodes shared by the methods that train on sampled completions.
+
+They generate, reward, score, train and evaluate.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ class Policy:
         return SUPPORT if self.gen.record_support else ()
 
     def roles(self, *, reference_by: str | None) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """Return (the roles actor, reference and reward model; which role is initialized from
-        which).
+        """Return (the roles by name; which role is initialized from which).
 
+        Roles are the actor, and the reference and the reward model if the run has them.
         `reference_by` is the option by which the run has no reference, or None if it has one. The
         actor's default learning rate is 1e-6. A reference without a path is the initial actor. The
         reward model's head returns one number per completion, or one per token if it scores steps.
@@ -203,9 +204,7 @@ class Policy:
     def generate(
         self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
     ) -> MFCDef:
-        """Return the call that samples completions; `prefix` is prepended to the names of its
-        outputs.
-        """
+        """Return the call that samples completions; `prefix` is prepended to its output keys."""
         spec = replace(self.gen, **gen)
         args = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in SAMPLING}
         outputs = (*SAMPLED, *(SUPPORT if spec.record_support else ()))
@@ -278,10 +277,9 @@ class Policy:
         )
 
     def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
-        """Return the nodes that compute the actor's log-probs before its first update and the
-        weights.
+        """Return the nodes that score with the actor before its first update and weigh the loss.
 
-        The weights correct the loss for the difference from the sampler's log-probs.
+        The weights correct for the difference between the actor's log-probs and the sampler's.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.corrected:
@@ -392,8 +390,9 @@ def _reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
 
 
 def _reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
-    """Return the call that scores completions with the reward model; `scores` is its key in the
-    graph.
+    """Return the call that scores completions with the reward model.
+
+    `scores` is the name of its output in the graph.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
     asked: dict[str, Any] = {

@@ -213,9 +213,7 @@ class SamplingConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
     def missing(self) -> list[str]:
-        """Return a phrase for each required option that is not set, including the source of the
-        reward.
-        """
+        """Return a phrase for each required option that is not set; the reward is one of them."""
         model = (
             self.rew.path
             or self.rew.url
