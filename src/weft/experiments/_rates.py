@@ -1,7 +1,6 @@
-"""Speeds of devices for estimates of placements: constants, so that every start gets the same
-result.
+"""Speeds of devices for estimates of placements.
 
-The functions are pure.
+They are constants, so that every start of a run gets the same estimates. The functions are pure.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class Rates:
     threads: int | None = None
 
     def at_work(self, working: int, started: int) -> Rates:
-        """Return the rates of a device while `working` of `started` processes of its machine
-        compute.
-        """
+        """Return the device's rates while `working` of `started` processes of its machine compute."""
         if self.cores is None:
             return self
         products, memory, launch = _of_cores(self.cores_each(working, started))
@@ -89,7 +86,7 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
 REACHED = 0.45
 REACHED_LINK = 0.7
 NET = 40e9  # one 400 Gb/s port per device
-USABLE = 0.9  # share of the memory; the rest goes to CUDA and to fragmentation
+USABLE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
 # A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Each of four cores gets
 # half of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:

@@ -47,8 +47,7 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
     """Return the role with a learning rate; `full` is the default for full training.
 
-    The defaults for LoRA and prefix tuning are 1e-5 and 1e-2. A prefix starts near 0 and needs
-    more.
+    The default is 1e-5 for LoRA, and 1e-2 for a prefix, which starts near 0.
     """
     if spec.optimizer.lr is not None:
         return spec
@@ -63,7 +62,7 @@ def critic(
 
     A critic with a path is that model. Otherwise it is the reward model, whose score head is
     already trained, or the actor with a new head. The critic reads the actor's tokens, so the
-    reward model is chosen only if it has the actor's tokenizer and adds no text to the prompt.
+    default is the reward model only if it has the actor's tokenizer and adds no text to the prompt.
     Raises `ConfigError` if `init` is "rew" and there is no reward model.
     """
     if spec.path is not None:
