@@ -141,9 +141,7 @@ class Problem:
         return found
 
     def _sharing(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return (processes of a machine that work in a call on `mesh`, all processes of a
-        machine).
-        """
+        """Return how many processes of a machine work in a call on `mesh`, and how many there are."""
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
     def _move(self, unit: int, numbers: Sequence[int]) -> float:
@@ -244,8 +242,9 @@ class Problem:
 
 
 def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Yield the device ranges that can form a mesh: a divisor of a machine's devices, or whole
-    machines.
+    """Yield the ranges of neighbouring devices that can form a mesh.
+
+    Their size divides the number of devices per machine, or is a multiple of it.
     """
     for size in _divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:

@@ -86,8 +86,7 @@ class Searched:
 
 
 def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Experiment:
-    """Return the experiment with its calls placed by `allocation_mode` search or heuristic, and
-    notes.
+    """Return the experiment with calls placed by `allocation_mode` search or heuristic, and notes.
 
     `given` are the roles as the user wrote them. Calls are placed if neither they nor their role
     name a layout. If nothing can be estimated, calls stay on all devices and a note gives the
