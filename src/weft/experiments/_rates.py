@@ -88,8 +88,8 @@ REACHED_LINK = 0.7
 NET = 40e9  # one 400 Gb/s port per device
 USABLE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
-# A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Each of four cores gets
-# half of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:
+# A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Four cores share half
+# of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:
 # about 1 GB/s and 0.3 ms per exchange.
 CORE_PRODUCTS = 40e9
 CORE_MEMORY = 8e9

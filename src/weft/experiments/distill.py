@@ -103,9 +103,7 @@ class DistillOptions:
 @register_quickstart("distill")
 @dataclass
 class DistillConfig(RunConfig):
-    """Distillation from a teacher with the same tokenizer: GKD, or reverse KL on sampled
-    completions.
-    """
+    """Distillation from a teacher with the same tokenizer: GKD, or reverse KL on own samples."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)

@@ -27,9 +27,7 @@ class GenOptions(MFCOptions, GenerationSpec):
 @register_quickstart("gen")
 @dataclass
 class GenConfig(RunConfig):
-    """Sampling of completions for a file of prompts, written to generations.jsonl in the run's
-    directory.
-    """
+    """Completions for a file of prompts, written to generations.jsonl in the run's directory."""
 
     algorithm: ClassVar[str] = "gen"
     generation: ClassVar[str] = "gen"

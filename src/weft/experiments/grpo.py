@@ -168,8 +168,9 @@ class GRPOConfig(PolicyConfig):
     greedy_rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model on it (ReMax)")
 
     def build(self) -> Experiment:
-        """Return the graph of a GRPO step. Raises `UserError` with the option, its value and the
-        rule.
+        """Return the graph of a GRPO step.
+
+        Raises `UserError` with the option, its value and the rule.
         """
         grpo = self.grpo
         policy = Policy.of(self, grpo, "grpo", grpo.group_size)

@@ -117,8 +117,9 @@ class PPOConfig(PolicyConfig):
     critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
 
     def build(self) -> Experiment:
-        """Return the graph of a PPO step. Raises `UserError` with the option, its value and the
-        rule.
+        """Return the graph of a PPO step.
+
+        Raises `UserError` with the option, its value and the rule.
         """
         policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (

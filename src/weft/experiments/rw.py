@@ -48,7 +48,10 @@ class RWOptions:
 @register_quickstart("rw")
 @dataclass
 class RWConfig(RunConfig):
-    """Training of a reward model on pairs (paired_comparison, preference) or on rankings."""
+    """Reward model training on pairs (paired_comparison, preference) or rankings (ranking).
+
+    A ranking can have any length.
+    """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("model",)
     algorithm: ClassVar[str] = "rw"
