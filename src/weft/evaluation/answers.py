@@ -39,6 +39,7 @@ def sample(
     generator, so a slow answer does not delay the others. Raises `DataError` for a prompt that
     leaves no room in the model's context.
     """
+    # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
     asked = [prompt.token_ids(tokenizer, system=system, plain=plain) for prompt in prompts]
     specs = [
@@ -58,6 +59,7 @@ def sample(
         for kind, spec in enumerate(specs)
         for k in range(1 if spec.greedy else samples)
     ]
+    # Generate until all requests are finished.
     tokens: dict[tuple[str, int], list[int]] = {(request.id, request.k): [] for request in requests}
     ends: dict[tuple[str, int], str] = {}
     most = max(spec.most_new_tokens for spec in specs)
@@ -72,6 +74,7 @@ def sample(
                     ends[event.id, event.k] = event.finish
                     if progress is not None:
                         progress(len(ends), len(requests))
+    # Decode the tokens.
     made: list[list[list[Answer]]] = [[[] for _ in settings] for _ in prompts]
     for request in requests:
         index, kind = map(int, request.id.split("/"))

@@ -1,4 +1,7 @@
-"""Open a model by directory, adapter or hub name, to sample from or to score with."""
+"""Open a model to sample from or to score with.
+
+A model is named as in commands: by a directory, an adapter, a run or a hub name.
+"""
 
 from __future__ import annotations
 

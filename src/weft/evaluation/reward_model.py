@@ -58,7 +58,7 @@ class Summary:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Summary:
-        """Summarize the rows. Pairs count equally in `accuracy`, rows in the other numbers."""
+        """Summarize the groups of several rows."""
         pairs = np.array([group.pairs for group in groups], dtype=np.float64)
         right = np.array([group.right for group in groups], dtype=np.float64)
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
@@ -85,14 +85,15 @@ def evaluate(
 ) -> list[Group]:
     """Score every row of `path`, a dataset of type `kind`, and return one group per row.
 
-    `category` is the column that groups rows, `name` a label for progress while they are read.
-    Raises `ConfigError` for a type without an order of replies, `DataError` for rows that cannot be
-    used.
+    Rows without two replies of different rank have no group. `category` is the column that groups
+    rows, `name` the name of the dataset in messages. Raises `ConfigError` for a type without an
+    order of replies, `DataError` for rows that cannot be used.
     """
     if kind not in ORDERED:
         raise ConfigError(
             f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}"
         )
+    # Read and tokenize the rows.
     made: type[TableDataset] = datasets.get(kind)
     limits = {} if opened.context is None else {"max_seqlen": opened.context}
     table = made(
@@ -103,6 +104,7 @@ def evaluate(
         **(args or {}),
     ).table
     categories = _categories(path, split, category)
+    # Score them in batches, and compare the scores within each row.
     groups = list[Group]()
     for start in range(0, len(table), IDS_AT_ONCE):
         indices = range(start, min(start + IDS_AT_ONCE, len(table)))

@@ -226,7 +226,7 @@ def _texts(reports: Sequence[Report]) -> list[str]:
 
 
 def _models(reports: Sequence[Report]) -> str:
-    """Return the table rows of models and settings, with the mean reward if any report has scores."""
+    """Return the table rows of models and settings, with the mean reward if there are scores."""
     rows = list[str]()
     has_rewards = any(map(means, reports))
     for index, report in enumerate(reports):

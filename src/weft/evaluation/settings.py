@@ -44,9 +44,9 @@ class Settings:
 
 
 def shipped(name: str, base: GenerationSpec) -> Settings:
-    """Return the shipped settings of this name over `base`.
+    """Return the shipped settings of this name, applied to `base`.
 
-    Raises `ConfigError` with the nearest names if there are none.
+    Raises `ConfigError` for an unknown name, with the nearest ones.
     """
     if name not in SHIPPED:
         raise unknown_name("sampling setting", name, SHIPPED)

@@ -1,4 +1,4 @@
-"""The shipped experiments, one file per algorithm. Each turns options into a graph without torch."""
+"""The shipped experiments, one file per algorithm. They turn options into graphs without torch."""
 
 from weft.experiments.distill import DistillConfig
 from weft.experiments.dpo import DPOConfig

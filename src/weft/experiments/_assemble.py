@@ -66,6 +66,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
 
     Raises `UserError` with the option, its value and the rule.
     """
+    # Give every role a layout, and check its model.
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
     specs = allocated(
@@ -75,6 +76,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     options = _settled(config, plan)
     for name, spec in roles.items():
         checks.check_model(option_of(options, name, str(spec.path)), spec)
+    # Build the experiment and apply the options of calls.
     keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
     model_notes = dict.fromkeys(note for spec in roles.values() for note in spec.notes)
     experiment = Experiment(
@@ -93,6 +95,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         plan_notes=(*model_notes, *plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
+    # Place the calls on devices.
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place(experiment, config, plan.roles)
     experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
@@ -185,7 +188,7 @@ def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
 
 
 def has_validation(dataset: DatasetSpec) -> bool:
-    """Return whether the dataset options name validation rows, directly or in one of their sources."""
+    """Return whether the dataset options or one of the sources have validation rows."""
     sources = sources_of(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
     named = [

@@ -194,10 +194,13 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
         / len(mesh.ranks)
         / rates.products
     )
+    # Matrix products, and the minimum time of each layer
     layers = network.layers / layout.pipeline
     rounds = 3 if trains else 1
     busy = products + layers * parts * rounds * rates.launch
     band = rates.bandwidth(mesh.ranks)
+    # Messages between the devices: sums of tensor parallelism, keys and values of context
+    # parallelism, gathered weights of sharding, hidden states of pipelines
     states = own * network.hidden * network.width
     if layout.tensor > 1:
         sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
@@ -265,6 +268,7 @@ def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float
     layout = mesh.layout
     band = rates.bandwidth(mesh.ranks)
     prefill = _forward(network, replace(load, new=0), mesh, rates)
+    # One decoding step reads all weights and the KV cache, or is bound by its products.
     own = math.ceil(load.sequences / (layout.data * layout.context))
     together = min(own, rates.most_sequences)
     weights = (network.layers * network.active + network.outputs) * network.width / layout.tensor

@@ -259,7 +259,7 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
             )
 
 
-# -- what is computed
+# -- optimizer, schedule and dtype
 
 
 def _optimizer(done: Mapped, value: Any) -> None:
@@ -388,7 +388,7 @@ def _clipping(done: Mapped, value: Any) -> None:
         done.put(".optimizer.max_grad_norm", value)
 
 
-# -- where it is held
+# -- sharding, offloading and communication
 
 
 def _zero(done: Mapped, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build the graph for `eval_prompts`: one call that answers the same prompts at every evaluation."""
+"""Build the graph for `eval_prompts`: one call that answers these prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
 
 
 def _sampler(config: RunConfig, experiment: Experiment, path: str) -> tuple[MFCDef | None, str]:
-    """Return (the run's own call that samples with the trained policy, or None; the policy's role)."""
+    """Return (the run's call that samples with the trained policy, or None; the policy's role)."""
     calls = experiment.graph.model_calls()
     trained = [
         call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"

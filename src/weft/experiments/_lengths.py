@@ -51,7 +51,7 @@ def model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the options of a dataset with answers; `max_seqlen` defaults to the models' context."""
+    """Return the options of a dataset with answers; `max_seqlen` defaults to the context."""
     return replace(dataset, max_seqlen=dataset.max_seqlen or context_of(config))
 
 
@@ -101,7 +101,7 @@ class Lengths:
 
 
 def asked_for(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Return the maximum tokens of a prompt and its completion, or None if the user set no length."""
+    """Return the maximum tokens of a prompt and its completion, or None if no length is set."""
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None
     return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)

@@ -71,7 +71,7 @@ class LaunchSpec:
 
 @dataclass
 class SlurmSpec:
-    """Resources and settings of a Slurm job (`mode=slurm`); absent ones are the cluster's defaults."""
+    """Resources and settings of a Slurm job (`mode=slurm`); absent ones are the cluster's."""
 
     partition: str | None = option(None, "partition, or several with commas")
     account: str | None = option(None, "account that is charged")

@@ -277,9 +277,11 @@ class Policy:
         )
 
     def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
-        """Return the nodes that score with the actor before its first update and weigh the loss.
+        """Return the nodes for the initial log-probs of the actor and for the loss weights.
 
-        The weights correct for the difference between the actor's log-probs and the sampler's.
+        The log-probs are from before the actor's first update. The weights correct for the
+        difference between these log-probs and the sampler's. The list is empty if no correction is
+        enabled.
         """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.corrected:

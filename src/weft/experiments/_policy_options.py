@@ -31,7 +31,7 @@ def _reward_problem(reward: Any) -> str | None:
 
 @dataclass
 class SamplingOptions:
-    """Options of a method that trains on sampled and rewarded completions; the defaults are PPO's."""
+    """Options of methods that train on sampled and rewarded completions; defaults are PPO's."""
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
     ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)

@@ -40,7 +40,7 @@ class Rates:
     threads: int | None = None
 
     def at_work(self, working: int, started: int) -> Rates:
-        """Return the device's rates while `working` of `started` processes of its machine compute."""
+        """Return the rates while `working` of `started` processes of the machine compute."""
         if self.cores is None:
             return self
         products, memory, launch = _of_cores(self.cores_each(working, started))

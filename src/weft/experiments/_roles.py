@@ -110,7 +110,7 @@ def _tokenizer_file(place: str | None) -> Path | None:
 
 
 def _vocabulary(text: bytes) -> Any:
-    """Return the model and the added tokens of a tokenizer.json; templates and padding are ignored."""
+    """Return (the model, the added tokens) of a tokenizer.json, without templates and padding."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -148,7 +148,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
 
 
 def _token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ids of the tokens in a tokenizer.json: (those of its model, those that are added)."""
+    """Return the ids of the tokens in a tokenizer.json: (the model's tokens, the added ones)."""
     model, added = _vocabulary(text)
     vocab = (model or {}).get("vocab") or {}
     # A Unigram vocabulary is a list of (piece, score), in the order of ids.

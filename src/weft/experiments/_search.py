@@ -42,7 +42,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a placement: mesh, seconds of work and seconds of weight transfer of each call."""
+    """Estimate of a placement: mesh, seconds of work and of weight transfer of each call."""
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
@@ -141,16 +141,17 @@ class Problem:
         return found
 
     def _sharing(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return how many processes of a machine work in a call on `mesh`, and how many there are."""
+        """Return (processes of a machine that work in a call on `mesh`, all its processes)."""
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
     def _move(self, unit: int, numbers: Sequence[int]) -> float:
+        """Return the seconds to copy the trained weights to the unit's devices."""
         role = self.units[unit].role
         home = self._home[role]
         source = numbers[home]
         target = numbers[unit]
         if source == target or not self.units[home].trains:
-            return 0.0  # frozen weights move once
+            return 0.0  # frozen weights are copied only once, before the first step
         found = self._moving.get((role, source, target))
         if found is None:
             found = moving_seconds(
@@ -160,6 +161,8 @@ class Problem:
         return found
 
     def _step(self, numbers: Sequence[int]) -> float:
+        """Return the seconds of a step, simulated over the graph."""
+        # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
         busy = [0.0] * self.num_devices
         ends = dict[str, float]()
@@ -178,10 +181,8 @@ class Problem:
             else:
                 sources = ()
             begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
-            for rank in {
-                *ranks,
-                *sources,
-            }:  # a device that sends weights computes nothing meanwhile
+            # The devices that send weights compute nothing meanwhile.
+            for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
             takes = self._call(name, numbers[unit], started)
@@ -191,6 +192,7 @@ class Problem:
                 free[rank] = end
                 busy[rank] += takes
                 computed[rank] += takes * cores_each
+        # With a lag several steps overlap, until a device is always busy.
         last = max(ends.values(), default=0.0)
         step = last if not self.lag else max(max(busy), last / (self.lag + 1))
         if self.rates.cores is None:
@@ -373,6 +375,7 @@ def _descend(
 def _anneal(
     problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
 ) -> list[int]:
+    """Return the best placement found by simulated annealing: random changes of one or two units."""
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
     now = list(start)
@@ -391,5 +394,6 @@ def _anneal(
 
 
 def _energy(problem: Problem, score: Score) -> float:
+    """Return the objective of annealing: the log of the step time, plus a memory penalty."""
     over, step, _ = score
     return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

@@ -255,7 +255,7 @@ def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout
 
 
 def _at_once(experiment: Experiment, call: MFCDef) -> int:
-    """Return the number of ids per minibatch of a call; each data-parallel rank needs at least one."""
+    """Return the number of ids per minibatch of a call, the limit of its data-parallel ranks."""
     if call.trains:
         updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
     else:
@@ -263,7 +263,7 @@ def _at_once(experiment: Experiment, call: MFCDef) -> int:
     return max(1, (call.batch_size or _ids(experiment)) // max(1, updates))
 
 
-# -- what the estimate is made of
+# -- inputs of the estimate
 
 
 def _devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
@@ -461,7 +461,7 @@ def _sharing(experiment: Experiment) -> dict[str, str]:
     }
 
 
-# -- for people
+# -- output
 
 
 def _facts(estimate: Estimate) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
 
 
 def service_notes(config: SamplingConfig) -> list[str]:
-    """Return lines on the roles that are on servers, for the plan that is printed before the run."""
+    """Return lines on roles that are on servers, for the plan that is printed before the run."""
     told = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):

@@ -29,7 +29,7 @@ from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
-# Names for the outputs of `actor_gen` that are also its inputs: a node cannot write a key it reads.
+# Outputs of `actor_gen` that are also its inputs; a node cannot write a key that it reads.
 MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
 
 
@@ -226,14 +226,17 @@ class _Distillation:
 
     @property
     def size(self) -> int:
+        """Ids per step; 0 if batches are formed by token count."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
     def completions(self) -> int:
+        """Completions per step."""
         return self.size * self.options.samples_per_prompt
 
     @property
     def minibatches(self) -> int:
+        """Minibatches per pass over the completions of a step."""
         options = self.options
         if not self.size:
             return 1

@@ -1,4 +1,4 @@
-"""DPO and related losses: `ref_inf` scores pairs with the frozen reference, `actor_train` trains."""
+"""DPO and related losses: `ref_inf` scores pairs with the frozen reference before `actor_train`."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class DPOConfig(RunConfig):
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
-    """Raise `ConfigError` for batches of one prompt: z0 pairs a prompt with another's completion."""
+    """Raise `ConfigError` for batches of one prompt: z0 needs completions of other prompts."""
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(

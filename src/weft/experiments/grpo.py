@@ -213,6 +213,7 @@ class GRPOConfig(PolicyConfig):
             nodes.append(kept)
         if self._has_ref:
             nodes.append(policy.reference(waits))
+        # Arguments of the loss, with the clip bounds resolved
         loss = {
             **grpo.clip_args(),
             "loss_type": grpo.loss_type,
@@ -323,7 +324,7 @@ def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
 
 
 def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
-    """Raise `ConfigError` for options that GDPO, which normalizes each reward by itself, excludes."""
+    """Raise `ConfigError` for options that GDPO excludes, since it normalizes each reward."""
     if config.reward is None or config.reward_column is not None:
         raise ConfigError(
             "grpo.normalize_each_reward=true: needs reward functions in reward (and no "

@@ -102,7 +102,10 @@ class OnlineDPOOptions(SamplingOptions):
             raise ConfigError(f"online_dpo.loss_type={self.loss_type!r}: {REFUSED[self.loss_type]}")
 
     def loss_args(self) -> dict[str, Any]:
-        """Return the arguments of the loss `dpo`. Raises `ConfigError` if they exclude each other."""
+        """Return the arguments of the loss `dpo`.
+
+        Raises `ConfigError` if they exclude each other.
+        """
         beta = default_beta(self.loss_type) if self.beta is None else self.beta
         args = {
             "loss_type": self.loss_type,
@@ -119,7 +122,10 @@ class OnlineDPOOptions(SamplingOptions):
 @register_quickstart("online_dpo")
 @dataclass
 class OnlineDPOConfig(SamplingConfig):
-    """DPO on pairs that the actor samples and that a reward model, reward functions, or both rank."""
+    """DPO on pairs that the actor samples and that rewards rank.
+
+    Rewards come from a reward model, reward functions, or both.
+    """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*SamplingConfig.host_nodes, "preferences")
     algorithm: ClassVar[str] = "online_dpo"
