@@ -32,7 +32,7 @@ AT_ONCE = 64  # rows per part
 class Plan:
     """Options of the bad replies.
 
-    `kinds` are those of `weft.data.bad_replies`. A weak model samples `samples` replies per row, of
+    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row, of
     which a reward model, if there is one, selects the best. Bad replies are added to a `share` of
     the rows.
     """
@@ -209,8 +209,8 @@ def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str
 def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> list[str | None]:
     """Return a reply of the weak model to each row, or None.
 
-    If there is a reward model, it selects the best of several. None stands for an empty reply, and
-    for a prompt that does not fit in the context.
+    If there is a reward model, it selects the best of several. An entry is None if the reply is
+    empty or the prompt does not fit in the context.
     """
     prompts = {place: _prompt(row) for place, row in enumerate(rows) if row.messages}
     opened, context = weak.opened, weak.opened.context

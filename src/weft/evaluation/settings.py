@@ -1,4 +1,4 @@
-"""Named sampling settings: shipped ones, and those of a user's YAML or JSON file."""
+"""Named sampling settings, shipped or from a user's YAML or JSON file."""
 
 from __future__ import annotations
 

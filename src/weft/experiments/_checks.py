@@ -294,7 +294,7 @@ def check_dataset(dataset: DatasetSpec) -> None:
 
 
 def _looks_like_file(path: str) -> bool:
-    """Return whether a dataset path is local, not `OWNER/NAME` or `OWNER/NAME:FOLDER` of the hub."""
+    """Return whether a dataset path is local, not a hub name `OWNER/NAME[:FOLDER]`."""
     if Path(path).expanduser().exists() or DATA_FILE.search(path):
         return True
     return HUB_DATA.fullmatch(path) is None

@@ -1,9 +1,9 @@
 """Translate a DeepSpeed configuration into weft's options.
 
 Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused by name.
-DeepSpeed itself is not needed. Keys are those of its "DeepSpeed Configuration JSON". A value of
-`auto`, which Hugging Face's Trainer fills in from its own options, is left to weft's command line
-or defaults.
+DeepSpeed itself is not needed. The known keys come from its "DeepSpeed Configuration JSON". A value
+of `auto`, which Hugging Face's Trainer fills in from its own options, is left to weft's command
+line or defaults.
 """
 
 from __future__ import annotations

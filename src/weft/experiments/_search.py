@@ -60,9 +60,9 @@ Score = tuple[float, float, int]
 class Problem:
     """A graph to place on devices, and the data for the estimates.
 
-    `order` and `producers` are those of the graph and include host functions, which take no time
-    here. `lag` is the number of steps by which sampling can be ahead of training. `shares` maps a
-    role to the base role whose weights it uses if both are on the same mesh.
+    `order` and `producers` describe the graph and include host functions, which take no time here.
+    `lag` is the number of steps by which sampling can be ahead of training. `shares` maps a role to
+    the base role whose weights it uses if both are on the same mesh.
     """
 
     units: Sequence[Unit]
@@ -375,7 +375,7 @@ def _descend(
 def _anneal(
     problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
 ) -> list[int]:
-    """Return the best placement found by simulated annealing: random changes of one or two units."""
+    """Return the best placement found by simulated annealing, changing one or two units a turn."""
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
     now = list(start)

@@ -2,8 +2,8 @@
 
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792. The
 paper samples two completions of a prompt and asks a language model which is better. Here rewards
-decide: those of a reward model, of reward functions (the verifier `judge` asks a language model),
-or of both, as for PPO and GRPO.
+decide, as in PPO and GRPO: from a reward model, from reward functions (the verifier `judge` asks a
+language model), or from both.
 
 Differences from TRL's OnlineDPOTrainer: TRL computes log-probs at temperature 1, here actor and
 reference have the sampler's temperature, as in PPO and GRPO. TRL's `ipo` compares sums over tokens,
