@@ -116,6 +116,7 @@ def write(
     first = json.dumps(dict(said), sort_keys=True)
     lines = _begun(part, first)
     done = Made()
+    # Append each missing part to the unfinished file.
     for start in range(0, len(rows), AT_ONCE):
         chunk = rows[start : start + AT_ONCE]
         number = start // AT_ONCE
@@ -128,6 +129,7 @@ def write(
             lines.append(made)
         if progress is not None:
             progress(min(start + AT_ONCE, len(rows)), len(rows))
+    # Write the rows of all parts to the final file.
     with replacing(file) as partial, partial.open("w", encoding="utf-8") as stream:
         for said_here in map(json.loads, lines):
             done.left_out += said_here["left_out"]
@@ -220,6 +222,7 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
             for n, each in prompts.items()
             if len(each.token_ids(opened.tokenizer)) < context
         }
+    # Sample with a seed that depends on the part, so that a resumed command gives the same replies.
     spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + number)
     if prompts:
         answers = sample(
@@ -237,6 +240,7 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
     }
     if weak.reward is None:
         return [said[place][0] if place in said else None for place in range(len(rows))]
+    # Select the best reply to each row by reward.
     scores = rewards.score(weak.reward, [prompts[place] for place in said], list(said.values()))
     best = {
         place: texts[int(found.argmax())]

@@ -32,6 +32,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
                 f"leave it out"
             )
         return None
+    # Choose the length of answers.
     own, role = _sampler(config, experiment, path)
     given = dict(own.args) if own is not None else {}
     spec = experiment.roles[role]
@@ -48,6 +49,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
             f"context of {context} tokens; "
             "lower it"
         )
+    # Sample greedily, with default options except for those in KEPT.
     plain = asdict(GenerationSpec())
     names = [each.name for each in fields(GenerationSpec) if not each.metadata.get("hidden")]
     args = {name: given.get(name, plain[name]) if name in KEPT else plain[name] for name in names}

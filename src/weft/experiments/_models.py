@@ -1,4 +1,4 @@
-"""Resolve the model names that users write to directories and backends; nothing is loaded."""
+"""Resolve users' names of models to directories and backends; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
 
 
 def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the reward model has no score head, since a new random one scores noise.
+    """Return a warning if the reward model has no score head: a new random one gives noise.
 
     `values`: the contents of config.json.
     """

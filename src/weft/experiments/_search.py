@@ -151,7 +151,7 @@ class Problem:
         source = numbers[home]
         target = numbers[unit]
         if source == target or not self.units[home].trains:
-            return 0.0  # frozen weights are copied only once, before the first step
+            return 0.0  # frozen weights are copied only once
         found = self._moving.get((role, source, target))
         if found is None:
             found = moving_seconds(

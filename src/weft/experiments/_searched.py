@@ -92,12 +92,14 @@ def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSp
     name a layout. If nothing can be estimated, calls stay on all devices and a note gives the
     reason. Raises `ConfigError` if the search finds no placement that fits.
     """
+    # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
     mode = config.allocation_mode
     roles = {call.role for call in experiment.graph.model_calls()}
     free = {role for role in roles if not is_placed(given[role])}
     if config.n_nodes * per_node == 1 or not free:
         return experiment
+    # Without sizes or speeds there is no estimate: leave every call on all devices.
     missing = _unread({role: given[role] for role in roles}, mode)
     if missing:
         return _noted(experiment, missing)
@@ -107,6 +109,7 @@ def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSp
         if mode == SEARCH:
             raise
         return _noted(experiment, [f"{error}; until then every call is on all devices"])
+    # The search begins with the placement of the heuristic.
     usual = min(uniform(problem) or [start], key=problem.score)
     if mode == HEURISTIC:
         best = problem.estimate(usual)

@@ -179,7 +179,7 @@ class DPOConfig(RunConfig):
             optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
         )
-        dpo_loss(**self.dpo.loss_args())  # refuses options that do not go together
+        dpo_loss(**self.dpo.loss_args())  # raises ConfigError if options exclude each other
         if kind in REFERENCE_FREE:
             return [train]
         ref_inf = _scoring("ref_inf", "ref", size)
