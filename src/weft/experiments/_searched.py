@@ -228,7 +228,7 @@ def _units(
 
 
 def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout], Layout | None]:
-    """Return a function that completes a layout for the role, or rejects it with None.
+    """Return a function that adapts a layout to the role's schedule, or rejects it with None.
 
     A layout is rejected if the network, the batch or the options do not fit it.
     """

@@ -150,8 +150,7 @@ class MFCOptions:
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
     """Parse hooks as users write them.
 
-    A hook is `offload`, `offload_optimizer`, the name of a function, or `{function: NAME, args:
-    {..}}`.
+    A hook is `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`.
     """
     if hooks is None:
         return ()
