@@ -1,1 +1,1 @@
-"""Looking at models from outside a run: open them, sample, score, compare."""
+"""Evaluation of models outside a run: open, sample, score, compare."""

@@ -1,4 +1,4 @@
-"""Answers of a model to prompts, under several sampling settings at once."""
+"""Sample a model's answers to prompts with several sampling settings at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.evaluation.models import Opened
 from weft.evaluation.prompts import Prompt
 from weft.evaluation.settings import Settings
 
-Progress = Callable[[int, int], None]  # (answers that have ended, all)
+Progress = Callable[[int, int], None]  # (finished answers, all answers)
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ def sample(
     plain: bool = False,
     progress: Progress | None = None,
 ) -> list[list[list[Answer]]]:
-    """`[prompt][setting][sample]`.
+    """Return the answers as `[prompt][setting][sample]`.
 
-    Greedy settings give one answer, for the others would be the same.
-
-    All requests share one generator, so a slow answer holds up no other. Raises `DataError` for a
-    prompt that leaves no room in the model's context.
+    Greedy settings give one answer per prompt, since all would be equal. All requests share one
+    generator, so a slow answer does not delay the others. Raises `DataError` for a prompt that
+    leaves no room in the model's context.
     """
+    # Build one request per prompt, setting and sample.
     tokenizer = opened.tokenizer
     asked = [prompt.token_ids(tokenizer, system=system, plain=plain) for prompt in prompts]
     specs = [
@@ -59,6 +59,7 @@ def sample(
         for kind, spec in enumerate(specs)
         for k in range(1 if spec.greedy else samples)
     ]
+    # Generate until all requests are finished.
     tokens: dict[tuple[str, int], list[int]] = {(request.id, request.k): [] for request in requests}
     ends: dict[tuple[str, int], str] = {}
     most = max(spec.most_new_tokens for spec in specs)
@@ -73,6 +74,7 @@ def sample(
                     ends[event.id, event.k] = event.finish
                     if progress is not None:
                         progress(len(ends), len(requests))
+    # Decode the tokens.
     made: list[list[list[Answer]]] = [[[] for _ in settings] for _ in prompts]
     for request in requests:
         index, kind = map(int, request.id.split("/"))
@@ -83,7 +85,7 @@ def sample(
 
 
 def _room(opened: Opened, prompt: Prompt, ids: Sequence[int], most: int) -> int:
-    """`most` new tokens, or what the model's context leaves of them."""
+    """Return the maximum new tokens: `most`, or fewer if the model's context is shorter."""
     if opened.context is None:
         return most
     if len(ids) >= opened.context:

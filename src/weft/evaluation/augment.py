@@ -1,8 +1,8 @@
-"""Rankings in which bad replies stand last: those of a weak model, and those made worse on purpose.
+"""Add bad replies to rankings, in last place: replies of a weak model, or degraded good replies.
 
-They are written part by part. What is interrupted goes on with the same rows: a part holds its
-options in its first line, and the draws of a part of the rows depend on the seed and on where they
-stand.
+The output is written in parts of `AT_ONCE` rows, so that an interrupted command can resume with the
+same result. The first line of the unfinished file has the options. Random draws depend only on the
+seed and on the row or the number of its part.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from weft.evaluation.prompts import MOST_REPORTED, Prompt
 from weft.evaluation.settings import Settings
 from weft.writing import opened, replacing
 
-AT_ONCE = 64  # rows of a part
+AT_ONCE = 64  # rows per part
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is made: `kinds` of `weft.data.bad_replies`, `samples` of a weak model a row of which
-    the best by a reward model is kept where there is one, for a `share` of the rows.
+    """Options of the bad replies.
+
+    `kinds` are names in `weft.data.bad_replies`. A weak model samples `samples` replies per row, of
+    which a reward model, if there is one, selects the best. Bad replies are added to a `share` of
+    the rows.
     """
 
     kinds: tuple[str, ...] = ()
@@ -43,7 +46,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Weak:
-    """The model whose replies rank last, and how it is sampled; `reward` chooses among several."""
+    """The model whose replies rank last, with its sampling settings.
+
+    `reward` selects among several replies.
+    """
 
     opened: Opened
     settings: Settings
@@ -52,7 +58,7 @@ class Weak:
 
 @dataclass
 class Made:
-    """Rows written: with bad replies, without, and left out."""
+    """Numbers of rows written with bad replies, written without, and left out."""
 
     augmented: int = 0
     plain: int = 0
@@ -60,9 +66,9 @@ class Made:
 
 
 def read(paths: Sequence[str]) -> list[Replied]:
-    """The rows with replies of some files, ids made unique.
+    """Read the rows with replies from the files; ids are made unique.
 
-    Raises `DataError` naming each row that has none.
+    Raises `DataError` with each row that has no replies.
     """
     found = list[Replied]()
     wrong = list[str]()
@@ -95,10 +101,10 @@ def write(
     said: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Made:
-    """Write `file`, or go on with the part of it that is there.
+    """Write `file`, or resume from the unfinished file of an interrupted command.
 
-    `said`: the options it is made with; a part of others is not gone on with. Raises `ConfigError`
-    where the file is there already.
+    `said` are the options; an unfinished file with other options is refused. Raises `ConfigError`
+    in that case, and if `file` exists.
     """
     if file.exists():
         raise ConfigError(
@@ -110,6 +116,7 @@ def write(
     first = json.dumps(dict(said), sort_keys=True)
     lines = _begun(part, first)
     done = Made()
+    # Append each missing part to the unfinished file.
     for start in range(0, len(rows), AT_ONCE):
         chunk = rows[start : start + AT_ONCE]
         number = start // AT_ONCE
@@ -122,6 +129,7 @@ def write(
             lines.append(made)
         if progress is not None:
             progress(min(start + AT_ONCE, len(rows)), len(rows))
+    # Write the rows of all parts to the final file.
     with replacing(file) as partial, partial.open("w", encoding="utf-8") as stream:
         for said_here in map(json.loads, lines):
             done.left_out += said_here["left_out"]
@@ -135,8 +143,9 @@ def write(
 
 
 def _begun(part: Path, first: str) -> list[str]:
-    """The whole lines of a part that was begun with the same options; a new part where there is
-    none.
+    """Return the complete lines of the unfinished file; start a new one if there is none.
+
+    Raises `ConfigError` if the file has other options.
     """
     if not part.exists():
         writing.write(part, first + "\n")
@@ -147,7 +156,7 @@ def _begun(part: Path, first: str) -> list[str]:
             f"{part}: was begun with other options or rows; give those, remove it, or name "
             f"another file"
         )
-    whole = lines[1:-1]  # after the last line end there is nothing, or a line that was cut
+    whole = lines[1:-1]  # the last item is empty, or a line that was cut off
     writing.write(part, "\n".join([first, *whole, ""]))
     return whole
 
@@ -155,7 +164,7 @@ def _begun(part: Path, first: str) -> list[str]:
 def _made(
     chunk: Sequence[Replied], rows: Sequence[Replied], plan: Plan, weak: Weak | None, number: int
 ) -> dict[str, Any]:
-    """The rows that `chunk`, the part of this number, becomes."""
+    """Return the output rows of `chunk`, which is part `number`, and the count of rows left out."""
     chosen = [_draw(row, plan.seed) < plan.share for row in chunk]
     drawn = [row for row, taken in zip(chunk, chosen, strict=True) if taken]
     sampled = iter(
@@ -178,9 +187,9 @@ def _made(
 
 
 def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str, Any]]:
-    """A ranking with the bad replies beside it, or a pair of the best reply and each.
+    """Yield a ranking with the bad replies, or a pair of the best reply with each bad one.
 
-    One reply alone is no ranking.
+    A row with one reply alone is no ranking and is left out.
     """
     if pairs:
         for place, reply in enumerate(bad):
@@ -200,8 +209,10 @@ def _written(row: Replied, bad: Sequence[str], pairs: bool) -> Iterator[dict[str
 
 
 def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> list[str | None]:
-    """A reply of the weak model to each row, of several the one that the reward model likes best;
-    None where it says nothing or has no room for the prompt.
+    """Return a reply of the weak model to each row, or None.
+
+    If there is a reward model, it selects the best of several. An entry is None if the reply is
+    empty or the prompt does not fit in the context.
     """
     prompts = {place: _prompt(row) for place, row in enumerate(rows) if row.messages}
     opened, context = weak.opened, weak.opened.context
@@ -211,6 +222,7 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
             for n, each in prompts.items()
             if len(each.token_ids(opened.tokenizer)) < context
         }
+    # Sample with a seed that depends on the part, so that a resumed command gives the same replies.
     spec = replace(weak.settings.spec, seed=weak.settings.spec.seed + number)
     if prompts:
         answers = sample(
@@ -228,6 +240,7 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
     }
     if weak.reward is None:
         return [said[place][0] if place in said else None for place in range(len(rows))]
+    # Select the best reply to each row by reward.
     scores = rewards.score(weak.reward, [prompts[place] for place in said], list(said.values()))
     best = {
         place: texts[int(found.argmax())]
@@ -237,12 +250,12 @@ def _sampled(rows: Sequence[Replied], plan: Plan, weak: Weak, number: int) -> li
 
 
 def _prompt(row: Replied) -> Prompt:
-    """A model without a chat template reads a conversation's last message alone."""
+    """Return the row's prompt; without a chat template a model gets only the last message."""
     return Prompt(
         row.id, str(row.messages[-1]["content"]) if row.text is None else row.text, row.messages
     )
 
 
 def _draw(row: Replied, seed: int) -> float:
-    """A number in [0, 1) that is the row's own."""
+    """Return a number in [0, 1) that depends on the seed and the row's id."""
     return float(randomness.uniforms(randomness.key(seed, "augmented", id=row.id), [0])[0])

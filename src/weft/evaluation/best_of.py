@@ -1,6 +1,4 @@
-"""Rejection sampling: of several answers to a prompt the one that a reward model likes best, as
-rows to train on.
-"""
+"""Rejection sampling: write the best of several answers by reward, as rows to train on."""
 
 from __future__ import annotations
 
@@ -34,8 +32,10 @@ def choose(
     *,
     finished_only: bool = True,
 ) -> list[Choice]:
-    """A choice for each prompt that has an answer with words in it; with `finished_only` one that
-    was cut by its length counts only where none ended by itself. Equal answers are one.
+    """Sort each prompt's distinct answers by score; prompts without a non-empty answer are dropped.
+
+    With `finished_only`, answers cut at the length limit are dropped if any other answer is
+    complete.
     """
     made = []
     for prompt, said, found in zip(prompts, answers, scores, strict=True):
@@ -58,12 +58,13 @@ def choose(
 
 
 def save(choices: Sequence[Choice], folder: Path, *, least: float | None = None) -> dict[str, int]:
-    """Write three files and return how many rows each has.
+    """Write three files and return the number of rows in each.
 
-    `selected.jsonl`: rows of the `chat` form, the prompt with its best answer, to train on with SFT
-    (with `least`, those whose score reaches it). `rejected.jsonl`: the same with the worst.
-    `comparison.jsonl`: rows of the `preference` form, best and worst where their scores differ, for
-    a reward model or DPO. Each row keeps its scores.
+    `selected.jsonl`: rows of the `chat` form with the best answer, to train on with SFT; with
+    `least`, only answers whose score reaches it. `rejected.jsonl`: the same with the worst answer.
+    `comparison.jsonl`: rows of the `preference` form with the best and the worst answer, for a
+    reward model or DPO. The last two omit prompts whose answers have equal scores. Each row
+    includes its scores.
     """
     good = [choice for choice in choices if least is None or choice.scores[0] >= least]
     several = [choice for choice in choices if choice.scores[0] > choice.scores[-1]]

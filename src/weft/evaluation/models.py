@@ -1,5 +1,6 @@
-"""Models as a command names them: a directory, an adapter, a run, a hub name; opened to sample from
-or to score with.
+"""Open a model to sample from or to score with.
+
+A model is named as in commands: by a directory, an adapter, a run or a hub name.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ SCORED = (*kind.SCORED, "ForTokenClassification")  # architectures that give sco
 class Opened:
     """A model with its tokenizer.
 
-    `name` is what the user knows it by, `context` the most tokens that it takes, where its config
-    says so; `adapter` the folder whose changes were added to it; `notes` are for the user.
+    `path` is the directory or hub name, and `context` the maximum number of tokens if the config
+    states it. `adapter` is the folder of the adapter that was merged into the weights. `notes` are
+    for the user.
     """
 
     engine: Engine
@@ -41,13 +43,14 @@ class Opened:
 
     @property
     def name(self) -> str:
+        """Name to show to the user: the adapter or the path."""
         return str(self.adapter or self.path)
 
 
 def open_policy(spec: ModelSpec) -> Opened:
-    """The model at `spec.path`, to sample from.
+    """Open the model at `spec.path` to sample from.
 
-    Raises `UserError` for what has no words to give.
+    Raises `UserError` if the model cannot generate text.
     """
     check_talks(str(spec.path))
     adapter = _adapter_at(str(spec.path))
@@ -66,7 +69,7 @@ def open_policy(spec: ModelSpec) -> Opened:
 
 
 def open_scorer(spec: ModelSpec) -> Opened:
-    """The reward model at `spec.path`. Raises `UserError` where it has no score head."""
+    """Open the reward model at `spec.path`. Raises `UserError` if it has no score head."""
     path = str(spec.path)
     if _adapter_at(path):
         raise CheckpointError(
@@ -104,7 +107,7 @@ def _open(spec: ModelSpec, adapter: Path | None) -> Opened:
 
 
 def context_length(values: Mapping[str, Any]) -> int | None:
-    """`max_position_embeddings` of a config.json, by any of its names; None where nothing says."""
+    """Return the maximum number of positions in a config.json, by any of its names, or None."""
     found = (
         values.get(name)
         for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
@@ -113,7 +116,7 @@ def context_length(values: Mapping[str, Any]) -> int | None:
 
 
 def is_scorer(path: str) -> bool:
-    """Whether the model at `path`, a directory or a hub name, has a score head."""
+    """Return whether the model at `path`, a directory or a hub name, has a score head."""
     return kind.gives_scores({"architectures": _architectures(path)})
 
 
@@ -126,7 +129,7 @@ def _architectures(path: str) -> list[str]:
 
 
 def check_talks(path: str) -> None:
-    """Raises `CheckpointError` for a model with a score head: it has no words."""
+    """Raise `CheckpointError` for a model with a score head, which cannot generate text."""
     for each in _architectures(path):
         if any(name in each for name in SCORED):
             raise CheckpointError(
@@ -136,9 +139,10 @@ def check_talks(path: str) -> None:
 
 
 def _adapter_at(path: str) -> Path | None:
-    """The path where it is a directory of low-rank adapters.
+    """Return the path if it is a directory of LoRA adapters, else None.
 
-    A prefix is a model of its own: it is read with its base.
+    A directory with a trained prefix does not count: it is opened as a model, together with its
+    base.
     """
     folder = Path(path).expanduser()
     if (folder / ADAPTER).exists() and not holds_prefix(folder):
@@ -151,9 +155,9 @@ def _tokenizes(folder: Path) -> bool:
 
 
 def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
-    """The model that an adapter belongs to, with the adapter's tokenizer where it has one.
+    """Return the base model of an adapter, with the adapter's tokenizer if there is one.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` if the adapter scores, or does not name its base.
     """
     from weft.checkpoints.peft_io import read_adapter_config
 
@@ -176,9 +180,9 @@ def _base_of(adapter: Path, model: ModelSpec) -> ModelSpec:
 
 
 def _add_adapter(engine: Engine, adapter: Path, base: str) -> None:
-    """Write what the adapter changes into the engine's weights.
+    """Merge the adapter into the engine's weights.
 
-    Raises `CheckpointError` where it changes their shapes.
+    Raises `CheckpointError` if the adapter changes the shapes of weights.
     """
     import torch
 

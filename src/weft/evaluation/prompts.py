@@ -1,4 +1,4 @@
-"""Files of prompts: what a model is asked, as texts or as conversations."""
+"""Read files of prompts, given as texts or conversations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.errors import DataError
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question: `text` as it stands in the file, `messages` as a chat model is asked it."""
+    """A prompt: `text` as in the file, and the `messages` for a chat model."""
 
     id: str
     text: str
@@ -26,9 +26,10 @@ class Prompt:
     def token_ids(
         self, tokenizer: Tokenizer, *, system: str | None = None, plain: bool = False
     ) -> list[int]:
-        """What the model goes on from.
+        """Return the token ids of the prompt, in the chat template's form if there is one.
 
-        `plain`, or a tokenizer without a chat template: the text as it stands.
+        With `plain`, or without a chat template, the text is encoded unchanged, after `system` if
+        given. A prompt's own system message takes precedence over `system`.
         """
         if plain or tokenizer.chat_template is None:
             return tokenizer.encode(f"{system}\n\n{self.text}" if system else self.text)
@@ -41,11 +42,11 @@ class Prompt:
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON, JSONL(.gz) or Parquet file, a text in JSON quotes a line, or a .txt
-    file with a prompt a line.
+    """Read the prompts of a JSON, JSONL(.gz), Parquet or .txt file.
 
-    Rows hold a prompt or messages in the columns that datasets go by. Raises `DataError` naming
-    each row that does not.
+    A .txt file has one prompt per line, a JSONL file can have one quoted text per line. Rows have a
+    prompt or messages in the columns that datasets use. Raises `DataError` with each row that has
+    none.
     """
     prompts = list[Prompt]()
     wrong = list[str]()

@@ -1,5 +1,6 @@
-"""How well a reward model orders replies that people have ordered: accuracy and Kendall's tau, over
-all and by category.
+"""Compare a reward model's order of replies with that of people: accuracy and Kendall's tau.
+
+Results are over all rows and by category.
 """
 
 from __future__ import annotations
@@ -24,24 +25,23 @@ IDS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Group:
-    """What a reward model made of one row: its pairs' outcomes, and how far the best was above the
-    worst.
-    """
+    """Pair counts and score gap of one row."""
 
     category: str
     right: int
     wrong: int
     tied: int
-    gap: float  # score of the best reply less that of the worst
+    gap: float  # mean score of the best-ranked replies less that of the worst-ranked
 
     @property
     def pairs(self) -> int:
+        """Number of all pairs."""
         return self.right + self.wrong + self.tied
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How the replies of all rows were ordered.
+    """Agreement with the order of the replies, over several rows.
 
     `accuracy`: share of pairs in the right order (a tie is wrong), `error` its standard error over
     rows. `best_accuracy`: share of rows whose best reply scores above the worst. `kendalltau`: mean
@@ -58,6 +58,7 @@ class Summary:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Summary:
+        """Summarize the groups of several rows."""
         pairs = np.array([group.pairs for group in groups], dtype=np.float64)
         right = np.array([group.right for group in groups], dtype=np.float64)
         wrong = np.array([group.wrong for group in groups], dtype=np.float64)
@@ -82,16 +83,17 @@ def evaluate(
     name: str = "",
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Group]:
-    """Score every row of `path`, which is of the form `kind`; `category` is the column that groups
-    rows, `name` what to call them while they are read.
+    """Score every row of `path`, a dataset of type `kind`, and return one group per row.
 
-    Raises `ConfigError` for a form without an order of replies, `DataError` for rows that cannot be
-    used.
+    Rows without two replies of different rank have no group. `category` is the column that groups
+    rows, `name` the name of the dataset in messages. Raises `ConfigError` for a type without an
+    order of replies, `DataError` for rows that cannot be used.
     """
     if kind not in ORDERED:
         raise ConfigError(
             f"--type {kind}: a reward model is tried on ordered replies; use {', '.join(ORDERED)}"
         )
+    # Read and tokenize the rows.
     made: type[TableDataset] = datasets.get(kind)
     limits = {} if opened.context is None else {"max_seqlen": opened.context}
     table = made(
@@ -102,6 +104,7 @@ def evaluate(
         **(args or {}),
     ).table
     categories = _categories(path, split, category)
+    # Score them in batches, and compare the scores within each row.
     groups = list[Group]()
     for start in range(0, len(table), IDS_AT_ONCE):
         indices = range(start, min(start + IDS_AT_ONCE, len(table)))
@@ -128,8 +131,9 @@ def _groups(
     rank: npt.NDArray[np.int64],
     comparison: npt.NDArray[np.int64],
 ) -> list[Group]:
-    """One group a row, over all pairs within a comparison that differ in rank; none where there is
-    no such pair.
+    """Return one group for a row, over all pairs within a comparison that differ in rank.
+
+    The list is empty if there is no such pair.
     """
     better = (rank[:, None] < rank[None, :]) & (comparison[:, None] == comparison[None, :])
     if not better.any():
@@ -144,7 +148,7 @@ def _groups(
 
 
 def _categories(path: str, split: str | None, column: str | None) -> list[str]:
-    """The column's value in every row. Raises `DataError` where no row has it."""
+    """Return the column's value in every row. Raises `DataError` if no row has the column."""
     if column is None:
         return []
     rows = [row for file in find_files(path, split) for _, row in read_rows(file)]
@@ -156,7 +160,7 @@ def _categories(path: str, split: str | None, column: str | None) -> list[str]:
 
 
 def by_category(groups: Sequence[Group]) -> dict[str, Summary]:
-    """Category -> summary, sorted by name; one entry "" where there are no categories."""
+    """Return the summary of each category, sorted by name; key "" if there are no categories."""
     names = sorted({group.category for group in groups})
     return {
         name: Summary.of([group for group in groups if group.category == name]) for name in names

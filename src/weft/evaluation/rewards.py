@@ -1,4 +1,4 @@
-"""What a reward model thinks of replies, each read in the reward model's own form."""
+"""Score replies with a reward model, each in the form that the model was trained on."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ IDS_AT_ONCE = 64
 def score(
     opened: Opened, prompts: Sequence[Prompt], replies: Sequence[Sequence[str]]
 ) -> list[npt.NDArray[np.float64]]:
-    """One score a reply, `[prompt][reply]`: what `weft quickstart rw` trains and PPO's reward call
-    computes.
+    """Return the scores as `[prompt][reply]`, computed as in `weft quickstart rw` and in PPO.
 
-    A reward model with a chat template reads messages, one without reads the prompt's text with the
-    reply after it; both end with the end token. What is longer than the model's context is cut as
-    training rows are: the prompt from its left. Raises `DataError` naming a prompt that the model's
-    template refuses.
+    A reward model with a chat template reads messages; one without reads the prompt's text followed
+    by the reply. Both end with the end token. Sequences longer than the model's context are cut
+    like training rows: the prompt from its left. Raises `DataError` for a prompt that the template
+    refuses, or whose replies do not fit into the context.
     """
     lengths = Lengths(max_seqlen=opened.context)
     encoded = list[Encoded]()

@@ -1,9 +1,8 @@
-"""Sampling reports: what a model answers to a file of prompts under named settings, as JSON and as
-one HTML page.
+"""Sampling reports: a model's answers to prompts under named settings, as JSON and as HTML.
 
-The JSON is in the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts:
-[{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`, with `scores` beside `outputs`
-once a reward model has read them.
+The JSON has the form of Open-Assistant's sampling reports, `{model_name, date, args, prompts:
+[{prompt, results: [{sampling_config, sampling_params, outputs}]}]}`. A result has `scores` in
+addition once a reward model has scored its outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def build(
     settings: Sequence[Settings],
     answers: Sequence[Sequence[Sequence[Answer]]],
 ) -> Report:
-    """The report of one model; `answers` is `[prompt][setting][sample]`."""
+    """Return the report of one model; `answers` is `[prompt][setting][sample]`."""
     rows = []
     for prompt, of_prompt in zip(prompts, answers, strict=True):
         results = [
@@ -83,9 +82,9 @@ def _params(settings: Settings) -> dict[str, Any]:
 
 
 def read(path: Path) -> Report:
-    """A report that was written before, by weft or by Open-Assistant.
+    """Read a report written by weft or by Open-Assistant.
 
-    Raises `DataError` for another file.
+    Raises `DataError` for any other file.
     """
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
     wrong = _problem(report)
@@ -117,7 +116,7 @@ def _problem(report: Any) -> str | None:
 
 
 def prompts_of(report: Report) -> list[Prompt]:
-    """The prompts of a report; those of Open-Assistant's are texts alone."""
+    """Return the prompts of a report; Open-Assistant's reports have texts but no messages."""
     found = []
     for number, row in enumerate(report["prompts"]):
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
@@ -126,7 +125,10 @@ def prompts_of(report: Report) -> list[Prompt]:
 
 
 def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> None:
-    """Put `scores` (one array a prompt: all outputs of its results in order) beside the outputs."""
+    """Add `scores` to the results of a report.
+
+    There is one array per prompt, with the scores of all outputs of its results in order.
+    """
     for row, found in zip(report["prompts"], scores, strict=True):
         at = 0
         for result in row["results"]:
@@ -136,7 +138,7 @@ def add_scores(report: Report, scores: Sequence[npt.NDArray[np.float64]]) -> Non
 
 
 def means(report: Report) -> dict[str, tuple[float, float, int]]:
-    """Setting -> (mean, standard error over prompts, outputs) of the scores that the report holds."""
+    """Return setting -> (mean score, standard error over prompts, number of outputs)."""
     by_setting: dict[str, list[list[float]]] = {}
     for row in report["prompts"]:
         for result in row["results"]:
@@ -154,7 +156,7 @@ def means(report: Report) -> dict[str, tuple[float, float, int]]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     make_folder(path.parent, f"--out {path.parent}")
     with reading(f"--out {path}", fix="name another file"):
         writing.write(path, text, errors="replace")
@@ -164,9 +166,9 @@ def write(path: Path, text: str) -> None:
 
 
 def page(reports: Sequence[Report]) -> str:
-    """One HTML page that lays models and settings side by side, prompt by prompt.
+    """Return one HTML page with models and settings side by side, for each prompt.
 
-    It asks the network for nothing.
+    The page loads nothing from the network.
     """
     columns = _columns(reports)
     script = (HERE / "sampling_report.js").read_text(encoding="utf-8")
@@ -186,8 +188,9 @@ def page(reports: Sequence[Report]) -> str:
 
 
 def short(name: str) -> str:
-    """The end of a path that tells a model from others: `chat/a/actor/step40` of a run's
-    checkpoint, or the folder's name.
+    """Return the end of a path that identifies the model.
+
+    It is the folder's name, or `chat/a/actor/step40` for a checkpoint of a run.
     """
     parts = [part for part in name.split("/") if part]
     if "checkpoints" in parts:
@@ -198,8 +201,9 @@ def short(name: str) -> str:
 
 
 def _columns(reports: Sequence[Report]) -> list[str]:
-    """Model and setting of each column, in the order of the reports; a setting that one model lacks
-    has no column there.
+    """Return the column names, model and setting, in the order of the reports.
+
+    There is no column for a setting that a model was not sampled with.
     """
     found: dict[str, None] = {}
     for index, report in enumerate(reports):
@@ -222,7 +226,7 @@ def _texts(reports: Sequence[Report]) -> list[str]:
 
 
 def _models(reports: Sequence[Report]) -> str:
-    """The rows of models and settings, with a cell for the mean reward where any report has one."""
+    """Return the table rows of models and settings, with the mean reward if there are scores."""
     rows = list[str]()
     has_rewards = any(map(means, reports))
     for index, report in enumerate(reports):

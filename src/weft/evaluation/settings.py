@@ -1,4 +1,4 @@
-"""Named sampling settings: those that weft brings, and those of a user's YAML or JSON file."""
+"""Named sampling settings, shipped or from a user's YAML or JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.errors import ConfigError, nearest, unknown_name
 from weft.options import leaves, read, validate
 from weft.reading import read_yaml
 
-# By the names that Open-Assistant's sampling reports made known.
+# Named as in Open-Assistant's sampling reports.
 SHIPPED: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"greedy": True},
     "k50": {"top_k": 50, "top_p": 0.95},
@@ -21,8 +21,7 @@ SHIPPED: Mapping[str, Mapping[str, Any]] = {
     "warm": {"temperature": 0.7, "top_p": 0.9},
     "free": {},
 }
-# Options of `transformers` that weft's sampler has no part for, and the value at which they do
-# nothing.
+# Options of `transformers` that weft's sampler does not support, with the value that disables each.
 NEUTRAL: Mapping[str, Any] = {
     "num_beams": 1,
     "typical_p": 1.0,
@@ -37,7 +36,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How to sample, by name; `given` is what its file says."""
+    """Named sampling options; `given` are the options as written in the file."""
 
     name: str
     spec: GenerationSpec
@@ -45,16 +44,19 @@ class Settings:
 
 
 def shipped(name: str, base: GenerationSpec) -> Settings:
-    """The settings of that name over `base`. Raises `ConfigError` with the nearest names."""
+    """Return the shipped settings of this name, applied to `base`.
+
+    Raises `ConfigError` for an unknown name, with the nearest ones.
+    """
     if name not in SHIPPED:
         raise unknown_name("sampling setting", name, SHIPPED)
     return _settings(name, SHIPPED[name], base, name)
 
 
 def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], list[str]]:
-    """(settings, notes on those left out) of names and files, in order.
+    """Return (the settings for names and files in order, notes on settings left out).
 
-    Raises `ConfigError`, and where two have one name.
+    Raises `ConfigError` for unknown names, duplicate names, and if no setting is left.
     """
     chosen = list[Settings]()
     notes = list[str]()
@@ -77,12 +79,12 @@ def choose(words: Sequence[str], base: GenerationSpec) -> tuple[list[Settings], 
 
 
 def read_file(path: str, base: GenerationSpec) -> tuple[list[Settings], list[str]]:
-    """(settings, notes) of a file `{NAME: {top_k: 50, ...}}`, or in Open-Assistant's form:
-    `{default: {generate_args}, configurations: [{name, generate_args}]}`.
+    """Return (settings, notes on settings left out) of a file.
 
-    A setting that needs beam search, a repetition penalty or another thing that weft does not
-    sample with is left out, with a note. Raises `ConfigError` for unknown names and values off
-    their rules.
+    The file has the form `{NAME: {top_k: 50, ...}}`, or Open-Assistant's form `{default:
+    {generate_args}, configurations: [{name, generate_args}]}`. A setting is left out, with a note,
+    if it needs beam search, a repetition penalty or another option that weft does not support.
+    Raises `ConfigError` for unknown options and invalid values.
     """
     values = read_yaml(Path(path).expanduser(), f"--settings {path}", ConfigError)
     if not isinstance(values, Mapping) or not values:

@@ -1,4 +1,4 @@
-"""Shipped experiments: one file an algorithm, options -> graph. Nothing here loads torch."""
+"""The shipped experiments, one file per algorithm. They turn options into graphs without torch."""
 
 from weft.experiments.distill import DistillConfig
 from weft.experiments.dpo import DPOConfig

@@ -1,4 +1,4 @@
-"""What `allocation_mode` makes of roles that name no layout of their own."""
+"""Give a layout to the roles that have none, as `allocation_mode` says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MANUAL, HEURISTIC, SEARCH = MODES = ("manual", "heuristic", "search")
 
 @dataclass
 class SearchSpec:
-    """What `allocation_mode=search` and `--dry-run` reckon with, where this machine and the other
-    options do not say it.
+    """Assumptions for the estimates of `allocation_mode=search` and of `--dry-run`.
+
+    An absent value is taken from this machine or from the other options.
     """
 
     gpu: str | None = option(
@@ -44,12 +45,12 @@ class SearchSpec:
 
 
 def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> dict[str, ModelSpec]:
-    """The roles with a layout each. `num_devices`: those of all machines.
+    """Return the roles, each with a layout; `num_devices` counts the devices of all machines.
 
-    A role that names a layout keeps it, and so does one whose backend runs on one device. `manual`
-    leaves the others on the first device, a layout is given to all of them, and `heuristic` has
-    each work on all devices, data-parallel: trained roles sharded, the others whole on each.
-    `search` begins there.
+    A role that names a layout keeps it, and a role whose backend runs on one device is unchanged.
+    For the others: `manual` leaves them on the first device; an explicit layout is given to each of
+    them; `heuristic` and `search` make each data-parallel over all devices. The placement of
+    `heuristic` and `search` is refined later (`weft.experiments._searched.place`).
     """
     if mode in (HEURISTIC, SEARCH):
         layout = f"d{num_devices}"
@@ -67,7 +68,7 @@ def allocated(roles: Mapping[str, ModelSpec], mode: str, num_devices: int) -> di
 
 
 def is_placed(spec: ModelSpec) -> bool:
-    """Whether a role says where it is, or has no choice."""
+    """Return whether a role names its layout, or has a backend that runs on one device only."""
     return (
         spec.layout is not None
         or spec.parallel != ParallelSpec()

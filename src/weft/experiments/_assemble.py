@@ -1,6 +1,4 @@
-"""From what an algorithm decided (roles, nodes, data) and the run options to one checked
-`Experiment`.
-"""
+"""Assemble a checked `Experiment` from an algorithm's plan and the run options."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from weft.registry import datasets, import_user_code, interfaces, losses
 
 DEFAULT_BATCH = 32
 
-# Keys that the rows of a shipped dataset type bring; a registered type may bring any of them.
+# Keys in the rows of each shipped dataset type; a registered type can provide any of them.
 ANSWERS = ("prompt", "completion", "loss_mask")
 RANKED = (*ANSWERS, "rank", "comparison", "margin")
 COMPARED = (*RANKED, "label")
@@ -43,9 +41,10 @@ ROW_KEYS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What one algorithm makes of its options.
+    """Roles, nodes and data that an algorithm derives from its options.
 
-    Fields are those of `Experiment`; `evaluation` lists the nodes of its graph.
+    Fields have the meaning of the same fields of `Experiment`; `evaluation` lists the nodes of the
+    evaluation graph.
     """
 
     roles: Mapping[str, ModelSpec]
@@ -54,7 +53,7 @@ class Plan:
     dataset_type: str
     data_role: str
     steps_follow: str
-    longest: int | None  # most tokens of one sequence, where the options say so
+    longest: int | None  # maximum tokens of one sequence, if the options set it
     evaluation: Sequence[Node] = ()
     syncs: Sequence[ParamSync] = ()
     init_from: Mapping[str, str] = field(default_factory=dict)
@@ -63,10 +62,11 @@ class Plan:
 
 
 def assemble(config: RunConfig, plan: Plan) -> Experiment:
-    """The experiment, checked as far as no torch is needed.
+    """Return the experiment, with every check done that needs no torch.
 
     Raises `UserError` with the option, its value and the rule.
     """
+    # Give every role a layout, and check its model.
     _check_sizes(config, plan)
     trained = {node.role for node in plan.nodes if isinstance(node, MFCDef) and node.trains}
     specs = allocated(
@@ -76,6 +76,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
     options = _settled(config, plan)
     for name, spec in roles.items():
         checks.check_model(option_of(options, name, str(spec.path)), spec)
+    # Build the experiment and apply the options of calls.
     keys = ROW_KEYS.get(plan.dataset_type, COMPARED)
     model_notes = dict.fromkeys(note for spec in roles.values() for note in spec.notes)
     experiment = Experiment(
@@ -94,6 +95,7 @@ def assemble(config: RunConfig, plan: Plan) -> Experiment:
         plan_notes=(*model_notes, *plan.notes, *_allocation_notes(config)),
     )
     experiment = _with_options(experiment, config)
+    # Place the calls on devices.
     if config.allocation_mode in (HEURISTIC, SEARCH):
         experiment = place(experiment, config, plan.roles)
     experiment = replace(experiment, fixed_prompts=fixed_prompts(config, experiment))
@@ -114,11 +116,13 @@ def _allocation_notes(config: RunConfig) -> list[str]:
 
 
 def check(config: Run) -> Run:
-    """The configuration with its models found (`weft.experiments._models`), once what holds for
-    every experiment is checked; an algorithm's `build` calls it before it looks at its own options.
+    """Check the options that all experiments share, and resolve the models.
+
+    Returns the configuration with its models resolved (`weft.experiments._models`). An algorithm's
+    `build` calls this before it checks options of the algorithm.
     """
     validate(config)
-    import_user_code(config.imports)  # names that the options use may be registered there
+    import_user_code(config.imports)  # registers names that the options can refer to
     checks.check_names(experiment_name=config.experiment_name, trial_name=config.trial_name)
     checks.check_flash(config.flash_attention, config.mode)
     data = getattr(config, "dataset", None)
@@ -132,9 +136,9 @@ def check(config: Run) -> Run:
 
 
 def batches(dataset: DatasetSpec) -> DatasetSpec:
-    """The dataset options with the batch sizes that hold where none are set.
+    """Return the dataset options with default batch sizes and with `train_path` in place of `path`.
 
-    Raises `ConfigError` where they clash.
+    Raises `ConfigError` if options exclude each other.
     """
     checks.check_dataset(dataset)
     size = dataset.train_bs_n_seqs
@@ -150,22 +154,23 @@ def batches(dataset: DatasetSpec) -> DatasetSpec:
 
 
 def _at_home(spec: ModelSpec) -> ModelSpec:
-    """The role with `~` in its paths read as a shell reads it; after `path=` no shell does."""
+    """Return the role with `~` expanded in its paths; a shell does not expand it after `path=`."""
     tokenizer = replace(spec.tokenizer, path=checks.at_home(spec.tokenizer.path))
     return replace(spec, path=checks.at_home(spec.path), tokenizer=tokenizer)
 
 
 def batch_size(dataset: DatasetSpec) -> int:
-    """Ids a node takes at a time; 0 where the loader lays batches out by tokens, or by samples and
-    pairs of them.
+    """Return the number of ids that a node takes per step.
+
+    It is 0 if the loader forms batches by token count, or mixes samples.
     """
     return 0 if dataset.sample_mixing else dataset.train_bs_n_seqs or 0
 
 
 def type_of(dataset: DatasetSpec, usual: str) -> str:
-    """The dataset type that is asked for, or the algorithm's usual one.
+    """Return the dataset type that the options name, or the algorithm's default type.
 
-    Raises `ConfigError` on unknown names.
+    Raises `ConfigError` for an unknown type.
     """
     name = dataset.type or usual
     if name not in datasets:
@@ -174,7 +179,7 @@ def type_of(dataset: DatasetSpec, usual: str) -> str:
 
 
 def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
-    """The same calls on validation rows: what trains is evaluated instead."""
+    """Return the nodes for validation rows; calls that train use the method `evaluate` instead."""
     size = dataset.valid_bs_n_seqs or 0
     resized = [replace(node, batch_size=size) for node in nodes]
     return [
@@ -183,7 +188,7 @@ def evaluating(nodes: Sequence[Node], dataset: DatasetSpec) -> list[Node]:
 
 
 def has_validation(dataset: DatasetSpec) -> bool:
-    """Whether there are rows to evaluate on; sources bring their own."""
+    """Return whether the dataset options or one of the sources have validation rows."""
     sources = sources_of(dataset)
     own = any(source.valid_path is not None or source.valid_split for source in sources)
     named = [
@@ -196,9 +201,7 @@ def has_validation(dataset: DatasetSpec) -> bool:
 
 
 def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
-    """The options as plain values, with what holds where an option was left out: learning rates and
-    lengths.
-    """
+    """Return the options as plain values, with default learning rates and lengths filled in."""
     values = to_mapping(config)
     for name, spec in plan.roles.items():
         own = values.get(name)
@@ -217,7 +220,7 @@ def _settled(config: RunConfig, plan: Plan) -> dict[str, Any]:
 
 def _check_sizes(config: RunConfig, plan: Plan) -> None:
     if plan.longest is None:
-        return  # what the rows hold is checked when they are read
+        return  # the lengths of the rows are checked when they are read
     of_what = "dataset.max_seqlen, or dataset.max_prompt_len + gen.max_new_tokens"
     checks.check_fits(
         "max_tokens_per_microbatch", config.max_tokens_per_microbatch, plan.longest, of_what
@@ -238,9 +241,9 @@ def _check_sizes(config: RunConfig, plan: Plan) -> None:
 
 
 def _control(config: RunConfig, dataset: DatasetSpec) -> Control:
-    """The run options.
+    """Return the run options.
 
-    Raises `ConfigError` where evaluation is asked for and there is nothing to evaluate on.
+    Raises `ConfigError` if evaluation is requested and there is nothing to evaluate on.
     """
     asked = [
         n
@@ -264,8 +267,9 @@ def _evaluation(plan: Plan, keys: Sequence[str]) -> Evaluation | None:
 
 
 def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
-    """`{role}.offload` is a hook after each of the role's calls, where a user sees it and can empty
-    it.
+    """Add an offload hook after the call of a role with `{role}.offload`.
+
+    A hook in the graph is visible to users, who can remove it.
     """
     if isinstance(node, MFCDef) and roles[node.role].offload:
         return replace(node, post_hooks=(*node.post_hooks, Offload("weights")))
@@ -273,7 +277,7 @@ def _with_offload(node: Node, roles: Mapping[str, ModelSpec]) -> Node:
 
 
 def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
-    """The experiment with each call changed as its `{mfc}.*` options say."""
+    """Return the experiment with the `{mfc}.*` options applied to its calls."""
     names = {n.name for n in experiment.graph.nodes}
     for spec in fields(config):
         wanted: Any = getattr(config, spec.name)
@@ -295,8 +299,9 @@ def _with_options(experiment: Experiment, config: RunConfig) -> Experiment:
 
 
 def _check_calls(experiment: Experiment) -> None:
-    """That every interface and every loss is known and takes its arguments; losses are array maths
-    and load no torch.
+    """Raise an error for an unknown interface or loss, or for arguments that a loss does not take.
+
+    Losses work on arrays of any library, so torch is not loaded.
     """
     for node in experiment.graph.model_calls():
         if node.interface not in interfaces:

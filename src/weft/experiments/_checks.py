@@ -1,5 +1,6 @@
-"""What can be found wrong with a configuration without torch, in the first second: names, devices,
-paths, sizes.
+"""Checks of a configuration that need no torch: names, devices, paths, sizes.
+
+They run within the first second of a command.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def file_problem(path: str) -> str | None:
+    """Return an error message if the path is not a file, else None."""
     if Path(path).expanduser().is_file():
         return None
     return "there is no such file"
 
 
 def mode_problem(mode: str) -> str | None:
+    """Return an error message for an unknown `mode`, else None."""
     if mode in MODES:
         return None
     close = nearest(mode, MODES, 1)
@@ -52,13 +55,17 @@ def mode_problem(mode: str) -> str | None:
 
 
 def device_problem(device: str) -> str | None:
+    """Return an error message for an invalid `device`, else None."""
     if DEVICE.fullmatch(device):
         return None
     return "must be cpu, cuda, cuda:N, xpu or mps; leave it out for the best there is"
 
 
 def check_flash(asked: str, mode: str) -> None:
-    """That flash attention 3 is installed where it is asked for, on the machine that computes."""
+    """Raise `ConfigError` if flash attention 3 is requested, but not installed.
+
+    Only `mode=local` is checked: in the other modes another machine computes.
+    """
     if asked == "fa3" and mode == "local" and importlib.util.find_spec(FLASH_3) is None:
         raise ConfigError(
             f"flash_attention=fa3: needs the package {FLASH_3}, which is not installed; leave it "
@@ -67,6 +74,7 @@ def check_flash(asked: str, mode: str) -> None:
 
 
 def profile_problem(steps: str) -> str | None:
+    """Return an error message for an invalid range of steps, else None."""
     try:
         step_range(steps)
     except ConfigError as error:
@@ -75,6 +83,7 @@ def profile_problem(steps: str) -> str | None:
 
 
 def allocation_problem(mode: str) -> str | None:
+    """Return an error message for an invalid `allocation_mode`, else None."""
     if mode in MODES_OF_ALLOCATION:
         return None
     if not re.fullmatch(r"([a-z]\d+)+", mode):
@@ -84,6 +93,7 @@ def allocation_problem(mode: str) -> str | None:
 
 
 def layout_problem(layout: str) -> str | None:
+    """Return an error message for an invalid layout, else None."""
     try:
         Layout.parse(layout)
     except ConfigError as error:
@@ -92,7 +102,7 @@ def layout_problem(layout: str) -> str | None:
 
 
 def check_names(**names: str) -> None:
-    """`experiment_name` and `trial_name` become folders and, later, names of processes and jobs."""
+    """Raise `ConfigError` unless each name can be that of a folder, a process and a job."""
     for option, name in names.items():
         if not name:
             raise ConfigError(
@@ -119,9 +129,9 @@ def _mended(name: str) -> str:
 
 
 def check_model(role: str, spec: ModelSpec) -> None:
-    """That a role has a model to load and one device to be on.
+    """Raise an error if the options of a role do not name a model that can be loaded.
 
-    Hub names are looked up later, local paths here.
+    Only local paths are checked; hub names are looked up later.
     """
     if spec.tokenizer.path is not None:
         check_local(f"{role}.tokenizer.path", spec.tokenizer.path)
@@ -143,21 +153,21 @@ def check_model(role: str, spec: ModelSpec) -> None:
 
 
 def at_home(path: str | None) -> str | None:
-    """A path with `~` in front read as the home directory."""
+    """Return the path with a leading `~` replaced by the home directory."""
     if path is not None and path.startswith("~"):
         return str(Path(path).expanduser())
     return path
 
 
 def is_local(path: str) -> bool:
-    """Whether a path is meant for this machine: it exists, or no hub name looks like it."""
+    """Return whether a model path is local: it exists, or does not have the form of a hub name."""
     return Path(path).expanduser().exists() or HUB_NAME.fullmatch(path) is None
 
 
 def check_local(option: str, path: str) -> Path | None:
-    """The path on this machine, or None for a hub name.
+    """Return the local path, or None for a hub name.
 
-    Raises `CheckpointError` where nothing is there.
+    Raises `CheckpointError` if a local path does not exist.
     """
     if not is_local(path):
         return None
@@ -204,8 +214,9 @@ def _check_directory(role: str, spec: ModelSpec, directory: Path) -> None:
 
 
 def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
-    """A trained prefix as a role's model: with the model that it belongs to, and trained on as it
-    is or not at all.
+    """Check a trained prefix that is given as a role's model, and its base model.
+
+    A trained role must set `prefix.num_tokens` to the length of the prefix.
     """
     option = f"{role}.path={spec.path!r}"
     asked = spec.prefix.num_tokens
@@ -226,7 +237,7 @@ def _check_prefix(role: str, spec: ModelSpec, found: PrefixSettings) -> None:
 
 
 def prefix_tokens(spec: ModelSpec) -> int:
-    """Tokens of a context that a role's prefix takes."""
+    """Return the number of context tokens that a role's prefix takes."""
     if spec.path is not None and is_local(spec.path):
         found = read_prefix(spec.path)
     else:
@@ -235,14 +246,15 @@ def prefix_tokens(spec: ModelSpec) -> int:
 
 
 def model_config(spec: ModelSpec) -> Mapping[str, Any]:
-    """The config.json of a role's model: on this machine or in the hub's cache; empty where it is
-    in neither.
+    """Return the config.json of a role's model, or an empty mapping.
+
+    It is read from a local directory or from the hub's cache.
     """
     return {} if spec.path is None else values_of(spec.path)
 
 
 def vocab_size(spec: ModelSpec) -> int | None:
-    """The vocabulary that a model's config.json states, or None where it is not known yet."""
+    """Return the vocabulary size in the model's config.json, or None if it is not known yet."""
     size = model_config(spec).get("vocab_size")
     return size if isinstance(size, int) else None
 
@@ -251,7 +263,7 @@ def vocab_size(spec: ModelSpec) -> int | None:
 
 
 def check_dataset(dataset: DatasetSpec) -> None:
-    """That there are training data, and that the options that exclude each other do."""
+    """Raise `ConfigError` if training data are missing, or if options exclude each other."""
     for kind in ("train", "valid"):
         sizes = [f"{kind}_tokens_per_batch", f"{kind}_bs_n_seqs"]
         if all(getattr(dataset, name) is not None for name in sizes):
@@ -282,9 +294,7 @@ def check_dataset(dataset: DatasetSpec) -> None:
 
 
 def _looks_like_file(path: str) -> bool:
-    """Whether a path is meant for this machine: all but `OWNER/NAME` and `OWNER/NAME:FOLDER` of the
-    hub are.
-    """
+    """Return whether a dataset path is local, not a hub name `OWNER/NAME[:FOLDER]`."""
     if Path(path).expanduser().exists() or DATA_FILE.search(path):
         return True
     return HUB_DATA.fullmatch(path) is None
@@ -311,7 +321,10 @@ def _check_data_file(option: str, path: str) -> None:
 
 
 def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> None:
-    """That a budget of tokens holds the longest sequence there may be."""
+    """Raise `ConfigError` if a token budget is below the length of the longest sequence.
+
+    `of_what` names the options that determine that length.
+    """
     if budget is not None and budget < longest:
         raise ConfigError(
             f"{option}={budget}: cannot hold the longest sequence, {longest} tokens ({of_what}); "
@@ -320,8 +333,10 @@ def check_fits(option: str, budget: int | None, longest: int, of_what: str) -> N
 
 
 def minibatches(total: int, size: int | None, count: int, algorithm: str) -> int:
-    """Optimizer steps of one pass over `total` completions, in minibatches of `size`, or `count` of
-    them.
+    """Return the number of optimizer steps per pass over `total` completions.
+
+    `size` is the number of completions per minibatch; without it there are `count` minibatches.
+    Raises `ConfigError` if the total is not divisible.
     """
     if size is not None:
         if total % size:

@@ -1,7 +1,4 @@
-"""The options that people set, algorithm by algorithm: what `--help` shows first.
-
-The others are a word away.
-"""
+"""The options that people set most often, for each algorithm; `--help` shows them first."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def _learns(role: str) -> tuple[str, ...]:
 
 
 def _samples(algorithm: str, *others: str) -> tuple[str, ...]:
-    """The sampling of an algorithm, then some of its own options."""
+    """Return the names of an algorithm's sampling options, followed by `others`."""
     return tuple(
         f"{algorithm}.{name}" for name in ("gen.max_new_tokens", "gen.temperature", *others)
     )
@@ -148,9 +145,9 @@ EXAMPLES: Mapping[str, str] = {
 
 
 def common_options(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Names by group, those that `config` has.
+    """Return the names of the common options that `config` has, by group.
 
-    A configuration of the user's has its own options in front.
+    For a user's own configuration class the first group lists the options that the class adds.
     """
     known = {leaf.name for leaf in leaves(config)}
     chosen = {

@@ -1,10 +1,8 @@
-"""What a call takes on a layout, from sizes alone: seconds, and bytes of a device's memory.
+"""Estimates of the seconds and device memory of a call on a layout, from sizes alone.
 
-Estimates. Pure.
-
-Seconds are products, reads of memory, and messages, added up: nothing is taken to overlap within a
-call. What is left out (data between devices, host functions, the head's softmax) is small beside
-them or the same everywhere.
+Seconds add up matrix products, memory reads and messages; nothing overlaps within a call. Parts
+that are left out (data between devices, host functions, the softmax of the head) are small in
+comparison, or equal for all layouts. The functions are pure.
 """
 
 from __future__ import annotations
@@ -18,18 +16,19 @@ from weft.engine.memory import BYTES, SLOTS, WIDE, NetworkShape, RoleMemory, Set
 from weft.experiments._rates import Rates
 from weft.topology import Layout, Mesh
 
-CHUNK_ROWS = 1024  # tokens whose logits are held at once
-CACHE_SHARE = 0.25  # of a device's memory that keys and values may take
-STATE_READS = 3  # times that an optimizer step reads or writes each of its values
+CHUNK_ROWS = 1024  # tokens whose logits are in memory at once
+CACHE_SHARE = 0.25  # maximum share of a device's memory for the KV cache
+STATE_READS = 3  # reads and writes of each optimizer value per optimizer step
 
 
 @dataclass(frozen=True)
 class Network:
-    """Sizes of a decoder, and what its role does with it.
+    """Sizes of a decoder, and the settings of its role that affect cost.
 
-    `inner`: width of an MLP, of all experts that a token is routed to; `active`, `whole`: elements
-    of one layer that a token meets, and that there are; `outputs`: elements of the output matrix,
-    `embedding` of the other one.
+    `inner` is the width of the MLP, summed over the experts that a token is routed to. `active` is
+    the number of elements of a layer that a token passes through, `whole` the number of all its
+    elements. `outputs` is the number of elements of the output matrix, `embedding` that of the
+    input embedding.
     """
 
     layers: int
@@ -46,7 +45,7 @@ class Network:
     tied: bool = False
     dtype: str = "bfloat16"
     trained: bool = False
-    trainable: int | None = None  # where adapters alone are trained
+    trainable: int | None = None  # number of adapter elements, if only adapters are trained
     optimizer: str = "adamw"
     recompute: int = 0
     offload_weights: bool = False
@@ -57,20 +56,22 @@ class Network:
     sums_once: bool = False
     fused: bool = True
     capped: bool = False
-    adapters: int = 0  # elements that a layer's adapters keep of a token
+    adapters: int = 0  # activation elements per token saved for a layer's adapters
     on_gpu: bool = True
 
     @property
     def width(self) -> int:
-        """Bytes of an element that is computed with."""
+        """Bytes per element in the dtype of the computation."""
         return BYTES[self.dtype]
 
     @property
     def parameters(self) -> int:
+        """Number of all parameters."""
         return self.layers * self.whole + self.embedding + (0 if self.tied else self.outputs)
 
     @property
     def num_trained(self) -> int:
+        """Number of trained parameters; 0 for a frozen role."""
         if self.trained:
             if self.trainable is None:
                 return self.parameters
@@ -78,8 +79,9 @@ class Network:
         return 0
 
     def operations(self, tokens: float, length: float, rows: float) -> float:
-        """Of a forward pass over `tokens` in sequences of `length`; the output matrix is computed
-        for `rows` of them.
+        """Return the floating-point operations of a forward pass.
+
+        `tokens` are in sequences of `length`; logits are computed for `rows` of them.
         """
         return (
             tokens * self.layers * 2 * (self.active + self.query * length) + rows * 2 * self.outputs
@@ -88,8 +90,10 @@ class Network:
 
 @dataclass(frozen=True)
 class Load:
-    """What a call is asked for in one step: `sequences` of a prompt and `new` tokens, in `updates`
-    optimizer steps where it trains, with at most `microbatch` tokens of a device at a time.
+    """The work of a call in one step.
+
+    `sequences` have `prompt` + `new` tokens each. A call that trains makes `updates` optimizer
+    steps per epoch; `microbatch` is the maximum number of tokens on a device at a time.
     """
 
     method: str
@@ -102,14 +106,17 @@ class Load:
 
     @property
     def length(self) -> int:
+        """Tokens per sequence."""
         return self.prompt + self.new
 
     @property
     def tokens(self) -> int:
+        """Tokens of all sequences."""
         return self.sequences * self.length
 
     @property
     def trains(self) -> bool:
+        """True if the call trains."""
         return self.method == "train_step"
 
 
@@ -117,7 +124,7 @@ class Load:
 
 
 def call_seconds(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
-    """One step's share of a call on this mesh, without what moves parameters there."""
+    """Return the seconds of a call in one step on this mesh, without the transfer of parameters."""
     if load.method == "generate":
         return _generation(network, load, mesh, rates)
     once = _forward(network, load, mesh, rates)
@@ -127,8 +134,9 @@ def call_seconds(network: Network, load: Load, mesh: Mesh, rates: Rates) -> floa
 
 
 def moving_seconds(network: Network, source: Mesh, target: Mesh, rates: Rates) -> float:
-    """For a copy on `target` to get the weights that were trained on `source`: the busiest device's
-    bytes.
+    """Return the seconds to copy the weights trained on `source` to `target`.
+
+    The device that sends or receives the most bytes determines the time.
     """
     size = float(
         (network.parameters if network.trainable is None else network.trainable) * network.width
@@ -142,13 +150,14 @@ def moving_seconds(network: Network, source: Mesh, target: Mesh, rates: Rates) -
 
 
 def _held(layout: Layout) -> float:
-    """The share of a network that one device holds."""
+    """Return the fraction of a network that one device stores."""
     return 1.0 / (layout.tensor * layout.pipeline * layout.fsdp)
 
 
 def _there(source: Mesh, target: Mesh, rank: int) -> float:
-    """The share of what a device is to hold that it has: the whole of it at the same place of the
-    same layout.
+    """Return the fraction of a device's share on `target` that it already has from `source`.
+
+    It is 1 for the same position in the same layout.
     """
     if rank not in source.ranks:
         return 0.0
@@ -169,14 +178,14 @@ def _there(source: Mesh, target: Mesh, rank: int) -> float:
 
 
 def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
-    """Over all tokens once, and back where it trains."""
+    """Return the seconds of one pass over all tokens, with the backward pass if the call trains."""
     layout = mesh.layout
     trains = load.trains
     forwards = 2 if trains and network.recompute else 1
-    # In products of one forward pass: one for gradients of activations, and a share of one for
-    # those of trained weights.
+    # Cost in forward passes: the gradients of activations cost one, those of trained weights a
+    # fraction of one.
     passes = forwards + (1.0 + network.num_trained / network.parameters if trains else 0.0)
-    own = load.tokens / (layout.data * layout.context)  # that go by one device
+    own = load.tokens / (layout.data * layout.context)  # tokens per device
     parts = max(1, math.ceil(own / load.microbatch))
     rows = load.sequences * (load.new or load.prompt)
     products = (
@@ -185,10 +194,13 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
         / len(mesh.ranks)
         / rates.products
     )
+    # Matrix products, and the minimum time of each layer
     layers = network.layers / layout.pipeline
     rounds = 3 if trains else 1
     busy = products + layers * parts * rounds * rates.launch
     band = rates.bandwidth(mesh.ranks)
+    # Messages between the devices: sums of tensor parallelism, keys and values of context
+    # parallelism, gathered weights of sharding, hidden states of pipelines
     states = own * network.hidden * network.width
     if layout.tensor > 1:
         sums = 2 * layers * (forwards + 1 if trains else 1)  # after attention and after the MLP
@@ -211,7 +223,7 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
             / layout.fsdp
         )
         busy += parts * (2 if trains else 1) * (gathered / band + layers * rates.latency)
-        # gradients after each micro-batch; `_update` counts the last of each
+        # Gradients are scattered after each micro-batch; `_update` counts the last one.
         if trains and not network.sums_once:
             scattered = (
                 network.num_trained
@@ -228,7 +240,7 @@ def _forward(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
 
 
 def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
-    """Sum the gradients, and one optimizer step."""
+    """Return the seconds of summing the gradients and of one optimizer step."""
     layout = mesh.layout
     band = rates.bandwidth(mesh.ranks)
     parts = layout.tensor * layout.pipeline
@@ -249,12 +261,14 @@ def _update(network: Network, mesh: Mesh, rates: Rates) -> float:
 
 
 def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float:
-    """Prompts, then a token of all sequences after another; stages of a pipeline wait for each
-    other.
+    """Return the seconds of prefilling the prompts and decoding all sequences token by token.
+
+    Pipeline stages are assumed to wait for each other.
     """
     layout = mesh.layout
     band = rates.bandwidth(mesh.ranks)
     prefill = _forward(network, replace(load, new=0), mesh, rates)
+    # One decoding step reads all weights and the KV cache, or is bound by its products.
     own = math.ceil(load.sequences / (layout.data * layout.context))
     together = min(own, rates.most_sequences)
     weights = (network.layers * network.active + network.outputs) * network.width / layout.tensor
@@ -299,8 +313,9 @@ def _generation(network: Network, load: Load, mesh: Mesh, rates: Rates) -> float
 def role_memory(
     network: Network, loads: Iterable[Load], layout: Layout, rates: Rates, *, own: bool = True
 ) -> RoleMemory:
-    """Bytes on one device of the role's weights and what these calls need beside them; not `own`:
-    of a copy of a trained role, which has no optimizer.
+    """Estimate the bytes on one device for a role's weights and for these calls.
+
+    With `own=False` the device has a copy of a trained role, without an optimizer.
     """
     parts = layout.tensor * layout.pipeline
     t = layout.tensor

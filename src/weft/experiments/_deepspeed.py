@@ -1,9 +1,9 @@
-"""A DeepSpeed configuration in weft's options: each key is mapped, only tunes DeepSpeed, or is
-refused by name.
+"""Translate a DeepSpeed configuration into weft's options.
 
-DeepSpeed itself is not needed. The keys are those of its "DeepSpeed Configuration JSON"; `auto` is
-what Hugging Face's Trainer fills in from its own options, and so what weft's command line or its
-defaults say.
+Each key is mapped to an option, ignored because it only tunes DeepSpeed, or refused by name.
+DeepSpeed itself is not needed. The known keys come from its "DeepSpeed Configuration JSON". A value
+of `auto`, which Hugging Face's Trainer fills in from its own options, is left to weft's command
+line or defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "deepspeedcpulion": "lion",
 }
 SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-# How DeepSpeed moves, prints and measures; weft has its own ways, with the same results.
+# Keys for DeepSpeed's communication, logging and profiling; they do not affect results.
 TUNING = frozenset(
     (
         "steps_per_print",
@@ -99,7 +99,7 @@ LOSS_SCALING = frozenset(
         "consecutive_hysteresis",
     )
 )
-# Off is right; on is refused, with what to do.
+# Keys that are refused if they are switched on, each with a remedy.
 REFUSED = {
     "amp": "NVIDIA's apex; write bf16",
     "sparse_gradients": "gradients are dense here; leave it out",
@@ -122,34 +122,37 @@ REFUSED = {
 
 @dataclass
 class Mapped:
-    """`options` are weft's, by name; `notes` are lines for the user; `tuning` are keys that only
-    tune DeepSpeed; `refused` are keys with the reason.
+    """Result of the translation of a DeepSpeed configuration.
+
+    `options` are weft's options by name, `notes` lines for the user, `tuning` the keys that only
+    tune DeepSpeed, `refused` the refused keys with reasons.
     """
 
-    roles: tuple[str, ...]  # that are trained
-    max_seqlen: int | None  # most tokens of a row, if known
+    roles: tuple[str, ...]  # trained roles
+    max_seqlen: int | None  # maximum tokens per row, if known
     options: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tuning: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    batch: dict[str, int] = field(default_factory=dict)  # what the file says of batches in numbers
+    batch: dict[str, int] = field(default_factory=dict)  # batch sizes that the file sets
 
     def put(self, name: str, value: Any) -> None:
-        """An option of the run, or of each trained role where it begins with a dot."""
+        """Set an option of the run, or of each trained role if the name begins with a dot."""
         for option in self.names(name):
             self.options[option] = value
 
     def names(self, name: str) -> tuple[str, ...]:
-        """The option of each trained role where the name begins with a dot."""
+        """Return the full option names: one per trained role if the name begins with a dot."""
         if name.startswith("."):
             return tuple(f"{role}{name}" for role in self.roles)
         return (name,)
 
     def refuse(self, key: str, value: Any, why: str) -> None:
+        """Record that a key is refused, and why."""
         self.refused.append(f"{key}={value!r}: {why}")
 
     def rest(self, prefix: str, group: Mapping[str, Any], known: frozenset[str]) -> None:
-        """Refuse what is set in a group besides the known keys."""
+        """Refuse all keys of a group that are set and not in `known`."""
         for key, value in group.items():
             if key not in known and not _is_off(value):
                 close = nearest(key, known, 1)
@@ -163,7 +166,7 @@ class Mapped:
 def map_config(
     config: Mapping[str, Any], roles: Sequence[str], max_seqlen: int | None = None
 ) -> Mapped:
-    """What a DeepSpeed configuration comes to for the trained roles."""
+    """Translate a DeepSpeed configuration into options of the trained roles."""
     done = Mapped(tuple(roles), max_seqlen)
     config = _with_numbers(config)
     for key, value in config.items():
@@ -182,8 +185,9 @@ def map_config(
 
 
 def _with_numbers(value: Any) -> Any:
-    """Return `value` with numbers and truths in place of texts that spell one, as Open-Assistant's
-    files have them: "1e-5".
+    """Return `value` with strings such as "1e-5" and "true" converted to numbers and booleans.
+
+    Open-Assistant's files quote their numbers.
     """
     if isinstance(value, Mapping):
         return {key: _with_numbers(each) for key, each in value.items()}
@@ -197,14 +201,14 @@ def _with_numbers(value: Any) -> Any:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a key asks for nothing: absent, auto, false, 0, or a group that is not enabled."""
+    """Return whether a value requests nothing: absent, auto, false, 0, or a group not enabled."""
     if isinstance(value, Mapping):
         return value.get("enabled", bool(value)) in (False, AUTO)
     return value in (None, AUTO, False, 0, "none", [], "")
 
 
 def _number(done: Mapped, key: str, value: Any, least: float = 0.0) -> bool:
-    """Whether it is a number that can be taken over; refused where it is none."""
+    """Return whether the value is a usable number; refuse the key if it is set to anything else."""
     if value in (None, AUTO):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < least:
@@ -224,7 +228,7 @@ def _group(done: Mapped, key: str, value: Any) -> Mapping[str, Any]:
 
 
 def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
-    """The global batch is weft's; what one device takes at a time is counted in tokens here."""
+    """Map the batch sizes: the global batch to rows, the micro-batch of a device to tokens."""
     micro, accumulation = (
         config.get(k) for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
@@ -255,7 +259,7 @@ def _batch(done: Mapped, config: Mapping[str, Any]) -> None:
             )
 
 
-# -- what is computed
+# -- optimizer, schedule and dtype
 
 
 def _optimizer(done: Mapped, value: Any) -> None:
@@ -384,7 +388,7 @@ def _clipping(done: Mapped, value: Any) -> None:
         done.put(".optimizer.max_grad_norm", value)
 
 
-# -- where it is held
+# -- sharding, offloading and communication
 
 
 def _zero(done: Mapped, value: Any) -> None:
@@ -394,7 +398,7 @@ def _zero(done: Mapped, value: Any) -> None:
         done.put(".zero_stage", stage)
     elif stage != AUTO:
         done.refuse("zero_optimization.stage", stage, "must be 0, 1, 2 or 3")
-    if group.get("cpu_offload") is True:  # how older files spell it
+    if group.get("cpu_offload") is True:  # spelling in older files
         done.put(".optimizer.offload", True)
     for key, option in (("offload_optimizer", ".optimizer.offload"), ("offload_param", ".offload")):
         _offload(done, f"zero_optimization.{key}", group.get(key), option)
@@ -485,7 +489,7 @@ def _wandb(done: Mapped, value: Any) -> None:
 
 
 RULES: dict[str, Callable[[Mapped, Any], None]] = {
-    "train_batch_size": lambda done, value: None,  # the three of them are read together
+    "train_batch_size": lambda done, value: None,  # `_batch` maps this and the next two together
     "train_micro_batch_size_per_gpu": lambda done, value: None,
     "gradient_accumulation_steps": lambda done, value: None,
     "optimizer": _optimizer,

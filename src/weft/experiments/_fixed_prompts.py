@@ -1,6 +1,4 @@
-"""`eval_prompts`: a small graph beside a run's own, whose one call answers the same few prompts at
-every evaluation.
-"""
+"""Build the graph for `eval_prompts`: one call that answers these prompts at every evaluation."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from weft.graph.graph import DataflowGraph
 from weft.graph.mfc import MFCDef, Offload
 
 NODE = "eval_prompts"
-NEW_TOKENS = 128  # of an answer, in a run that samples nothing else
-KEPT = ("stop", "stop_ids", "kv_cache_gb")  # what the run's own sampling says of every completion
+NEW_TOKENS = 128  # default answer length in a run that samples nothing else
+KEPT = ("stop", "stop_ids", "kv_cache_gb")  # options taken over from the run's own sampling
 
 
 def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | None:
-    """The graph that answers `eval_prompts` with the model that is trained; None where none are
-    given.
+    """Return the graph in which the trained model answers `eval_prompts`, or None without them.
 
-    It is made where the run samples, if it does. Raises `ConfigError` for a run whose model writes
-    no text.
+    The call uses the layout and devices of the run's own sampling, if the run samples. Raises
+    `ConfigError` if the run trains no model that generates text.
     """
     path = config.eval_prompts
     most = config.eval_prompts_max_new_tokens
@@ -35,6 +32,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
                 f"leave it out"
             )
         return None
+    # Choose the length of answers.
     own, role = _sampler(config, experiment, path)
     given = dict(own.args) if own is not None else {}
     spec = experiment.roles[role]
@@ -51,6 +49,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
             f"context of {context} tokens; "
             "lower it"
         )
+    # Sample greedily, with default options except for those in KEPT.
     plain = asdict(GenerationSpec())
     names = [each.name for each in fields(GenerationSpec) if not each.metadata.get("hidden")]
     args = {name: given.get(name, plain[name]) if name in KEPT else plain[name] for name in names}
@@ -71,9 +70,7 @@ def fixed_prompts(config: RunConfig, experiment: Experiment) -> Evaluation | Non
 
 
 def _sampler(config: RunConfig, experiment: Experiment, path: str) -> tuple[MFCDef | None, str]:
-    """(the call of the run that samples with the trained policy, if there is one; the policy's
-    role).
-    """
+    """Return (the run's call that samples with the trained policy, or None; the policy's role)."""
     calls = experiment.graph.model_calls()
     trained = [
         call.role for call in calls if call.trains and experiment.roles[call.role].head == "lm"

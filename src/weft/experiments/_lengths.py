@@ -1,4 +1,4 @@
-"""How long sequences may be where nobody says: what the models' context allows."""
+"""Default sequence lengths, derived from the context of the run's models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.errors import ConfigError
 from weft.experiments import _checks as checks
 from weft.experiments.common import RunConfig
 
-# Keys of config.json that hold the most positions a model was made for, by family.
+# Keys of config.json for the maximum number of positions, which differ by model family.
 CONTEXT = (
     "max_position_embeddings",
     "n_positions",
@@ -23,10 +23,10 @@ CONTEXT = (
 
 
 def context_of(config: RunConfig) -> int | None:
-    """The shortest context of the run's models, in tokens; None where no config.json is at hand
-    that states one.
+    """Return the shortest context of the run's models in tokens, or None if it is unknown.
 
-    The reward model's does not count: it may read the text in tokens of its own.
+    Contexts come from the available config.json files. The reward model's context does not count,
+    since its tokenizer can differ.
     """
     named = {spec.name: getattr(config, spec.name) for spec in fields(config) if spec.name != "rew"}
     found = [model_context(value) for value in named.values() if isinstance(value, ModelSpec)]
@@ -34,7 +34,7 @@ def context_of(config: RunConfig) -> int | None:
 
 
 def model_context(spec: ModelSpec) -> int | None:
-    """A model's context in tokens; None where no config.json is at hand that states one."""
+    """Return a model's context in tokens, or None if no available config.json states it."""
     values = checks.model_config(spec)
     for holder in (values, values.get("text_config")):
         if isinstance(holder, dict):
@@ -51,24 +51,24 @@ def model_context(spec: ModelSpec) -> int | None:
 
 
 def with_answers(config: RunConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """The dataset of rows with answers, its `max_seqlen` the context where it is absent."""
+    """Return the options of a dataset with answers; `max_seqlen` defaults to the context."""
     return replace(dataset, max_seqlen=dataset.max_seqlen or context_of(config))
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A dataset of prompts and how they are sampled from, with `max_prompt_len` and
-    `max_new_tokens` set as far as is known.
-    """
+    """A dataset of prompts and its sampling options, with default lengths filled in."""
 
     dataset: DatasetSpec
     gen: GenerationSpec
 
     @classmethod
     def of(cls, config: RunConfig, dataset: DatasetSpec, gen: GenerationSpec, name: str) -> Lengths:
-        """Without a length of its own a completion has `MAX_NEW_TOKENS`, or what a set
-        `max_prompt_len` leaves of the context, or half of the context, if that is less; a prompt
-        what the completion leaves. Raises `ConfigError` where that is nothing.
+        """Fill in `max_new_tokens` and `max_prompt_len` if they are not set.
+
+        `max_new_tokens` is the smaller of `MAX_NEW_TOKENS` and the context less `max_prompt_len`,
+        or half of the context if `max_prompt_len` is not set. `max_prompt_len` is the context less
+        `max_new_tokens`. Raises `ConfigError` if no room is left for a prompt or a completion.
         """
         context = context_of(config)
         given = dataset.max_prompt_len
@@ -101,7 +101,7 @@ class Lengths:
 
 
 def asked_for(dataset: DatasetSpec, gen: GenerationSpec) -> int | None:
-    """Most tokens of a prompt and its completion, where the user says so."""
+    """Return the maximum tokens of a prompt and its completion, or None if no length is set."""
     if dataset.max_prompt_len is None and gen.max_new_tokens is None:
         return None
     return (dataset.max_prompt_len or 1) + (gen.max_new_tokens or 1)

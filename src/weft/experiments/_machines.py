@@ -1,4 +1,4 @@
-"""What the machines are asked for: the options `slurm.*` and `launch.*`."""
+"""Options for the environment of processes (`launch.*`) and for jobs on a cluster (`slurm.*`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIME = re.compile(r"\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGT]?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(r".*(KEY|TOKEN|SECRET|PASSWORD)", re.I)
-# What a run reads from the environment of whoever starts it, and what is never written down.
+# Secrets that a run reads from the environment of its user and never writes to a file.
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "OPENAI_API_KEY")
 
 
@@ -58,7 +58,7 @@ def _lines_problem(lines: list[str]) -> str | None:
 
 @dataclass
 class LaunchSpec:
-    """How processes are started, wherever they run."""
+    """Options for starting processes, in every mode."""
 
     env: dict[str, str] = option(
         {},
@@ -71,7 +71,7 @@ class LaunchSpec:
 
 @dataclass
 class SlurmSpec:
-    """What `mode=slurm` asks of the cluster. What is absent is left to the cluster's defaults."""
+    """Resources and settings of a Slurm job (`mode=slurm`); absent ones are the cluster's."""
 
     partition: str | None = option(None, "partition, or several with commas")
     account: str | None = option(None, "account that is charged")

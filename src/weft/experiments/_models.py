@@ -1,4 +1,4 @@
-"""From the names of models, as users write them, to directories and backends; nothing is loaded."""
+"""Resolve users' names of models to directories and backends; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from weft.experiment import Control, Experiment
 from weft.experiments.common import RunConfig
 from weft.observe.short_names import POLICIES
 
-# role -> the roles of another run that serve as it; others take a policy
+# role -> roles of another run whose checkpoint it can use; all other roles use a policy
 SERVING = {"rew": SCORERS, "critic": CRITICS}
 
-# the role that scores, and architectures that only write
+# the reward model's role, and the endings of architectures without a score head
 REWARD = "rew"
 PLAIN = ("ForCausalLM", "LMHeadModel")
 
 Run = TypeVar("Run", bound=RunConfig)
-Naming = RunConfig | Control  # what says where runs are
+Naming = RunConfig | Control  # both have `fileroot` and the names of the run
 
 
 def settled(config: Run) -> Run:
-    """The configuration with the directories that names of runs stand for, and with the backend of
-    each role where its config.json is at hand. A run under way keeps the checkpoints that it began
-    with.
+    """Return the configuration with the directory and the backend of each role's model.
 
-    Raises `CheckpointError` naming the option.
+    Names of runs are replaced by directories. A backend is chosen only if the role's config.json is
+    available. A resumed run keeps the checkpoints that it started with. Raises `CheckpointError`
+    with the option.
     """
     changed: dict[str, Any] = {}
     for spec in fields(config):
@@ -46,7 +46,7 @@ def settled(config: Run) -> Run:
 
 
 def settled_roles(experiment: Experiment) -> Experiment:
-    """The same of an experiment that a user's code made. Raises `CheckpointError`."""
+    """Resolve the model paths of an experiment built by user code. Raises `CheckpointError`."""
     roles = {
         name: _settled_role(experiment.control, name, spec)
         for name, spec in experiment.roles.items()
@@ -71,9 +71,9 @@ def _settled_role(control: Naming, role: str, spec: ModelSpec) -> ModelSpec:
 
 
 def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
-    """What to tell where a reward model has no score head: a new one knows nothing of what is good.
+    """Return a warning if the reward model has no score head: a new random one gives noise.
 
-    `values`: config.json's.
+    `values`: the contents of config.json.
     """
     kinds = values.get("architectures") if role == REWARD else None
     if spec.init_from_scratch or spec.trained or not isinstance(kinds, list) or not kinds:
@@ -88,9 +88,9 @@ def _noise(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> list[str]:
 
 
 def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
-    """The role whose option `path` the user set: `role`, or the one that it was taken from.
+    """Return the role whose option `path` the user set: `role`, or the role it was copied from.
 
-    `config` are plain values.
+    `config`: the options as plain values.
     """
 
     def names(name: str) -> bool:
@@ -103,7 +103,7 @@ def option_of(config: Mapping[str, Any], role: str, path: str) -> str:
 
 
 def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
-    alone = spec.backend in NO_NETWORK  # what `path` names is a tokenizer
+    alone = spec.backend in NO_NETWORK  # `path` then names a tokenizer only
     path, note = _path(
         config, f"{role}.path", spec.path, SERVING.get(role, POLICIES), tokenizer=alone
     )
@@ -121,7 +121,7 @@ def _located(config: Naming, role: str, spec: ModelSpec) -> ModelSpec:
 def _path(
     config: Naming, option: str, given: str | None, roles: tuple[str, ...], *, tokenizer: bool
 ) -> tuple[str | None, str]:
-    """(the directory or hub name, what to tell the user)."""
+    """Return (the directory or hub name, a note for the user)."""
     if given is None or (tokenizer and _holds_tokenizer(Path(given).expanduser())):
         return given, ""
     run = Path(config.fileroot).expanduser() / config.experiment_name / config.trial_name
@@ -135,8 +135,9 @@ def _holds_tokenizer(place: Path) -> bool:
 
 
 def _began(config: Naming, run: Path, option: str) -> str | None:
-    """What the option is in the run that goes on: this one, or the one that `resume_from` names;
-    None in a new run.
+    """Return the value of the option in the run that is resumed, or None in a new run.
+
+    That is this run, or the run that `resume_from` names.
     """
     places = [run]
     if config.resume_from is not None:
@@ -157,8 +158,10 @@ def _began(config: Naming, run: Path, option: str) -> str | None:
 
 
 def _with_backend(role: str, spec: ModelSpec, values: Mapping[str, Any]) -> ModelSpec:
-    """The role with a backend, where it has none and `values`, those of its config.json, say which
-    one can run it. Raises `ConfigError` for one that cannot.
+    """Return the role with a backend that can run its model, according to its config.json.
+
+    `values` are the contents of config.json; without them the backend stays as it is. Raises
+    `ConfigError` if the backend cannot run the model.
     """
     if spec.backend not in (AUTO, kind.OWN_RUN) or spec.path is None:
         return spec

@@ -1,5 +1,6 @@
-"""What methods share that train on their own completions: the calls that sample, reward, score and
-evaluate these.
+"""Nodes shared by the methods that train on sampled completions.
+
+They generate, reward, score, train and evaluate.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SUPPORT = ("support", "support_counts")
 
 @dataclass(frozen=True)
 class Policy:
-    """The sizes and sampling of one policy experiment, and the calls made from them."""
+    """Sizes and sampling options of a policy experiment, and the nodes built from them."""
 
     config: SamplingConfig
     options: SamplingOptions
-    name: str  # the group of options, for messages
+    name: str  # name of the option group, for messages
     dataset: DatasetSpec
     samples: int
     gen: GenerationSpec
@@ -41,8 +42,10 @@ class Policy:
     def of(
         cls, config: SamplingConfig, options: SamplingOptions, name: str, samples: int
     ) -> Policy:
-        """Raises `UserError` for options that every experiment has (names, devices), for sizes that
-        do not divide or fit, and where nothing gives a reward.
+        """Build from the options of the run and of the method.
+
+        Raises `UserError` for invalid shared options (names, devices), for sizes that do not divide
+        or fit, and if nothing gives a reward.
         """
         config = checked(config, options, name)
         dataset = batches(config.dataset)
@@ -66,14 +69,17 @@ class Policy:
 
     @property
     def batch(self) -> int:
+        """Prompts per step."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
     def completions(self) -> int:
+        """Completions per step."""
         return self.batch * self.samples
 
     @property
     def minibatches(self) -> int:
+        """Minibatches per pass over the completions of a step."""
         return checks.minibatches(
             self.completions,
             self.options.mini_batch_size,
@@ -83,34 +89,34 @@ class Policy:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of one batch."""
+        """Optimizer steps per batch."""
         return self.minibatches * self.options.ppo_epochs
 
     @property
     def temperature(self) -> float:
-        """What log-probs were sampled at; those of greedy completions are the model's own."""
+        """Temperature of the log-probs; 1 for greedy sampling."""
         return 1.0 if self.gen.greedy else self.gen.temperature
 
     @property
     def has_model(self) -> bool:
-        """Whether a reward model gives the reward, or a part of it."""
+        """True if a reward model contributes to the reward."""
         return has_model(self.config)
 
     @property
     def has_function(self) -> bool:
-        """Whether reward functions give the reward, or a part of it."""
+        """True if reward functions contribute to the reward."""
         return self.config.reward is not None or self.config.reward_column is not None
 
     @property
     def by_token(self) -> tuple[str, ...]:
-        """The key of rewards that lie on single tokens, where there are such."""
+        """Key of the per-token rewards, if there are any."""
         if self.config.reward_by_token or self.config.rew_step is not None:
             return ("token_rewards",)
         return ()
 
     @property
     def part_weights(self) -> list[float]:
-        """Weights of the reward functions, and of the reward model's score behind them."""
+        """Weights of the reward functions, followed by that of the reward model."""
         return [
             *(part.weight for part in parse_reward(self.config.reward)),
             *([self.config.rew_weight] * self.has_model),
@@ -118,29 +124,28 @@ class Policy:
 
     @property
     def corrected(self) -> tuple[str, ...]:
-        """Keys that a policy loss reads where the sampler's log-probs are made up for."""
+        """Keys that a policy loss needs for the sampler correction."""
         if _asks_for(self.options, "correction"):
             return ("old_logprobs", "sampler_weights")
         return ()
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The key of the tokens that Clip-Cov or KL-Cov acts on."""
+        """Key of the tokens to which Clip-Cov or KL-Cov applies."""
         return ("high_covariance",) if _asks_for(self.options, "covariance") else ()
 
     @property
     def rescored(self) -> tuple[str, ...]:
-        """Keys that calls on sampled tokens read where sampling was limited to some ids."""
+        """Keys that calls on sampled tokens need if sampling was truncated to some ids."""
         return SUPPORT if self.gen.record_support else ()
 
     def roles(self, *, reference_by: str | None) -> tuple[dict[str, ModelSpec], dict[str, str]]:
-        """(the actor, and the reference and the reward model where there are any; which role begins
-        as a copy of which).
+        """Return (the roles by name; which role is initialized from which).
 
-        `reference_by` is the option that leaves the reference out, where it does; else None. The
-        actor has a learning rate of 1e-6 where none is set. The reference without a path of its own
-        is the actor as it starts. The reward model's head says one number a completion, or one a
-        token where it scores steps.
+        Roles are the actor, and the reference and the reward model if the run has them.
+        `reference_by` is the option by which the run has no reference, or None if it has one. The
+        actor's default learning rate is 1e-6. A reference without a path is the initial actor. The
+        reward model's head returns one number per completion, or one per token if it scores steps.
         """
         config = self.config
         roles = {"actor": with_lr(config.actor.with_head("lm", trained=True), 1e-6)}
@@ -159,9 +164,10 @@ class Policy:
         return roles, init_from
 
     def critic(self, spec: ModelSpec, init: str | None) -> tuple[ModelSpec, dict[str, str]]:
-        """(the critic, which role it begins as a copy of): `spec` where it has a path, else the
-        reward model where it reads the actor's tokens, or the actor. Its learning rate is 5e-6
-        where none is set.
+        """Return (the critic, which role it is initialized from).
+
+        The critic is `spec` if it has a path. Otherwise it starts as the reward model if that reads
+        the actor's tokens, else as the actor. Its default learning rate is 5e-6.
         """
         valued, copied = critic(spec, init, self.config.actor, self.config.rew)
         return with_lr(valued, 5e-6), copied
@@ -173,9 +179,10 @@ class Policy:
         nodes: Sequence[Node],
         *notes: str,
     ) -> Experiment:
-        """The experiment, checked as far as no torch is needed: its steps are those of
-        `actor_train`, and every call that trains makes `updates` optimizer steps of a batch.
-        `notes` are lines for the plan that is printed before the run.
+        """Return the experiment, with every check done that needs no torch.
+
+        A step of the run is one firing of `actor_train`; each call that trains makes `updates`
+        optimizer steps per batch. `notes` are lines for the plan that is printed before the run.
         """
         trains = [node for node in nodes if isinstance(node, MFCDef) and node.trains]
         plan = Plan(
@@ -197,7 +204,7 @@ class Policy:
     def generate(
         self, size: int, samples: int, *, name: str = "actor_gen", prefix: str = "", **gen: Any
     ) -> MFCDef:
-        """Samples completions; with a prefix its outputs get names of their own."""
+        """Return the call that samples completions; `prefix` is prepended to its output keys."""
         spec = replace(self.gen, **gen)
         args = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in SAMPLING}
         outputs = (*SAMPLED, *(SUPPORT if spec.record_support else ()))
@@ -214,8 +221,10 @@ class Policy:
         )
 
     def rewards(self, size: int, *, prefix: str = "", parts: bool = False) -> list[Node]:
-        """The reward model's call, the reward function's node, or both: then the second adds the
-        first's scores. `parts`: the reward of every function by itself is kept, too.
+        """Return the reward model's call, the reward function's node, or both.
+
+        If there are both, the reward function's node adds the reward model's scores. With `parts`
+        the reward of each function is also an output.
         """
         config = self.config
         nodes = list[Node]()
@@ -248,8 +257,9 @@ class Policy:
         return nodes
 
     def reference(self, waits: Sequence[str] = ()) -> MFCDef:
-        """Scores the completions with the reference; `waits` are keys of nodes that it lets go
-        first.
+        """Return the call that scores completions with the reference.
+
+        `waits` are keys of other nodes that must be computed first.
         """
         return self._scoring("ref_inf", "ref", "ref_logprobs", waits)
 
@@ -267,7 +277,12 @@ class Policy:
         )
 
     def corrections(self, waits: Sequence[str] = ()) -> list[Node]:
-        """The actor's own log-probs before its first update, and what they make of the sampler's."""
+        """Return the nodes for the initial log-probs of the actor and for the loss weights.
+
+        The log-probs are from before the actor's first update. The weights correct for the
+        difference between these log-probs and the sampler's. The list is empty if no correction is
+        enabled.
+        """
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.corrected:
             return []
@@ -287,7 +302,7 @@ class Policy:
         return [self._scoring("actor_inf", "actor", "old_logprobs", waits), correction]
 
     def covariance(self) -> list[Node]:
-        """Which tokens Clip-Cov or KL-Cov acts on."""
+        """Return the node that selects the tokens for Clip-Cov or KL-Cov, if it is enabled."""
         options = self.options
         if not isinstance(options, PolicyOptions) or not self.chosen:
             return []
@@ -309,11 +324,11 @@ class Policy:
     def train(
         self, node: str, role: str, loss: str, loss_args: Mapping[str, Any], keys: Sequence[str]
     ) -> MFCDef:
-        """A call that trains on the sampled completions; `keys` are what its loss reads.
+        """Return a call that trains on the sampled completions; `keys` are the inputs of its loss.
 
-        What a sample's `loss_mask` leaves out is not trained.
+        Tokens that the `loss_mask` of a sample excludes are not trained.
         """
-        samples = role == "actor"  # its log-probs are compared with those of the sampler
+        samples = role == "actor"  # the loss compares its log-probs with those of the sampler
         args = {
             "loss": loss,
             "loss_args": dict(loss_args),
@@ -336,8 +351,9 @@ class Policy:
         )
 
     def evaluation(self) -> list[Node]:
-        """`eval_samples` completions of each validation prompt, sampled as in training, their
-        rewards, and how many pass.
+        """Return the nodes of the evaluation: sampling as in training, rewards and pass rates.
+
+        They sample `eval_samples` completions of each validation prompt.
         """
         size = self.dataset.valid_bs_n_seqs or 0
         count = self.options.eval_samples
@@ -351,14 +367,15 @@ class Policy:
         return [self.generate(size, count, record_support=False), *self.rewards(size), rates]
 
     def _syncs(self) -> list[ParamSync]:
-        """The reference as a moving average of the actor, where that is asked for."""
+        """Return the update of the reference as a moving average of the actor, if it is enabled."""
         eta = self.options.ref_ema_eta
         return [ParamSync("actor", "ref", eta, after="actor_train")] if eta else []
 
 
 def _reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
-    """The arguments of the host function `reward`; `parts`: the reward of every function by itself
-    is kept, too.
+    """Return the arguments of the host function `reward`.
+
+    With `parts` the reward of each function is also an output.
     """
     chosen = {
         "column": config.reward_column,
@@ -375,8 +392,9 @@ def _reward_args(config: SamplingConfig, parts: bool) -> dict[str, Any]:
 
 
 def _reward_model(config: SamplingConfig, size: int, prefix: str, scores: str) -> MFCDef:
-    """The call that scores completions with the reward model; `scores` is what its output is called
-    on the edge.
+    """Return the call that scores completions with the reward model.
+
+    `scores` is the name of its output in the graph.
     """
     form = {"prompt_prefix": config.rew.prompt_prefix, "prompt_suffix": config.rew.prompt_suffix}
     asked: dict[str, Any] = {
@@ -410,11 +428,12 @@ SAMPLING = tuple(
 
 
 def epochs(count: int) -> str:
+    """Return a phrase such as "2 epochs"."""
     return f"{count} epoch" if count == 1 else f"{count} epochs"
 
 
 def pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
-    """Return a line on how a step's completions are trained on, where that is not all of them once."""
+    """Return a line on minibatches and epochs per step, unless a step has one of each."""
     if passes == minibatches == 1:
         return []
     return [
@@ -424,7 +443,7 @@ def pass_notes(passes: int, completions: int, minibatches: int) -> list[str]:
 
 
 def _step_notes(policy: Policy) -> list[str]:
-    """Return lines on what one step does, beside the counts of the plan's table."""
+    """Return lines on one step, in addition to the counts in the plan's table."""
     most = policy.dataset.max_prompt_len
     prompts = "" if most is None else f", prompts of at most {most}"
     return [
@@ -436,19 +455,19 @@ def _step_notes(policy: Policy) -> list[str]:
 
 
 def _asks_for(options: SamplingOptions, name: str) -> bool:
-    """Whether the method is a policy gradient whose option `name` is not none."""
+    """Return whether the method is a policy gradient whose option `name` is not none."""
     return isinstance(options, PolicyOptions) and getattr(options, name) != "none"
 
 
 def _age_keys(options: SamplingOptions) -> tuple[str, ...]:
-    """What tells how old the weights were that sampled, where they may be."""
+    """Return the key for the version of the sampling weights, if they can be stale."""
     if isinstance(options, PolicyOptions) and options.max_staleness:
         return ("versions",)
     return ()
 
 
 def _lagging(node: Node, options: SamplingOptions) -> Node:
-    """A call that samples may do so with older weights; no other may."""
+    """Return the node with the allowed staleness of its weights, if it is a call that samples."""
     if (
         not isinstance(options, PolicyOptions)
         or not isinstance(node, MFCDef)
@@ -484,12 +503,12 @@ def _lag_notes(options: SamplingOptions) -> list[str]:
 
 
 def has_model(config: SamplingConfig) -> bool:
-    """Whether a reward model is named."""
+    """Return whether the options name a reward model."""
     return config.rew.path is not None or config.rew.backend in NO_NETWORK
 
 
 def _check_rewards(config: SamplingConfig) -> None:
-    """That something gives a reward, and that options about one that is not there are not set."""
+    """Raise `ConfigError` if nothing gives a reward, or if reward options have no effect."""
     functions = config.reward is not None or config.reward_column is not None
     if not functions and not has_model(config):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The options that methods share which sample completions and reward them."""
+"""Options shared by the methods that sample completions and reward them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def _reward_problem(reward: Any) -> str | None:
 
 @dataclass
 class SamplingOptions:
-    """What every method has that trains on completions it has sampled and rewarded; the defaults
-    are PPO's.
-    """
+    """Options of methods that train on sampled and rewarded completions; defaults are PPO's."""
 
     gen: GenerationSpec = option(GenerationSpec(), "how completions are sampled")
     ppo_n_minibatches: int = option(4, "optimizer steps per pass over a batch", at_least=1)
@@ -68,7 +66,7 @@ class SamplingOptions:
 
 @dataclass
 class PolicyOptions(SamplingOptions):
-    """What every policy gradient method has beside."""
+    """Additional options of the policy gradient methods."""
 
     dual_clip: float | None = option(
         None, "bound on the loss of tokens with a negative advantage, above 1 (dual clip)"
@@ -133,14 +131,12 @@ class PolicyOptions(SamplingOptions):
 
     @property
     def correction(self) -> str:
-        """What makes up for a sampler that is not the trained network: older weights always need
-        something.
-        """
+        """The sampler correction; `token_truncate` if weights can be stale and none is set."""
         lags = self.max_staleness and self.sampler_correction == "none"
         return "token_truncate" if lags else self.sampler_correction
 
     def clip_args(self) -> dict[str, Any]:
-        """The arguments that the two policy losses share."""
+        """Return the arguments that both policy losses share."""
         names = (
             "eps_clip",
             "eps_clip_high",
@@ -154,12 +150,12 @@ class PolicyOptions(SamplingOptions):
         return {name: getattr(self, name) for name in names}
 
 
-REWARD_VARIABLE = "TRITON_HOST_RM"  # host:port/model of a reward model's server that speaks gRPC
+REWARD_VARIABLE = "TRITON_HOST_RM"  # host:port/model of a gRPC server of a reward model
 
 
 @dataclass
 class SamplingConfig(RunConfig):
-    """Options of every method that trains on completions it has sampled and rewarded."""
+    """Options of a run that trains on sampled and rewarded completions."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
@@ -217,7 +213,7 @@ class SamplingConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the actor")
 
     def missing(self) -> list[str]:
-        """Return a phrase for each option without which there is no run, the reward among them."""
+        """Return a phrase for each required option that is not set; the reward is one of them."""
         model = (
             self.rew.path
             or self.rew.url
@@ -231,7 +227,7 @@ class SamplingConfig(RunConfig):
 
 @dataclass
 class PolicyConfig(SamplingConfig):
-    """Options of PPO and GRPO alike."""
+    """Options that PPO and GRPO share."""
 
     host_nodes: ClassVar[tuple[str, ...]] = (
         *SamplingConfig.host_nodes,

@@ -1,5 +1,6 @@
-"""How fast the devices of a run are, for estimates of placements: constants, so that every start
-finds the same. Pure.
+"""Speeds of devices for estimates of placements.
+
+They are constants, so that every start of a run gets the same estimates. The functions are pure.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Rates:
-    """One device and what joins it to others.
+    """Speed of one device and of its links to others.
 
-    `products` are floating-point operations a second that a run reaches, in the model's dtype;
-    `memory`, `link` (within a node) and `net` (to another node) are bytes a second; `latency`
-    seconds of one exchange; `launch` seconds that a layer takes however few tokens it has;
-    `capacity` bytes that a run may fill; `per_node` devices of one node; `dispatch` seconds that a
-    call to another process takes; `cores` those of a node, which its devices share where they are
-    processes on a CPU (None: devices share nothing), with at most `threads` in each process.
+    `products` are floating-point operations per second that a run reaches in the model's dtype.
+    `memory`, `link` (within a machine) and `net` (to another machine) are bytes per second.
+    `latency` is the seconds of one exchange, `launch` the minimum seconds per layer, `dispatch` the
+    seconds of a call to another process. `capacity` is the number of bytes that a run can fill,
+    `per_node` the devices per machine. `cores` are the CPU cores of a machine, shared by its
+    devices, with at most `threads` used by each process; None if devices share nothing.
     """
 
     name: str
@@ -32,24 +33,23 @@ class Rates:
     latency: float
     launch: float
     capacity: float
-    most_sequences: int  # that are decoded together
+    most_sequences: int  # maximum number of sequences decoded together
     per_node: int = 8
     dispatch: float = 0.0
     cores: float | None = None
     threads: int | None = None
 
     def at_work(self, working: int, started: int) -> Rates:
-        """Return the rates of a device while `working` of the `started` processes of its node
-        compute.
-        """
+        """Return the rates while `working` of `started` processes of the machine compute."""
         if self.cores is None:
             return self
         products, memory, launch = _of_cores(self.cores_each(working, started))
         return replace(self, products=products, memory=memory, launch=launch)
 
     def cores_each(self, working: int, started: int) -> float:
-        """Return the cores that each of `working` processes keeps busy: its threads, or what the
-        others leave it.
+        """Return the number of cores that each of `working` processes uses.
+
+        That is its number of threads, or an equal share of the cores if these are fewer.
         """
         if self.cores is None:
             return 0.0
@@ -57,14 +57,14 @@ class Rates:
         return min(threads, self.cores / working)
 
     def bandwidth(self, ranks: Iterable[int]) -> float:
-        """Bytes a second between these devices."""
+        """Return the bytes per second between these devices."""
         if len({rank // self.per_node for rank in ranks}) == 1:
             return self.link
         return self.net
 
 
 # Dense products in bfloat16 (or float16) and float32 in TFLOP/s, memory in TB/s and GiB, links in
-# GB/s each way: the makers' data sheets of the SXM form where there is one.
+# GB/s in each direction, from the vendors' data sheets; of the SXM form if there is one.
 GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "B200": (2250, 75, 7.7, 180, 900),
     "H200": (989, 67, 4.8, 141, 450),
@@ -82,33 +82,32 @@ GPUS: dict[str, tuple[float, float, float, float, float]] = {
     "4090": (165, 82.6, 1.0, 24, 32),
     "3090": (71, 35.6, 0.936, 24, 32),
 }
-# of the products and of the bytes a second that a data sheet names
+# Shares of the data sheet's TFLOP/s and of its bandwidths that a run reaches
 REACHED = 0.45
 REACHED_LINK = 0.7
-NET = 40e9  # a 400 Gb/s port a device
-USABLE = 0.9  # of the memory: the rest is the library's, and holes
+NET = 40e9  # one 400 Gb/s port per device
+USABLE = 0.9  # share of the memory; the rest goes to libraries and fragmentation
 
-# A core's float32 products with wide vector instructions reach 30 to 60 GFLOP/s; half of what
-# memory gives a whole socket is each of four cores'. gloo on one machine copies through the
-# kernel's loopback: about 1 GB/s and 0.3 ms an exchange.
+# A core reaches 30 to 60 GFLOP/s in float32 with wide vector instructions. Four cores share half
+# of a socket's memory bandwidth. gloo on one machine copies through the kernel's loopback:
+# about 1 GB/s and 0.3 ms per exchange.
 CORE_PRODUCTS = 40e9
 CORE_MEMORY = 8e9
 LOOPBACK = 1e9
 LOOPBACK_LATENCY = 3e-4
 ETHERNET = 1e9
-CPU_LAUNCH = 2e-4  # the interpreter's part of a layer
+CPU_LAUNCH = 2e-4  # interpreter overhead per layer
 
 
-# What the scheduler and Ray take for one call to two processes; a call within the own process takes
-# half a millisecond (benchmarks/results/runtime.json).
+# Overhead of the scheduler and Ray for one call to two processes; a call within the same process
+# takes half a millisecond (benchmarks/results/runtime.json).
 DISPATCH = 4e-3
 
 
 def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None = None) -> Rates:
-    """Return the rates of processes that share the cores of a machine, `per_node` of which have
-    `memory_gb` each.
+    """Return the rates of `per_node` processes that share a machine's cores, with `memory_gb` each.
 
-    `threads`: those of each process where the user has set them (`OMP_NUM_THREADS`).
+    `threads`: threads per process, if the user set them (`OMP_NUM_THREADS`).
     """
     products, memory, launch = _of_cores(max(1.0, cores / per_node))
     return Rates(
@@ -129,16 +128,17 @@ def cpu_rates(cores: float, memory_gb: float, per_node: int, threads: int | None
 
 
 def _of_cores(cores: float) -> tuple[float, float, float]:
-    """Return (products, memory, launch) of a process with that many cores, below 1 where processes
-    outnumber them.
+    """Return (products, memory, launch) of a process with this many cores.
+
+    `cores` is below 1 if there are more processes than cores.
     """
     return CORE_PRODUCTS * cores, CORE_MEMORY * cores, CPU_LAUNCH / min(1.0, cores)
 
 
 def gpu_rates(name: str, dtype: str, memory_gb: float | None = None, per_node: int = 8) -> Rates:
-    """Of a GPU by the name that its driver gives it, or a part of it.
+    """Return the rates of a GPU by the name that its driver reports, or by a name such as H100.
 
-    Raises `ConfigError` for one that is not known.
+    Raises `ConfigError` for an unknown GPU.
     """
     found = next((known for known in GPUS if known.lower() in name.lower()), None)
     if found is None:

@@ -1,5 +1,6 @@
-"""What a role that is not named in full is made from: the reference from the actor, the critic from
-the reward model.
+"""Defaults of roles that are not fully specified: the reference and the critic.
+
+The reference is made from the actor; the critic from the reward model or the actor.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ PREFIX_RATE = 1e-2
 
 
 def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, str]]:
-    """(the frozen reference, which role's weights it begins with).
+    """Return (the frozen reference, which role its weights are copied from).
 
-    Without a path of its own it is the actor as it starts.
-
-    An actor with random weights is copied; one that is read from files is read once more.
+    A reference without a path is the initial actor: copied if the actor has random weights, else
+    read from the same files.
     """
     own = ref if ref.path is not None else _like(ref, actor)
     copied = ref.path is None and actor.init_from_scratch and ref.backend not in NO_NETWORK
@@ -30,7 +30,7 @@ def reference(ref: ModelSpec, actor: ModelSpec) -> tuple[ModelSpec, dict[str, st
 
 
 def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
-    """`spec` with the model of `source`: path, family, tokenizer, and how they are read."""
+    """Return `spec` with the model of `source`: path, family, tokenizer and loading options."""
     return replace(
         spec,
         path=source.path,
@@ -45,8 +45,9 @@ def _like(spec: ModelSpec, source: ModelSpec) -> ModelSpec:
 
 
 def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
-    """The role with a learning rate: its own, else `full`, or 1e-5 for adapters, and of a prefix,
-    which begins near 0, 1e-2.
+    """Return the role with a learning rate; `full` is the default for full training.
+
+    The default is 1e-5 for LoRA, and 1e-2 for a prefix, which starts near 0.
     """
     if spec.optimizer.lr is not None:
         return spec
@@ -57,11 +58,12 @@ def with_lr(spec: ModelSpec, full: float) -> ModelSpec:
 def critic(
     spec: ModelSpec, init: str | None, actor: ModelSpec, rew: ModelSpec
 ) -> tuple[ModelSpec, dict[str, str]]:
-    """(the critic, which role's weights it begins with). With a path of its own it is that model.
+    """Return (the critic, which role its weights are copied from).
 
-    Otherwise it is the reward model, whose score head knows already what is good, or the actor with
-    a new head: it reads the actor's tokens, so a reward model that has another tokenizer or prompt
-    form cannot be it.
+    A critic with a path is that model. Otherwise it is the reward model, whose score head is
+    already trained, or the actor with a new head. The critic reads the actor's tokens, so the
+    default is the reward model only if it has the actor's tokenizer and adds no text to the prompt.
+    Raises `ConfigError` if `init` is "rew" and there is no reward model.
     """
     if spec.path is not None:
         return spec.with_head("value", trained=True), {}
@@ -79,9 +81,7 @@ def critic(
 
 
 def _same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
-    """Whether two roles are known to read the same token ids: one path, or tokenizer files of one
-    vocabulary.
-    """
+    """Return whether two roles have the same path, or tokenizer files with the same vocabulary."""
     places = [spec.tokenizer.path or spec.path for spec in (one, other)]
     if places[0] == places[1]:
         return True
@@ -95,7 +95,7 @@ def _same_vocabulary(one: ModelSpec, other: ModelSpec) -> bool:
 
 
 def _tokenizer_file(place: str | None) -> Path | None:
-    """The file that holds a local tokenizer's vocabulary, or None."""
+    """Return the file with a local tokenizer's vocabulary, or None."""
     found = Path(place).expanduser() if place else None
     if found is None or found.is_file():
         return found
@@ -110,7 +110,7 @@ def _tokenizer_file(place: str | None) -> Path | None:
 
 
 def _vocabulary(text: bytes) -> Any:
-    """What a tokenizer.json says of its tokens; the rest (templates, padding) may differ."""
+    """Return (the model, the added tokens) of a tokenizer.json, without templates and padding."""
     try:
         values = json.loads(text)
     except ValueError as error:
@@ -119,9 +119,9 @@ def _vocabulary(text: bytes) -> Any:
 
 
 def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: ModelSpec) -> None:
-    """Refuse two roles whose tokenizer files, where both are at hand, give one id two meanings.
+    """Raise `ConfigError` if the tokenizer files of two roles map an id to different tokens.
 
-    Others are compared when the tokenizers have been read.
+    Tokenizers without local files are compared later, once they are loaded.
     """
     places = [each.tokenizer.path or each.path for each in (spec, other)]
     files = [_tokenizer_file(place) for place in places]
@@ -136,7 +136,7 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
         return
     (one, added), (two, more) = (_token_ids(text) for text in texts)
     apart = sum(one.get(token) != two.get(token) for token in {*one, *two})
-    # what one lacks a configuration may add
+    # Only added tokens of both count: the options can add a token that one of them lacks.
     apart += sum(added[token] != more[token] for token in {*added} & {*more})
     if apart:
         option = "tokenizer.path" if other.tokenizer.path else "path"
@@ -148,10 +148,10 @@ def check_same_vocabulary(name: str, spec: ModelSpec, other_name: str, other: Mo
 
 
 def _token_ids(text: bytes) -> tuple[dict[str, int], dict[str, int]]:
-    """Ids of the tokens in a tokenizer.json: its model's, and those added to them."""
+    """Return the ids of the tokens in a tokenizer.json: (the model's tokens, the added ones)."""
     model, added = _vocabulary(text)
     vocab = (model or {}).get("vocab") or {}
-    # Unigram lists pieces
+    # A Unigram vocabulary is a list of (piece, score), in the order of ids.
     if isinstance(vocab, dict):
         known = vocab
     else:

@@ -1,9 +1,9 @@
-"""Where each call of a graph runs: the placement whose step is estimated to be shortest, of those
-that fit the devices' memory.
+"""Search for the placement of a graph's calls with the shortest estimated step that fits in memory.
 
-As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5): a call has devices and a layout of its
-own; a step is simulated over the graph, calls that share a device one after another; few placements
-are all tried, of many some, by descent and simulated annealing with a fixed seed. Pure.
+As in ReaL (Mei et al. 2024, arXiv 2406.14088, section 5) each call has its own devices and layout.
+A step is simulated over the graph, with calls that share a device one after another. If there are
+few placements, all are tried; otherwise descent and simulated annealing with a fixed seed try some
+of them. The functions are pure.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from weft.experiments._cost import Load, Network, call_seconds, moving_seconds, 
 from weft.experiments._rates import Rates
 from weft.topology import Layout, Mesh
 
-# placements that are all tried; and that are drawn where there are more
+# Up to ALL placements are all tried; of more, annealing draws ANNEALED.
 ALL = 20_000
 ANNEALED = 6_000
+# Temperatures of annealing at its start and end, in units of log step time
 HOT = 0.3
-# the worsening of a step's time, as its logarithm, that annealing takes in its beginning and end
 COLD = 0.003
 SEED = 1
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Calls that are made in one place: those that train a role, or one other.
+    """Calls that share one placement: all calls that train a role, or one other call.
 
-    `meshes` that they may have.
+    `meshes` are the candidates.
     """
 
     role: str
@@ -42,27 +42,27 @@ class Unit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A placement by call: its mesh, the seconds of one step's work, and those of getting its
-    weights; and what comes of it.
-    """
+    """Estimate of a placement: mesh, seconds of work and of weight transfer of each call."""
 
     meshes: Mapping[str, Mesh]
     seconds: Mapping[str, float]
     moving: Mapping[str, float]
     step: float
-    bytes: float  # of the device that holds most
-    over: float  # beyond its capacity
+    bytes: float  # memory used on the fullest device
+    over: float  # bytes beyond the capacity of that device
 
 
-# bytes beyond the capacity, seconds of a step, devices: less is better, in this order
+# (bytes beyond the capacity, seconds of a step, devices), compared in this order; less is better
 Score = tuple[float, float, int]
 
 
 @dataclass
 class Problem:
-    """`order` and `producers` are those of the graph, host functions (which take no time here)
-    among them. `lag`: how many steps sampling may be ahead of training. `shares`: a role that has
-    no weights of its own where it is on its base's mesh.
+    """A graph to place on devices, and the data for the estimates.
+
+    `order` and `producers` describe the graph and include host functions, which take no time here.
+    `lag` is the number of steps by which sampling can be ahead of training. `shares` maps a role to
+    the base role whose weights it uses if both are on the same mesh.
     """
 
     units: Sequence[Unit]
@@ -79,11 +79,11 @@ class Problem:
         self._unit_of = {
             call: number for number, unit in enumerate(self.units) for call in unit.calls
         }
-        self._home: dict[str, int] = {}  # the unit whose mesh is the role's own
+        self._home: dict[str, int] = {}  # role -> index of the unit whose mesh owns its weights
         for number, unit in enumerate(self.units):
             if unit.trains or unit.role not in self._home:
                 self._home[unit.role] = number
-        # Meshes have numbers, since many thousand placements are looked at.
+        # Meshes are identified by numbers for speed: many thousand placements are scored.
         self._meshes = list(dict.fromkeys(mesh for unit in self.units for mesh in unit.meshes))
         numbers = {mesh: number for number, mesh in enumerate(self._meshes)}
         self._numbers = [[numbers[mesh] for mesh in unit.meshes] for unit in self.units]
@@ -93,15 +93,17 @@ class Problem:
 
     @property
     def size(self) -> int:
+        """Number of placements."""
         return math.prod(len(unit.meshes) for unit in self.units)
 
     def score(self, choice: Sequence[int]) -> Score:
-        """`choice`: the number of its mesh, by unit."""
+        """Return the score of a placement, given as the index of each unit's mesh."""
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         devices = sum(len(self._meshes[number].ranks) for number in numbers)
         return max(0.0, self._bytes(numbers) - self.rates.capacity), self._step(numbers), devices
 
     def estimate(self, choice: Sequence[int]) -> Estimate:
+        """Return the estimate of a placement, given as the index of each unit's mesh."""
         numbers = [self._numbers[unit][mesh] for unit, mesh in enumerate(choice)]
         most = self._bytes(numbers)
         started = self._started(numbers)
@@ -118,16 +120,15 @@ class Problem:
         )
 
     def is_trained(self, role: str) -> bool:
+        """Return whether the role is trained."""
         return self.units[self._home[role]].trains
 
     def _started(self, numbers: Sequence[int]) -> int:
-        """Return the processes of the run: those of all devices up to the last one that a call
-        works on.
-        """
+        """Return the number of processes: one for each device up to the last that a call uses."""
         return 1 + max((self._meshes[number].ranks[-1] for number in numbers), default=0)
 
     def _call(self, call: str, number: int, started: int) -> float:
-        """Return the seconds of a call that works alone, in a run of so many processes."""
+        """Return the seconds of a call on its own, in a run with `started` processes."""
         found = self._seconds.get((call, number, started))
         if found is None:
             network = self.networks[self.units[self._unit_of[call]].role]
@@ -140,16 +141,17 @@ class Problem:
         return found
 
     def _sharing(self, mesh: Mesh, started: int) -> tuple[int, int]:
-        """Return how many processes of a node work in a call on `mesh`, and how many there are."""
+        """Return (processes of a machine that work in a call on `mesh`, all its processes)."""
         return min(len(mesh.ranks), self.rates.per_node), min(started, self.rates.per_node)
 
     def _move(self, unit: int, numbers: Sequence[int]) -> float:
+        """Return the seconds to copy the trained weights to the unit's devices."""
         role = self.units[unit].role
         home = self._home[role]
         source = numbers[home]
         target = numbers[unit]
         if source == target or not self.units[home].trains:
-            return 0.0  # frozen weights move once
+            return 0.0  # frozen weights are copied only once
         found = self._moving.get((role, source, target))
         if found is None:
             found = moving_seconds(
@@ -159,6 +161,8 @@ class Problem:
         return found
 
     def _step(self, numbers: Sequence[int]) -> float:
+        """Return the seconds of a step, simulated over the graph."""
+        # By device: the time at which its next call can start, and the seconds it works.
         free = [0.0] * self.num_devices
         busy = [0.0] * self.num_devices
         ends = dict[str, float]()
@@ -177,7 +181,8 @@ class Problem:
             else:
                 sources = ()
             begin = max(begin, max(free[rank] for rank in (*ranks, *sources)))
-            for rank in {*ranks, *sources}:  # who sends weights does nothing else meanwhile
+            # The devices that send weights compute nothing meanwhile.
+            for rank in {*ranks, *sources}:
                 free[rank] = begin + moves
                 busy[rank] += moves
             takes = self._call(name, numbers[unit], started)
@@ -187,11 +192,13 @@ class Problem:
                 free[rank] = end
                 busy[rank] += takes
                 computed[rank] += takes * cores_each
+        # With a lag several steps overlap, until a device is always busy.
         last = max(ends.values(), default=0.0)
         step = last if not self.lag else max(max(busy), last / (self.lag + 1))
         if self.rates.cores is None:
             return step
-        per_node = self.rates.per_node  # calls side by side do not make the cores of a machine more
+        # Concurrent calls share the cores of a machine, so its total work bounds the step.
+        per_node = self.rates.per_node
         nodes = (
             sum(computed[first : first + per_node])
             for first in range(0, self.num_devices, per_node)
@@ -199,7 +206,7 @@ class Problem:
         return max(step, max(nodes) / self.rates.cores)
 
     def _bytes(self, numbers: Sequence[int]) -> float:
-        """Of the device that holds most, as `weft.engine.memory.total` counts."""
+        """Return the bytes of the fullest device, counted as by `weft.engine.memory.total`."""
         places: dict[tuple[str, int], tuple[str, ...]] = {}
         for unit, number in zip(self.units, numbers, strict=True):
             places[unit.role, number] = places.get((unit.role, number), ()) + unit.calls
@@ -219,8 +226,9 @@ class Problem:
     def _memory(
         self, role: str, number: int, calls: tuple[str, ...], *, own: bool, shared: bool
     ) -> tuple[int, int]:
-        """(what stays on a device, what comes to it while the role is called); `shared`: the
-        weights are another role's.
+        """Return (bytes that stay on a device, bytes added while the role is called).
+
+        `shared`: the weights belong to another role.
         """
         key = (role, number, calls, own, shared)
         if key not in self._held:
@@ -236,7 +244,10 @@ class Problem:
 
 
 def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
-    """Devices that may form a mesh: neighbours, as many as divide a node or some whole nodes."""
+    """Yield the ranges of neighbouring devices that can form a mesh.
+
+    Their size divides the number of devices per machine, or is a multiple of it.
+    """
     for size in _divisors(num_devices):
         if (size <= per_node and per_node % size == 0) or size % per_node == 0:
             for first in range(0, num_devices, size):
@@ -244,7 +255,11 @@ def ranges(num_devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
 
 
 def layouts(size: int, per_node: int) -> Iterator[Layout]:
-    """All of d, t and p on so many devices, t within a node, whole copies and shards alike."""
+    """Yield all layouts of `size` devices with d, t and p.
+
+    Tensor parallelism stays within a machine. Each layout comes with fully sharded and with whole
+    weights.
+    """
     for t in _divisors(size):
         for p in _divisors(size // t):
             d = size // t // p
@@ -256,7 +271,7 @@ def layouts(size: int, per_node: int) -> Iterator[Layout]:
 def candidates(
     num_devices: int, per_node: int, allowed: Callable[[Layout], Layout | None]
 ) -> list[Mesh]:
-    """Every mesh with every layout that `allowed` lets through, in the form that it gives it."""
+    """Return all meshes with the layouts that `allowed` accepts, in the form that it returns."""
     found = []
     for ranks in ranges(num_devices, per_node):
         found += [
@@ -275,12 +290,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def uniform(problem: Problem) -> list[list[int]]:
-    """Return the placements in which every call that may move is data-parallel on the same devices,
-    from the first one on.
+    """Return the placements in which all movable calls are data-parallel on the same first devices.
 
-    Three for each number of devices, as far as the calls can have them: trained roles sharded in
-    all their calls; whole copies everywhere; trained roles sharded where they train and whole in
-    their other calls.
+    There are up to three for each number of devices: trained roles sharded in all their calls;
+    whole copies in all calls; trained roles sharded in training and whole in their other calls.
     """
     found = []
     for size in sorted({len(mesh.ranks) for unit in problem.units for mesh in unit.meshes}):
@@ -308,8 +321,9 @@ def uniform(problem: Problem) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Found:
-    """The best placement and that which the search began with; how many were `tried`, all of them
-    or not.
+    """The best placement, the first placement, and the number of placements `tried`.
+
+    `exhaustive` is true if all placements were tried.
     """
 
     best: Estimate
@@ -319,7 +333,10 @@ class Found:
 
 
 def search(problem: Problem, start: Sequence[int]) -> Found:
-    """Never worse than `start` by its own estimate, and the same for the same problem."""
+    """Return the best placement found; its score is never worse than that of `start`.
+
+    The result is deterministic.
+    """
     seen: dict[tuple[int, ...], Score] = {}
 
     def look(choice: Sequence[int]) -> Score:
@@ -342,7 +359,7 @@ def search(problem: Problem, start: Sequence[int]) -> Found:
 def _descend(
     problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
 ) -> list[int]:
-    """Change one unit at a time, to its best mesh, as long as that helps."""
+    """Move one unit at a time to its best mesh, as long as the score improves."""
     now = list(start)
     while True:
         before = look(now)
@@ -358,6 +375,7 @@ def _descend(
 def _anneal(
     problem: Problem, start: Sequence[int], look: Callable[[Sequence[int]], Score]
 ) -> list[int]:
+    """Return the best placement found by simulated annealing, changing one or two units a turn."""
     draw = random.Random(SEED)
     movable = [number for number, unit in enumerate(problem.units) if len(unit.meshes) > 1]
     now = list(start)
@@ -376,5 +394,6 @@ def _anneal(
 
 
 def _energy(problem: Problem, score: Score) -> float:
+    """Return the objective of annealing: the log of the step time, plus a memory penalty."""
     over, step, _ = score
     return math.log(max(step, 1e-12)) + 10.0 * over / max(problem.rates.capacity, 1.0)

@@ -1,6 +1,4 @@
-"""`allocation_mode=search` and `heuristic`: the experiment with the placement that is found, and
-the lines that say how.
-"""
+"""Apply `allocation_mode=search` and `heuristic`: place the calls and report the estimates."""
 
 from __future__ import annotations
 
@@ -26,24 +24,24 @@ if TYPE_CHECKING:
     from weft.models.network.config import TransformerConfig
 
 PROMPT = 512
-ANSWER = 512  # tokens, where nobody says
-PAIRED = ("paired_comparison", "preference", "ranking")  # datasets with two answers a row at least
+ANSWER = 512  # default tokens of a prompt and of an answer
+PAIRED = ("paired_comparison", "preference", "ranking")  # types with two or more answers per row
 
 
 class NoFigures(ConfigError):
-    """Nothing is known of how fast the devices are."""
+    """The speed of the devices is unknown."""
 
 
 @dataclass(frozen=True)
 class Searched:
-    """`found` says how the placement was found, on devices of these `rates`."""
+    """Result of a search, with the `rates` and `loads` that it used."""
 
     found: Found
     rates: Rates
     loads: Mapping[str, Load]
 
     def facts(self) -> dict[str, Any]:
-        """Plain values: of each call, and of the same calls where the search began."""
+        """Return the estimates as plain values: of the best placement and of the heuristic one."""
         made = self.found
         return {
             "device": self.rates.name,
@@ -55,7 +53,7 @@ class Searched:
         }
 
     def lines(self) -> list[str]:
-        """For people, before the run."""
+        """Return lines for the plan that is printed before the run."""
         best = self.found.best
         first = self.found.first
         made = self.found
@@ -88,19 +86,20 @@ class Searched:
 
 
 def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSpec]) -> Experiment:
-    """Return the experiment with its calls placed as `allocation_mode` search or heuristic asks,
-    and with notes on it.
+    """Return the experiment with calls placed by `allocation_mode` search or heuristic, and notes.
 
-    `given`: the roles as the user wrote them; those that name no layout, and their calls that name
-    none, are placed. Where nothing can be estimated, calls stay on all devices, and a note says
-    why. Raises `ConfigError` where the search finds nothing that fits.
+    `given` are the roles as the user wrote them. Calls are placed if neither they nor their role
+    name a layout. If nothing can be estimated, calls stay on all devices and a note gives the
+    reason. Raises `ConfigError` if the search finds no placement that fits.
     """
+    # Nothing to choose on one device, or if every role names its layout
     per_node = config.n_gpus_per_node or 1
     mode = config.allocation_mode
     roles = {call.role for call in experiment.graph.model_calls()}
     free = {role for role in roles if not is_placed(given[role])}
     if config.n_nodes * per_node == 1 or not free:
         return experiment
+    # Without sizes or speeds there is no estimate: leave every call on all devices.
     missing = _unread({role: given[role] for role in roles}, mode)
     if missing:
         return _noted(experiment, missing)
@@ -110,6 +109,7 @@ def place(experiment: Experiment, config: RunConfig, given: Mapping[str, ModelSp
         if mode == SEARCH:
             raise
         return _noted(experiment, [f"{error}; until then every call is on all devices"])
+    # The search begins with the placement of the heuristic.
     usual = min(uniform(problem) or [start], key=problem.score)
     if mode == HEURISTIC:
         best = problem.estimate(usual)
@@ -135,7 +135,7 @@ def _noted(experiment: Experiment, notes: Sequence[str]) -> Experiment:
 
 
 def _heuristic_lines(best: Estimate, everywhere: Estimate, rates: Rates) -> list[str]:
-    """Say what was chosen, and against what; nothing where all devices are chosen as they were."""
+    """Return lines on the chosen placement, or none if it is the sharding over all devices."""
     if best.meshes == everywhere.meshes:
         return []
     fits = "" if not everywhere.over else ", which does not fit"
@@ -149,7 +149,7 @@ def _heuristic_lines(best: Estimate, everywhere: Estimate, rates: Rates) -> list
 def _problem(
     experiment: Experiment, config: RunConfig, free: set[str]
 ) -> tuple[Problem, list[int]]:
-    """Return what is to be placed, and the placement that has every call on all devices."""
+    """Return the search problem, and the placement with every call on all devices."""
     per_node = config.n_gpus_per_node or 1
     count = config.n_nodes * per_node
     on_gpu, dtypes = _devices(experiment, config)
@@ -177,9 +177,7 @@ def _problem(
 
 
 def _unread(roles: Mapping[str, ModelSpec], mode: str) -> list[str]:
-    """Return a line for each model whose config.json is not on this machine, without which nothing
-    is estimated.
-    """
+    """Return a line for each model without a local config.json, which an estimate needs."""
     missing = {
         role: spec.path
         for role, spec in roles.items()
@@ -208,7 +206,7 @@ def _placed(
 def _units(
     experiment: Experiment, free: set[str], count: int, per_node: int
 ) -> tuple[list[Unit], dict[tuple[str, ...], int]]:
-    """Return what is placed, and the number of the mesh on all devices by calls."""
+    """Return the units, and by calls the index of the mesh on all devices."""
     groups: dict[tuple[str, str], list[MFCDef]] = {}
     for call in experiment.graph.model_calls():
         groups.setdefault((call.role, "" if call.trains else call.name), []).append(call)
@@ -230,8 +228,9 @@ def _units(
 
 
 def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout], Layout | None]:
-    """The layout as the role's schedule has it, None where network, batch or options do not take
-    it.
+    """Return a function that adapts a layout to the role's schedule, or rejects it with None.
+
+    A layout is rejected if the network, the batch or the options do not fit it.
     """
     from weft.checkpoints.hf_io import read_config
     from weft.engine.torch.source import check_layout
@@ -259,7 +258,7 @@ def _allowed(spec: ModelSpec, at_once: int, *, trains: bool) -> Callable[[Layout
 
 
 def _at_once(experiment: Experiment, call: MFCDef) -> int:
-    """Ids that a call has at a time, one of which each data-parallel rank needs."""
+    """Return the number of ids per minibatch of a call, the limit of its data-parallel ranks."""
     if call.trains:
         updates = experiment.updates_per_firing.get(call.name, 1) // int(call.args.get("epochs", 1))
     else:
@@ -267,11 +266,11 @@ def _at_once(experiment: Experiment, call: MFCDef) -> int:
     return max(1, (call.batch_size or _ids(experiment)) // max(1, updates))
 
 
-# -- what the estimate is made of
+# -- inputs of the estimate
 
 
 def _devices(experiment: Experiment, config: RunConfig) -> tuple[bool, str]:
-    """(whether they are GPUs, the dtype of a role that names none)"""
+    """Return (whether the devices are GPUs, the default dtype of roles)."""
     import torch
 
     asked = experiment.control.device
@@ -371,8 +370,9 @@ def _network(spec: ModelSpec, dtype: str, *, on_gpu: bool = True) -> Network:
 
 
 def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of a token that the adapters of a layer keep: their low-rank products, and what an
-    MLP's last matrix reads.
+    """Return the activation elements per token saved for a layer's adapters.
+
+    They are the low-rank products and the input of the MLP's last matrix.
     """
     experts, matrices = (
         config.experts,
@@ -382,8 +382,9 @@ def _kept(spec: ModelSpec, config: TransformerConfig) -> int:
 
 
 def _adapters(spec: ModelSpec, config: TransformerConfig) -> int:
-    """Elements of the adapters that `lora.*` asks for, where each expert has its own; or of a
-    prefix.
+    """Return the number of elements of the `lora.*` adapters, or of a prefix.
+
+    Each expert has its own adapters.
     """
     query = config.num_heads * config.head_dim
     key = config.num_kv_heads * config.head_dim
@@ -421,7 +422,7 @@ def _load(experiment: Experiment, config: RunConfig, call: MFCDef) -> Load:
 
 
 def _ids(experiment: Experiment) -> int:
-    """Of one step."""
+    """Return the number of ids per step."""
     size = experiment.node(experiment.steps_follow).batch_size
     dataset = experiment.dataset
     return size or max(
@@ -430,9 +431,9 @@ def _ids(experiment: Experiment) -> int:
 
 
 def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
-    """(tokens of a prompt, of an answer, answers that are sampled a prompt)"""
+    """Return (tokens per prompt, tokens per answer, sampled answers per prompt)."""
     samplers = [call for call in experiment.graph.model_calls() if call.method == "generate"]
-    # its lengths as the user set them
+    # The experiment's dataset has defaults filled in; prefer the lengths that the user set.
     spec = config.search
     written = getattr(config, "dataset", experiment.dataset)
     prompt = (
@@ -452,7 +453,7 @@ def _lengths(experiment: Experiment, config: RunConfig) -> tuple[int, int, int]:
 
 
 def _sharing(experiment: Experiment) -> dict[str, str]:
-    """References that are their actor with its adapters off."""
+    """Return the references that are their actor with its adapters disabled, with that actor."""
     from weft.engine.torch.adapters_off import shares_base
 
     return {
@@ -463,7 +464,7 @@ def _sharing(experiment: Experiment) -> dict[str, str]:
     }
 
 
-# -- for people
+# -- output
 
 
 def _facts(estimate: Estimate) -> dict[str, Any]:

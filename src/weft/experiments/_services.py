@@ -1,6 +1,4 @@
-"""Reward models and references behind URLs: what `rew.url`, `ref.url` and the environment make of
-these roles.
-"""
+"""Reward models and references on servers: `rew.url`, `ref.url` and their environment variables."""
 
 from __future__ import annotations
 
@@ -15,20 +13,21 @@ from weft.errors import ConfigError
 from weft.experiments._assemble import check
 from weft.experiments._policy_options import REWARD_VARIABLE, SamplingConfig, SamplingOptions
 
-# host:port/model of a server that speaks gRPC
+# Environment variables with host:port/model of a gRPC server
 VARIABLES = {"rew": REWARD_VARIABLE, "ref": "TRITON_HOST_REF"}
 
 
 def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> SamplingConfig:
-    """The options, checked as those of every experiment are, with the backend of roles that have a
-    URL, by option or by the environment. Raises `UserError`; `name` is the group of the method's
-    `options`.
+    """Check the shared options, and resolve the roles that have a URL.
+
+    Returns the configuration with the backend of these roles set. A URL is given by an option or by
+    the environment; `name` is the group of the method's `options`. Raises `UserError`.
     """
     config = check(config)
     rew = _resolved("rew", config.rew)
     ref = _resolved("ref", config.ref)
     if is_served(rew) and rew.path is None and rew.tokenizer.path is None:
-        # the reward model reads the actor's tokens
+        # Without its own tokenizer the reward model reads the actor's tokens.
         own = config.actor.tokenizer.path or config.actor.path
         rew = replace(rew, tokenizer=replace(rew.tokenizer, path=own))
     if is_served(rew) and config.rew_step is not None:
@@ -42,11 +41,12 @@ def checked(config: SamplingConfig, options: SamplingOptions, name: str) -> Samp
 
 
 def is_served(spec: ModelSpec) -> bool:
+    """Return whether the role is on a server."""
     return spec.backend == SERVICE
 
 
 def _check_reference(options: SamplingOptions, name: str) -> None:
-    """What a reference behind a URL cannot do."""
+    """Raise `ConfigError` for options that a reference on a server does not support."""
     if options.ref_ema_eta:
         raise ConfigError(
             f"{name}.ref_ema_eta moves a reference, and that of ref.url is elsewhere; set one of "
@@ -61,7 +61,7 @@ def _check_reference(options: SamplingOptions, name: str) -> None:
 
 
 def service_notes(config: SamplingConfig) -> list[str]:
-    """Where roles are asked for, for the plan that is printed before the run."""
+    """Return lines on roles that are on servers, for the plan that is printed before the run."""
     told = []
     for role, spec, what in (("rew", config.rew, "scores"), ("ref", config.ref, "log-probs")):
         if is_served(spec):

@@ -1,6 +1,4 @@
-"""What all experiments share: the run options, the options of one call, and the assembly of an
-`Experiment`.
-"""
+"""Options that all experiments share, the options of one call, and the build of an `Experiment`."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from weft.reading import url_problem
 
 @dataclass
 class WandbSpec:
-    """Weights & Biases. The key comes from the environment or the login and is never written."""
+    """Weights & Biases. The key is read from the environment or the login and is never written."""
 
     mode: str | None = option(
         None,
@@ -57,12 +55,14 @@ class TrackioSpec:
 
 @dataclass
 class LoggerSpec:
+    """Options of the loggers."""
+
     tensorboard: bool = option(False, "write TensorBoard files into the run's directory")
     wandb: WandbSpec = option(WandbSpec(), "Weights & Biases")
     trackio: TrackioSpec = option(TrackioSpec(), "trackio")
 
     def enabled(self) -> dict[str, dict[str, Any]]:
-        """The loggers that are switched on, with their options."""
+        """Return the options of each enabled logger."""
         if self.tensorboard:
             loggers: dict[str, dict[str, Any]] = {"tensorboard": {}}
         else:
@@ -90,7 +90,7 @@ def _check_hooks(hooks: Any) -> str | None:
 
 @dataclass
 class MFCOptions:
-    """What a user may change in one call of a shipped experiment."""
+    """Options of one call in a shipped experiment."""
 
     interface: str | None = option(
         None, "registered interface that makes the call instead; starts without arguments"
@@ -127,7 +127,7 @@ class MFCOptions:
     )
 
     def changes(self, node: MFCDef) -> dict[str, Any]:
-        """The fields of `node` that the user sets."""
+        """Return the fields of `node` that the user sets."""
         changes: dict[str, Any] = {}
         for name in (
             "interface",
@@ -148,8 +148,9 @@ class MFCOptions:
 
 
 def parse_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Hooks as users write them: `offload`, `offload_optimizer`, a function's name, or `{function:
-    NAME, args: {..}}`.
+    """Parse hooks as users write them.
+
+    A hook is `offload`, `offload_optimizer`, a function's name, or `{function: NAME, args: {..}}`.
     """
     if hooks is None:
         return ()
@@ -170,13 +171,13 @@ def _parse_hook(hook: Any) -> Hook:
 
 @dataclass
 class RunConfig(ABC):
-    """Where, how long and how often: the options that every experiment has."""
+    """Options that all experiments share: devices, length, checkpoints, evaluation, logging."""
 
-    # What other spellings of options stand for (cli/aliases.py): `learning_rate` is the trained
-    # roles', `beta` the algorithm's.
+    # Targets of other spellings of options (cli/aliases.py): `learning_rate` sets an option of the
+    # trained roles, `beta` an option of the algorithm.
     main_role: ClassVar[str] = "model"
     trained_roles: ClassVar[tuple[str, ...]] = ()
-    # nodes without a role, which no `{mfc}.*` options change
+    # Host functions of the graph; they have no `{mfc}.*` options.
     host_nodes: ClassVar[tuple[str, ...]] = ()
     algorithm: ClassVar[str] = ""  # the option group of the algorithm, such as "ppo"
     generation: ClassVar[str] = ""  # the option group of sampling, such as "ppo.gen"
@@ -351,7 +352,7 @@ class RunConfig(ABC):
     slurm: SlurmSpec = option(SlurmSpec(), "what mode=slurm asks of the cluster")
 
     def __post_init__(self) -> None:
-        """A group of options may be given as a mapping, as in a file: `actor={"path": ...}`."""
+        """Convert option groups given as mappings, as in a file: `actor={"path": ...}`."""
         for spec in fields(self):
             value = getattr(self, spec.name)
             if isinstance(value, Mapping) and callable(spec.default_factory):
@@ -364,23 +365,22 @@ class RunConfig(ABC):
 
     @abstractmethod
     def build(self) -> Experiment:
-        """Return the experiment, checked as far as no torch is needed.
+        """Return the experiment, with every check done that needs no torch.
 
-        Raises `UserError`: the option, its value and the rule.
+        Raises `UserError` with the option, its value and the rule.
 
-        What runs is `build_experiment(config)`, which calls a subclass's `initial_setup` where it
-        has one.
+        A run calls `build_experiment(config)`, which prefers a subclass's `initial_setup`.
         """
 
     def initial_setup(self) -> Experiment:
-        """Return the experiment, under the name that ReaL has for it.
+        """Return the experiment; ReaL's name for `build`.
 
         A subclass overrides this method or `build`, not both.
         """
         return self.build()
 
     def missing(self) -> list[str]:
-        """Return a phrase for each option without which there is no run, and which is not set."""
+        """Return a phrase for each required option that is not set."""
         names = [
             f"{name}=NAME (a folder's name)"
             for name in ("experiment_name", "trial_name")
@@ -401,7 +401,7 @@ class RunConfig(ABC):
         return names
 
     def control(self) -> Control:
-        """The run options as the runtime reads them."""
+        """Return the run options in the form that the runtime reads."""
         own = {spec.name for spec in fields(self)}
         shared = {
             spec.name: getattr(self, spec.name) for spec in fields(Control) if spec.name in own
@@ -415,7 +415,7 @@ class Buildable(Protocol):
     def build(self) -> Experiment: ...
 
 
-# Methods by which a subclass of ReaL's configurations changes a run, and what does the same in
+# Methods by which a subclass of ReaL's configurations changes a run, and their counterparts in
 # weft.
 NEVER_CALLED = {
     "rpcs": "change a call with experiment.with_mfc(NAME, ...) in build()",
@@ -437,24 +437,23 @@ and set rew.backend=null in place of a model_worker that is given a tokenizer fo
 
 
 def build_experiment(config: Buildable) -> Experiment:
-    """Return the experiment that a configuration describes: by `initial_setup` where a subclass
-    overrides it, else by `build`.
+    """Return the experiment that a configuration describes.
 
-    Raises `ConfigError` where a subclass overrides both, or methods of ReaL's that weft never
-    calls.
+    Calls `initial_setup` if a subclass overrides it, else `build`. Raises `ConfigError` if a
+    subclass overrides both, or defines methods of ReaL's configurations that weft never calls.
     """
     if not isinstance(config, RunConfig):
         return config.build()
     missing = config.missing()
-    if len(missing) > 1:  # one alone has a message of its own, where it is needed
+    if len(missing) > 1:  # a single missing option is reported later, with a more specific message
         raise ConfigError(f"these options are missing: {'; '.join(missing)}")
     return replace(_build(config), left_at_default=_left_at_default(config))
 
 
 def _left_at_default(config: RunConfig) -> frozenset[str]:
-    """Return the dotted names of the options that nobody has set.
+    """Return the dotted names of the options that are not set by the user.
 
-    The set is empty for a class that cannot be built without arguments: its defaults are not known.
+    The set is empty for a class that cannot be built without arguments, whose defaults are unknown.
     """
     try:
         usual = {leaf.name: leaf.default for leaf in leaves(type(config)())}
@@ -468,7 +467,7 @@ def _left_at_default(config: RunConfig) -> frozenset[str]:
 
 
 def _build(config: RunConfig) -> Experiment:
-    """Build the experiment by the method that the class of `config` overrides."""
+    """Build the experiment with the method that the class of `config` overrides."""
     own = [cls for cls in type(config).__mro__ if not cls.__module__.startswith("weft.")]
     overridden = {name for cls in own for name in vars(cls)}
     name = type(config).__name__
@@ -490,8 +489,9 @@ def _build(config: RunConfig) -> Experiment:
 
 
 def _explain_attribute(name: str, error: AttributeError) -> str:
-    """Return the message for an attribute that ReaL's objects have and weft's do not: what to write
-    in its place.
+    """Return an error message for an attribute of ReaL's objects that weft's do not have.
+
+    The message says what to write instead.
     """
     if isinstance(error.obj, Experiment):
         return f"{name}.initial_setup: weft's Experiment has no {error.name}. {GUIDE}"

@@ -1,10 +1,10 @@
-"""Distillation: the actor, a student, learns from a frozen teacher of the same vocabulary.
+"""Distillation: the actor (the student) learns from a frozen teacher with the same vocabulary.
 
-Two forms. `gkd` compares whole next-token distributions (GKD, Agarwal et al. 2023, arXiv
-2306.13649), at the teacher's `top_k` likeliest ids and one event for all others, on completions
-that the student samples or on those of the rows. `reverse_kl` is the policy gradient ("On-Policy
-Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and each
-token's advantage is what the teacher's log-prob of it is above the student's.
+There are two losses. `gkd` compares next-token distributions (GKD, Agarwal et al. 2023, arXiv
+2306.13649) on completions of the student or of the rows; the distributions consist of the teacher's
+`top_k` likeliest ids and one event for all others. `reverse_kl` is a policy gradient ("On-Policy
+Distillation", Thinking Machines Lab 2025; MiniLLM, Gu et al. 2023): the student samples, and the
+advantage of a token is the teacher's log-prob less the student's.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from weft.graph.mfc import HostFunction, MFCDef, Node
 from weft.options import option
 from weft.registry import register_quickstart
 
-# a node may not make a key that it reads
+# Outputs of `actor_gen` that are also its inputs; a node cannot write a key that it reads.
 MIXED = {"completion": "mixed_completion", "loss_mask": "mixed_loss_mask"}
 
 
 @dataclass
 class DistillOptions:
+    """Options of distillation."""
+
     gen: GenerationSpec = option(
         GenerationSpec(),
         "how the student samples; its temperature is also that of both models' distributions",
@@ -94,16 +96,14 @@ class DistillOptions:
 
     @property
     def temperature(self) -> float:
-        """Of both models' distributions; greedy completions are compared at the models' own."""
+        """Temperature of both models' distributions; 1 for greedy sampling."""
         return 1.0 if self.gen.greedy else self.gen.temperature
 
 
 @register_quickstart("distill")
 @dataclass
 class DistillConfig(RunConfig):
-    """A student learns from a teacher with the same tokenizer: GKD, or the reverse KL on its own
-    samples.
-    """
+    """Distillation from a teacher with the same tokenizer: GKD, or reverse KL on own samples."""
 
     main_role: ClassVar[str] = "actor"
     trained_roles: ClassVar[tuple[str, ...]] = ("actor",)
@@ -137,9 +137,10 @@ class DistillConfig(RunConfig):
     actor_train: MFCOptions = option(MFCOptions(), "the call that trains the student")
 
     def build(self) -> Experiment:
-        """The graph `actor_gen -> teacher_inf -> actor_train`, without the first where nothing is
-        sampled, and with `advantages` before the last for `reverse_kl`. Raises `UserError` with the
-        option, its value and the rule.
+        """Return the graph `actor_gen -> teacher_inf -> actor_train`.
+
+        There is no `actor_gen` if nothing is sampled; `reverse_kl` has `advantages` before
+        `actor_train`. Raises `UserError` with the option, its value and the rule.
         """
         config = check(self)
         options = config.distill
@@ -157,8 +158,8 @@ class DistillConfig(RunConfig):
         return assemble(
             config,
             Plan(
-                # As for the supervised methods; a policy gradient has the learning rate of
-                # policies.
+                # GKD has the default learning rate of supervised methods, reverse KL that of
+                # policy gradients.
                 roles={
                     "actor": with_lr(actor, 1e-6 if options.loss_type == "reverse_kl" else 1e-5),
                     "teacher": config.teacher.with_head("lm", trained=False),
@@ -180,20 +181,20 @@ class DistillConfig(RunConfig):
 
 @dataclass(frozen=True)
 class _Distillation:
-    """The sizes and sampling of one distillation, and the calls made from them.
+    """Sizes and sampling options of a distillation, and the nodes built from them.
 
-    `share` of the ids are sampled.
+    `share` is the fraction of ids whose completion is sampled.
     """
 
     options: DistillOptions
     dataset: DatasetSpec
     gen: GenerationSpec
     share: float
-    longest: int | None  # most tokens of a sequence, where the user says so
+    longest: int | None  # maximum tokens of a sequence, if the user set it
 
     @classmethod
     def of(cls, config: DistillConfig) -> _Distillation:
-        """Raises `ConfigError` for sizes that do not divide or fit."""
+        """Build from the options. Raises `ConfigError` for sizes that do not divide or fit."""
         options = config.distill
         dataset = batches(config.dataset)
         share = options.on_policy
@@ -219,20 +220,23 @@ class _Distillation:
         if vocab is not None and gen.top_k >= vocab:
             gen = replace(gen, top_k=0)
         longest = max((each for each in asked if each is not None), default=None)
-        # distributions are compared whole
+        # GKD compares the distributions without truncation.
         records = options.loss_type == "reverse_kl" and gen.truncates
         return cls(options, dataset, replace(gen, record_support=records), share, longest)
 
     @property
     def size(self) -> int:
+        """Ids per step; 0 if batches are formed by token count."""
         return self.dataset.train_bs_n_seqs or 0
 
     @property
     def completions(self) -> int:
+        """Completions per step."""
         return self.size * self.options.samples_per_prompt
 
     @property
     def minibatches(self) -> int:
+        """Minibatches per pass over the completions of a step."""
         options = self.options
         if not self.size:
             return 1
@@ -242,16 +246,16 @@ class _Distillation:
 
     @property
     def _names(self) -> Mapping[str, str]:
-        """What keys are called on the edges behind `actor_gen` where that reads them, too."""
+        """New names for the keys that `actor_gen` both reads and writes, in the nodes after it."""
         return MIXED if 0.0 < self.share < 1.0 else {}
 
     @property
     def _masks(self) -> tuple[str, ...]:
-        """The mask, which is there for sure where `actor_gen` makes it."""
+        """Key of the loss mask, if `actor_gen` computes one."""
         return ("loss_mask",) if self.share else ()
 
     def nodes(self) -> list[Node]:
-        """The calls in order."""
+        """Return the nodes in the order of execution."""
         sampling = [self._generate()] if self.share else []
         if self.options.loss_type == "reverse_kl":
             return [*sampling, self._scored(), self._advantages(), self._policy_gradient()]
@@ -320,14 +324,18 @@ class _Distillation:
         )
 
     def _gkd(self) -> MFCDef:
-        """Cross-entropy is of what the rows' authors wrote, and evaluation may have none of that."""
+        """Return the training call for GKD.
+
+        The cross-entropy applies to the rows' own completions only. If all are sampled, as in
+        evaluation, there are none.
+        """
         sft = self.options.sft_coef if self.share < 1.0 else 0.0
         keys = ("given_ids", "teacher_logprobs", *(("sampled",) if sft and self.share else ()))
         loss_args = {"divergence_beta": self.options.divergence_beta, "sft_coef": sft}
         return self._train("gkd", loss_args, keys, {"given_ids": "teacher_ids"})
 
     def _policy_gradient(self) -> MFCDef:
-        """The teacher is the reference whose KL the policy loss logs."""
+        """Return the training call for reverse KL; the policy loss logs the KL to the teacher."""
         options = self.options
         loss_args = {
             "loss_type": "dapo",
@@ -364,7 +372,7 @@ class _Distillation:
         )
 
     def notes(self) -> list[str]:
-        """Return lines on what one step does, beside the counts of the plan's table."""
+        """Return lines on one step, in addition to the counts in the plan's table."""
         options = self.options
         lines = list[str]()
         if self.share:
@@ -394,7 +402,7 @@ REVERSE = ("discount", "eps_clip", "eps_clip_high")
 
 
 def _check(options: DistillOptions) -> None:
-    """Options that do not go with each other, and those that would do nothing."""
+    """Raise `ConfigError` for options that exclude each other or have no effect."""
     reverse = options.loss_type == "reverse_kl"
     share = options.on_policy
     if reverse and share < 1.0:

@@ -1,6 +1,4 @@
-"""DPO and its kin: `ref_inf` scores the pairs with the frozen reference, `actor_train` learns from
-the difference.
-"""
+"""DPO and related losses: `ref_inf` scores pairs with the frozen reference before `actor_train`."""
 
 from __future__ import annotations
 
@@ -34,6 +32,8 @@ from weft.registry import register_quickstart
 
 @dataclass
 class DPOOptions:
+    """Options of DPO and related losses."""
+
     loss_type: str = option(
         "sigmoid",
         "which loss; simpo and orpo have no reference model, kto and bco treat each answer of a "
@@ -80,7 +80,7 @@ class DPOOptions:
     )
 
     def loss_args(self) -> dict[str, Any]:
-        """The arguments of the loss `dpo`."""
+        """Return the arguments of the loss `dpo`."""
         beta = default_beta(self.loss_type) if self.beta is None else self.beta
         return {
             "loss_type": self.loss_type,
@@ -92,8 +92,9 @@ class DPOOptions:
 @register_quickstart("dpo")
 @dataclass
 class DPOConfig(RunConfig):
-    """Direct preference optimization and its kin (IPO, RPO, APO, EXO, NCA, SPPO, AOT, SimPO, ORPO,
-    KTO, BCO) on pairs or rankings.
+    """Direct preference optimization and related losses, on pairs or rankings.
+
+    The losses are DPO, IPO, RPO, APO, EXO, NCA, SPPO, AOT, SimPO, ORPO, KTO and BCO.
     """
 
     main_role: ClassVar[str] = "actor"
@@ -132,12 +133,10 @@ class DPOConfig(RunConfig):
     )
 
     def build(self) -> Experiment:
-        """The graph `ref_inf -> actor_train`; without `ref_inf` where the loss needs no reference.
+        """Return the graph `ref_inf -> actor_train`; some losses need no `ref_inf`.
 
-        Calls and host functions before the training call make what a loss compares over the whole
-        batch.
-
-        Raises `UserError` with the option, its value and the rule.
+        KTO, BCO and AOT have further nodes before `actor_train`, which compute statistics of the
+        whole batch. Raises `UserError` with the option, its value and the rule.
         """
         config = check(self)
         dataset = with_answers(config, batches(config.dataset))
@@ -180,7 +179,7 @@ class DPOConfig(RunConfig):
             optional_keys=("comparison", "loss_mask"),
             args={"loss": "dpo", "loss_args": self.dpo.loss_args()},
         )
-        dpo_loss(**self.dpo.loss_args())  # refuses options that do not go together
+        dpo_loss(**self.dpo.loss_args())  # raises ConfigError if options exclude each other
         if kind in REFERENCE_FREE:
             return [train]
         ref_inf = _scoring("ref_inf", "ref", size)
@@ -195,8 +194,9 @@ class DPOConfig(RunConfig):
         return nodes
 
     def _compared(self, size: int) -> list[Node]:
-        """The actor's scores before its update, and what they say of the whole batch (BCO's shift,
-        AOT's partners).
+        """Return the nodes that score with the actor and compute BCO's shift or AOT's partners.
+
+        The actor's scores are from before its update; the host function compares the whole batch.
         """
         kind = self.dpo.loss_type
         scored = replace(
@@ -222,7 +222,7 @@ class DPOConfig(RunConfig):
 
 
 def _check_kto(dataset: DatasetSpec) -> None:
-    """z0 pairs each prompt with the completion of another one."""
+    """Raise `ConfigError` for batches of one prompt: z0 needs completions of other prompts."""
     for name in ("train_bs_n_seqs", "valid_bs_n_seqs"):
         if getattr(dataset, name) == 1:
             raise ConfigError(
@@ -233,7 +233,10 @@ def _check_kto(dataset: DatasetSpec) -> None:
 
 
 def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
-    """The log-probs of the completions, or with a prefix of other ones, by one role."""
+    """Return the call that computes log-probs of the completions with a role.
+
+    With a prefix it scores the completions whose key has this prefix.
+    """
     made = f"{prefix}logprobs" if role == "actor" else f"{prefix}ref_logprobs"
     return MFCDef(
         name=name,
@@ -250,7 +253,7 @@ def _scoring(name: str, role: str, size: int, prefix: str = "") -> MFCDef:
 
 
 def _baseline(size: int) -> list[Node]:
-    """KTO's z0: both models score completions that do not fit their prompt (`weft.host.kto`)."""
+    """Return the nodes for KTO's z0: both models score mismatched completions (`weft.host.kto`)."""
     mismatch = HostFunction(
         name="kto_mismatch",
         function="kto_mismatch",

@@ -19,7 +19,7 @@ from weft.registry import register_quickstart
 
 @dataclass
 class GenOptions(MFCOptions, GenerationSpec):
-    """The sampling, and what may be changed in the call."""
+    """Options of sampling and of the call that samples."""
 
     samples_per_prompt: int = option(1, "completions per prompt", at_least=1, at_most=MOST_SAMPLES)
 
@@ -27,7 +27,7 @@ class GenOptions(MFCOptions, GenerationSpec):
 @register_quickstart("gen")
 @dataclass
 class GenConfig(RunConfig):
-    """Completions of a file of prompts, written to generations.jsonl in the run's directory."""
+    """Completions for a file of prompts, written to generations.jsonl in the run's directory."""
 
     algorithm: ClassVar[str] = "gen"
     generation: ClassVar[str] = "gen"
@@ -42,7 +42,7 @@ class GenConfig(RunConfig):
     gen: GenOptions = option(GenOptions(), "the call that samples")
 
     def build(self) -> Experiment:
-        """The graph is the node `gen` alone.
+        """Return the graph, which is the node `gen` alone.
 
         Raises `UserError` with the option, its value and the rule.
         """

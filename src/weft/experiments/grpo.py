@@ -1,6 +1,4 @@
-"""GRPO and its kin: several completions of each prompt are each other's baseline, so there is no
-critic.
-"""
+"""GRPO and related methods: the completions of a prompt form a baseline, so there is no critic."""
 
 from __future__ import annotations
 
@@ -24,6 +22,8 @@ OF_GROUPS = ("group", "leave_one_out", "opo")
 
 @dataclass
 class GRPOOptions(PolicyOptions):
+    """Options of GRPO and related methods."""
+
     group_size: int = option(
         8,
         "completions per prompt; a group baseline needs 2 or more",
@@ -134,8 +134,9 @@ class GRPOOptions(PolicyOptions):
 @register_quickstart("grpo")
 @dataclass
 class GRPOConfig(PolicyConfig):
-    """Group relative policy optimization and its kin: RLOO, REINFORCE++, ReMax, OPO, GPG,
-    Dr. GRPO, DAPO, GSPO, CISPO, SAPO.
+    """Group relative policy optimization and related methods.
+
+    The methods are GRPO, RLOO, REINFORCE++, ReMax, OPO, GPG, Dr. GRPO, DAPO, GSPO, CISPO and SAPO.
     """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*PolicyConfig.host_nodes, "greedy_reward", "filter")
@@ -167,7 +168,10 @@ class GRPOConfig(PolicyConfig):
     greedy_rew_inf: MFCOptions = option(MFCOptions(), "the call of the reward model on it (ReMax)")
 
     def build(self) -> Experiment:
-        """The graph of a GRPO step. Raises `UserError` with the option, its value and the rule."""
+        """Return the graph of a GRPO step.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
         grpo = self.grpo
         policy = Policy.of(self, grpo, "grpo", grpo.group_size)
         _check(grpo, self, policy)
@@ -209,6 +213,7 @@ class GRPOConfig(PolicyConfig):
             nodes.append(kept)
         if self._has_ref:
             nodes.append(policy.reference(waits))
+        # Arguments of the loss, with the clip bounds resolved
         loss = {
             **grpo.clip_args(),
             "loss_type": grpo.loss_type,
@@ -282,7 +287,7 @@ class GRPOConfig(PolicyConfig):
 
 
 def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
-    """Options of one algorithm that do not go with each other."""
+    """Raise `ConfigError` for options that exclude each other."""
     scaled = grpo.scale_rewards == "group" or (
         grpo.scale_rewards is None and grpo.loss_type != "dr_grpo"
     )
@@ -319,7 +324,7 @@ def _check(grpo: GRPOOptions, config: GRPOConfig, policy: Policy) -> None:
 
 
 def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
-    """GDPO normalises the parts themselves, so what shapes their sum has no place."""
+    """Raise `ConfigError` for options that GDPO excludes, since it normalizes each reward."""
     if config.reward is None or config.reward_column is not None:
         raise ConfigError(
             "grpo.normalize_each_reward=true: needs reward functions in reward (and no "
@@ -341,7 +346,7 @@ def _check_parts(grpo: GRPOOptions, config: GRPOConfig) -> None:
 
 
 def _notes(grpo: GRPOOptions) -> list[str]:
-    """What the filter does, for the plan that is printed before the run."""
+    """Return a line on dynamic sampling, for the plan that is printed before the run."""
     if not grpo.dynamic_sampling:
         return []
     rounds = grpo.dynamic_sampling_rounds

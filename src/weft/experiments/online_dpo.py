@@ -1,13 +1,14 @@
-"""Online DPO: the actor samples completions, a reward says which are better, and the loss of DPO
-learns from these pairs.
+"""Online DPO: the actor samples completions, rewards rank them, and DPO trains on the pairs.
 
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792. The
 paper samples two completions of a prompt and asks a language model which is better. Here rewards
-decide: those of a reward model, of reward functions (the verifier `judge` asks a language model),
-or of both, as for PPO and GRPO. TRL's OnlineDPOTrainer differs: its log-probs are at temperature 1
-whatever the sampler's is (here actor and reference have the sampler's, as in PPO and GRPO), its
-`ipo` compares sums over tokens (here means, as in `dpo`), and of two equal rewards it calls the
-first better (here they make no pair).
+decide, as in PPO and GRPO: from a reward model, from reward functions (the verifier `judge` asks a
+language model), or from both.
+
+Differences from TRL's OnlineDPOTrainer: TRL computes log-probs at temperature 1, here actor and
+reference have the sampler's temperature, as in PPO and GRPO. TRL's `ipo` compares sums over tokens,
+here means, as in `dpo`. TRL treats the first of two completions with equal rewards as better, here
+they form no pair.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LOSS_OPTIONS = (
     "f_alpha",
 )
 SHAPE = ("max_reward_clip", "reward_output_scaling", "reward_output_bias", "missing_eos_penalty")
-# Why the losses of `dpo` that are no losses of one pair are not here.
+# Losses of `dpo` that are not losses of a single pair, with the reason why they are refused.
 REFUSED = {
     **dict.fromkeys(
         LABELLED,
@@ -56,13 +57,15 @@ REFUSED = {
 
 
 def _as_in_dpo(name: str) -> Any:
-    """An option that is `dpo`'s, with its default, help text and rule."""
+    """Return a field with the default, help text and rule of the `dpo` option of this name."""
     own = next(spec for spec in fields(DPOOptions) if spec.name == name)
     return field(default=own.default, metadata=own.metadata)
 
 
 @dataclass
 class OnlineDPOOptions(SamplingOptions):
+    """Options of online DPO."""
+
     ppo_n_minibatches: int = option(
         1,
         "optimizer steps per pass over a batch; the completions of a prompt stay together",
@@ -99,7 +102,10 @@ class OnlineDPOOptions(SamplingOptions):
             raise ConfigError(f"online_dpo.loss_type={self.loss_type!r}: {REFUSED[self.loss_type]}")
 
     def loss_args(self) -> dict[str, Any]:
-        """The arguments of the loss `dpo`. Raises `ConfigError` where they do not go together."""
+        """Return the arguments of the loss `dpo`.
+
+        Raises `ConfigError` if they exclude each other.
+        """
         beta = default_beta(self.loss_type) if self.beta is None else self.beta
         args = {
             "loss_type": self.loss_type,
@@ -116,8 +122,9 @@ class OnlineDPOOptions(SamplingOptions):
 @register_quickstart("online_dpo")
 @dataclass
 class OnlineDPOConfig(SamplingConfig):
-    """DPO on pairs that the actor samples itself and a reward ranks: a reward model, reward
-    functions, or both.
+    """DPO on pairs that the actor samples and that rewards rank.
+
+    Rewards come from a reward model, reward functions, or both.
     """
 
     host_nodes: ClassVar[tuple[str, ...]] = (*SamplingConfig.host_nodes, "preferences")
@@ -140,9 +147,9 @@ class OnlineDPOConfig(SamplingConfig):
     online_dpo: OnlineDPOOptions = option(OnlineDPOOptions(), "the algorithm")
 
     def build(self) -> Experiment:
-        """The graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`; without
-        `ref_inf` where the loss needs no reference. Raises `UserError` with the option, its value
-        and the rule.
+        """Return the graph `actor_gen -> rewards -> preferences`, `ref_inf`, `actor_train`.
+
+        Some losses need no `ref_inf`. Raises `UserError` with the option, its value and the rule.
         """
         options = self.online_dpo
         policy = Policy.of(self, options, "online_dpo", options.samples_per_prompt)
@@ -178,7 +185,7 @@ class OnlineDPOConfig(SamplingConfig):
 
 
 def _check(options: OnlineDPOOptions, policy: Policy) -> None:
-    """Options that do not go with each other."""
+    """Raise `ConfigError` for options that exclude each other."""
     if options.gen.greedy:
         raise ConfigError(
             "online_dpo.gen.greedy=true: greedy completions of one prompt are all the same, so "
@@ -208,7 +215,7 @@ def _check(options: OnlineDPOOptions, policy: Policy) -> None:
 
 
 def _note(options: OnlineDPOOptions) -> str:
-    """What pairs are made, for the plan that is printed before the run."""
+    """Return a line on the pairs, for the plan that is printed before the run."""
     count = options.samples_per_prompt
     if options.pairs == "all":
         return (

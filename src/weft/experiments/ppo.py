@@ -1,6 +1,4 @@
-"""PPO: sample, reward, score with reference and critic, estimate advantages, train actor and
-critic.
-"""
+"""PPO: sample, reward, score, estimate advantages, train actor and critic."""
 
 from __future__ import annotations
 
@@ -19,6 +17,8 @@ from weft.registry import register_quickstart
 
 @dataclass
 class PPOOptions(PolicyOptions):
+    """Options of PPO."""
+
     eps_clip: float = option(
         0.2, "the importance ratio stops pulling below 1 - eps_clip and above 1 + eps_clip"
     )
@@ -83,8 +83,9 @@ class PPOOptions(PolicyOptions):
 @register_quickstart("ppo")
 @dataclass
 class PPOConfig(PolicyConfig):
-    """Proximal policy optimization with a critic, a KL to the reference in the reward, and any kind
-    of reward.
+    """Proximal policy optimization with a critic and a KL penalty to the reference in the reward.
+
+    The reward can be a reward model, reward functions, or both.
     """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("actor", "critic")
@@ -116,7 +117,10 @@ class PPOConfig(PolicyConfig):
     critic_train: MFCOptions = option(MFCOptions(), "the call that trains the critic")
 
     def build(self) -> Experiment:
-        """The graph of a PPO step. Raises `UserError` with the option, its value and the rule."""
+        """Return the graph of a PPO step.
+
+        Raises `UserError` with the option, its value and the rule.
+        """
         policy = Policy.of(self, self.ppo, "ppo", self.ppo.samples_per_prompt)
         assert isinstance(policy.config, PPOConfig), (
             "it is this configuration, with its models found"

@@ -1,4 +1,4 @@
-"""Reward models: one call, `train`, on which of two completions of a prompt is better."""
+"""Reward models: one call, `train`, on completions of a prompt that are ranked."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from weft.registry import register_quickstart
 
 @dataclass
 class RWOptions:
+    """Options of the loss of reward models."""
+
     score_l2: float = option(
         0.0, "weight of the squared scores, which keeps them small", at_least=0.0
     )
@@ -46,8 +48,9 @@ class RWOptions:
 @register_quickstart("rw")
 @dataclass
 class RWConfig(RunConfig):
-    """A reward model from pairs (paired_comparison, preference) or rankings of any length
-    (ranking).
+    """Reward model training on pairs (paired_comparison, preference) or rankings (ranking).
+
+    A ranking can have any length.
     """
 
     trained_roles: ClassVar[tuple[str, ...]] = ("model",)
@@ -63,7 +66,7 @@ class RWConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """The graph is the node `train` alone.
+        """Return the graph, which is the node `train` alone.
 
         Raises `UserError` with the option, its value and the rule.
         """

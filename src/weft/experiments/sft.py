@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: one call, `train`, on the tokens that the assistant wrote."""
+"""Supervised fine-tuning: one call, `train`, on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from weft.registry import register_quickstart
 
 @dataclass
 class SFTOptions:
+    """Options of the loss of supervised fine-tuning."""
+
     average: str = option(
         "token",
         "what weighs the same in the loss: every trained token, or every answer",
@@ -56,7 +58,7 @@ class SFTConfig(RunConfig):
     train: MFCOptions = option(MFCOptions(), "the call that trains")
 
     def build(self) -> Experiment:
-        """The graph is the node `train` alone.
+        """Return the graph, which is the node `train` alone.
 
         Raises `UserError` with the option, its value and the rule.
         """
