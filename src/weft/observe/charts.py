@@ -123,7 +123,7 @@ def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
 def thinned(
     x: Sequence[float], y: Sequence[float], count: int = POINTS
 ) -> tuple[list[float], list[float]]:
-    """Reduce a series to about `count` points at most, keeping every spike.
+    """Reduce a series to at most `count` points, keeping every spike.
 
     Each stretch of the series contributes its lowest and its highest value.
     """

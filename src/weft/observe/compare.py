@@ -260,7 +260,7 @@ def _doubts(winner: Named) -> str:
 
 
 def _when(listed: Sequence[Named], step: float | None) -> str:
-    """Return the step of the comparison as text; empty if all runs ended at the same step."""
+    """Return the step of the comparison as text; "" if all runs have ended at the same step."""
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
