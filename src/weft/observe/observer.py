@@ -112,9 +112,7 @@ class Observer:
             )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
-        """Set the total number of steps, None if unknown, and the number `done` by earlier
-        processes.
-        """
+        """Set the total steps, None if unknown, and the number `done` by earlier processes."""
         if done:
             earlier = [
                 row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))

@@ -103,7 +103,7 @@ class Pace:
 
     @property
     def best(self) -> float | None:
-        """Best value of the headline metric so far, as a mean over several steps; None if unknown."""
+        """Best value of the headline so far, as a mean over several steps; None if unknown."""
         if not self.values or self.name is None:
             return None
         return trend.best(self.name, self.values)[0]
@@ -177,7 +177,7 @@ def course(values: Sequence[float], name: str = "", rows: float | None = None) -
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` in at most `width` characters, each the mean of an equal share of the values."""
+    """Draw `values` in at most `width` characters, each the mean of an equal share of them."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

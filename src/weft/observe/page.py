@@ -37,8 +37,8 @@ class Section:
 class Page:
     """Title, sections and data of a page.
 
-    A page with a `live` tag reloads itself when its server has another tag; `home` is the link of
-    the logo.
+    A page with a `live` tag polls its server and updates itself when the page there has another
+    tag. `home` is the link of the logo.
     """
 
     title: str
