@@ -80,7 +80,10 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Show:
-    """Settings for showing a run: `verbose` prints the whole plan; `view` replaces the terminal's."""
+    """Options of the terminal output.
+
+    `verbose` prints the whole plan; `view` replaces the terminal's own view.
+    """
 
     verbose: bool = False
     view: View | None = None
@@ -321,7 +324,7 @@ class LiveView:
         return Group(*lines, *packed(shown, width, "   "))
 
     def _calls(self, width: int, count: int) -> Table | None:
-        """Render the seconds per call of the latest step; the longest calls if there are too many."""
+        """Render the longest calls of the latest step, at most `count`, with their seconds."""
         seconds = call_seconds(self._pace.latest)
         if not seconds or count < 1:
             return None
@@ -404,7 +407,7 @@ class _Reflow(RenderHook):
 
 
 def elided(text: str, width: int) -> str:
-    """Cut `text` to at most `width` characters in the middle, since names often differ at an end."""
+    """Cut `text` to at most `width` characters, in the middle, since both ends identify a name."""
     if len(text) <= width:
         return text
     end = max(0, (width - 1) * 2 // 3)

@@ -160,7 +160,7 @@ def diagnose(
 
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the last value of an evaluation metric, or the mean of a training metric's last steps."""
+    """Return the last value of an evaluation metric; the mean of a training metric's last steps."""
     if (
         metric is None
         or not (there := [line[metric] for line in lines if metric in line])
