@@ -123,9 +123,8 @@ def failures(files: Iterable[LogFile]) -> list[Failure]:
 
 def _ends_traceback(line: str) -> bool:
     """Return whether a line within a traceback names the exception, that is, is not indented."""
-    bare = re.sub(
-        r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line
-    )  # prefix in () or [] from other programs
+    # Remove a prefix in () or [], which other programs put before each line.
+    bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
     return bool(bare) and not bare[0].isspace()
 
 

@@ -44,8 +44,7 @@ class RunSummary:
     experiment: str
     trial: str
     algorithm: str | None
-    # running, finished, stopped, failed; unfinished where nobody works on it and nobody wrote how
-    # it ended
+    # running, finished, stopped, failed; unfinished if the run ended without writing a status
     status: str
     step: int | None
     total_steps: int | None

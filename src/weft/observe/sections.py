@@ -24,7 +24,7 @@ from weft.observe.run_files import RunFiles
 
 
 def lede(run: RunFiles) -> str:
-    """Summarize the run in two sentences or more: its length, and the course of its metrics."""
+    """Summarize the run in a few sentences: its length, and the course of its headline metrics."""
     if not run.lines:
         return "No step has been written yet."
     last = run.lines[-1]

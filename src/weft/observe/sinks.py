@@ -29,7 +29,7 @@ class Sink(Protocol):
         ...
 
     def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Log completions of one step: mappings with `prompt`, `completion` and perhaps `reward`."""
+        """Log completions of one step: mappings with `prompt`, `completion` and maybe `reward`."""
         ...
 
     def close(self) -> None:

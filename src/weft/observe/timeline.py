@@ -92,7 +92,7 @@ class Timeline:
         self._event({**fields, "args": plain(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
-        """Return (process, thread) of a track; a new track's names are written to the file first."""
+        """Return (process, thread) of a track; names of a new track are written first."""
         group, _, lane = track.rpartition("/")
         group = group or RUN
         key = (group, lane)

@@ -51,9 +51,7 @@ class Change:
         return self.noise is not None and abs(self.delta) <= self.noise
 
     def text(self) -> str:
-        """Format the change: `+0.0075, within noise` or `+0.21 ± 0.04`; `+0.21` if noise is
-        unknown.
-        """
+        """Format the change: `+0.0075, within noise`, `+0.21 ± 0.04`, or `+0.21` without noise."""
         signed = f"{'+' if self.delta >= 0 else '-'}{number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
             return signed
@@ -153,7 +151,7 @@ def sampling_noise(name: str, value: float, rows: float) -> float | None:
 
 
 def difference_noise(noises: Sequence[float | None]) -> float | None:
-    """Return the half-width for the difference of the two noisiest values; None if one is unknown."""
+    """Return the half-width for the difference of the two noisiest; None if one is unknown."""
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
@@ -176,7 +174,7 @@ class Noise:
         return self.single * math.sqrt(sum(map(self._of_mean, counts)))
 
     def _of_mean(self, count: int) -> float:
-        """Return the variance of a mean of `count` values of AR(1) noise; that of one value is 1."""
+        """Return the variance of a mean of AR(1) noise, relative to that of one value."""
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
