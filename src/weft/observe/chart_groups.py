@@ -39,6 +39,7 @@ class Grouped:
     names: list[str] = field(default_factory=list)
 
     def add(self, node: str, name: str) -> None:
+        """Add the metric `name` of `node`."""
         if node not in self.nodes:
             self.nodes.append(node)
         self.names.append(name)

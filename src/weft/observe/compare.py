@@ -211,6 +211,7 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 def verdict(listed: Sequence[Named]) -> str:
     """Return one or two sentences that say which run is better, or why that is unknown."""
+    # Cases in which no run can be called better.
     runs = [each.run for each in listed]
     names = _wanted(listed)
     if names is None:
@@ -224,6 +225,7 @@ def verdict(listed: Sequence[Named]) -> str:
         return f"These runs share no metric that says which of them is better.{judged}"
     if _decider(listed) is None:
         return f"{_refusal(runs, names)} {_why(listed)}"
+    # Values at the last step that all runs have completed.
     step = common_step(runs)
     name = names[0]
     found = [
@@ -232,6 +234,7 @@ def verdict(listed: Sequence[Named]) -> str:
     known = [(value, one) for value, one in found if value is not None]
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(title(name))} by step {number(step)}."
+    # Sort by value and compare the difference with the noise.
     way = direction(name) or 1
     (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
     what = escape(title(name))
@@ -476,6 +479,7 @@ def _measures(listed: Sequence[Named]) -> list[Names]:
     Measures that repeat another one are left out. Metrics of the same name are separate measures if
     they mean different things, such as the losses of two algorithms.
     """
+    # Match metrics across runs by key and meaning.
     found: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
         for name in each.run.names:
@@ -485,6 +489,7 @@ def _measures(listed: Sequence[Named]) -> list[Names]:
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
     ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
+    # Drop measures that repeat another one of the same node.
     kept: list[Names] = []
     curves = Curves[tuple[int, str]]()  # by run and node
     for names in ordered:

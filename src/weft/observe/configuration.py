@@ -190,6 +190,7 @@ def _option(name: str, value: Any) -> str:
 
 
 def unset(value: Any) -> bool:
+    """Return whether an option has no value: None, an empty string or an empty container."""
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 

@@ -74,6 +74,7 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
+        """Return whether nothing is out of range."""
         return not self.findings
 
     @property
@@ -126,6 +127,7 @@ class Judged:
         return next((name for name in ALGORITHMS if name in self.config()), "")
 
     def values(self, name: str | None) -> list[float]:
+        """Return the finite values of a metric; empty if unknown."""
         return self.columns.get(name or "", ([], []))[1]
 
     def named(self, last: str) -> str | None:
@@ -177,11 +179,13 @@ def judge(
     if len(run.lines) < LEAST_STEPS:
         return None
     found = [finding for check in CHECKS for finding in check(run)]
+    # KL comes first. Weak findings alone do not count.
     strong = sorted(
         (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
     )
     if not strong:
         return Diagnosis()
+    # Several signs together mean an exploited reward, which replaces the first finding.
     hacked = _exploited(run, [finding.key for finding in found])
     ordered = strong + [finding for finding in found if finding.weak]
     if hacked is not None:

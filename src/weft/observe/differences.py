@@ -34,11 +34,13 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
     `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that belongs to two
     algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
     """
+    # The algorithm itself.
     algorithms = [configuration.algorithm(run) for run in runs]
     if len(set(algorithms)) > 1 and all(algorithms):
         found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
     else:
         found = {}
+    # Match options under names without the algorithm's group.
     flat = [dict(configuration.flat(run.config)) for run in runs]
     own = [{_matched(name, algorithms): name for name in values} for values in flat]
     told = [configuration.changed(run) for run in runs]
@@ -49,6 +51,7 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
         ]
         if name in configuration.NAMES or all(value == values[0] for value in values):
             continue
+        # Skip options that no user set.
         left_open = [
             configuration.left_open(value) or key in configuration.chosen(run)
             for value, key, run in zip(values, real, runs, strict=True)

@@ -41,6 +41,7 @@ class LogFile:
     worker: int | None = None
 
     def lines(self) -> list[str]:
+        """Return the file's lines; invalid UTF-8 is replaced."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
@@ -98,6 +99,7 @@ def failure(file: LogFile) -> Failure | None:
     start = next(told, None)
     if start is None:
         return None
+    # A traceback ends at the line that names the exception.
     end = start + 1
     if TRACEBACK in lines[start]:
         while end < len(lines) and not _ends_traceback(lines[end]):

@@ -78,6 +78,7 @@ Line = Mapping[str, float | None]
 
 
 def last_part(name: str) -> str:
+    """Return the last part of a metric's name: `actor_train/kl` -> `kl`."""
     return name.rsplit("/", 1)[-1]
 
 

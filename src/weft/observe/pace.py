@@ -92,6 +92,7 @@ class Pace:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since this process began the run."""
         return self.clock() - self.began
 
     @property

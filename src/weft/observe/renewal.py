@@ -63,6 +63,7 @@ class Renewal:
 
     def step(self) -> None:
         """Build the report if it is due; called after each step. Never waits for a long build."""
+        # Check a build in progress.
         if self._process is not None:
             code = self._process.poll()
             if code is None:
@@ -72,6 +73,7 @@ class Renewal:
             self._process = None
             if code:
                 self._failed(f"the process that builds it ended with exit code {code}")
+        # Too soon after the last build?
         if self._began is not None and self._clock() - self._began < max(
             SECONDS, SHARE * self._cost
         ):

@@ -121,6 +121,7 @@ class RunFiles:
         for (names, is_plain), group in itertools.groupby(self.lines, key=_shape):
             lines = list(group)
             steps = [float(line["step"]) for line in lines]
+            # Lines with nulls, other types or huge integers are read value by value.
             if not is_plain:
                 for step, line in zip(steps, lines, strict=True):
                     for name, value in line.items():
@@ -129,6 +130,7 @@ class RunFiles:
                         elif value is None or type(value) in NUMBERS:
                             gaps[name] += 1
                 continue
+            # One array for all other lines of these metrics: [metrics, lines].
             matrix = np.array([list(line.values()) for line in lines], dtype=np.float64).T
             drawn = np.abs(matrix) < LARGEST
             for name, values, at in zip(names, matrix, drawn, strict=True):

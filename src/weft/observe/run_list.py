@@ -44,7 +44,7 @@ class RunSummary:
     experiment: str
     trial: str
     algorithm: str | None
-    # running, finished, stopped, failed; unfinished if the run ended without writing a status
+    # running, finished, stopped, failed; unfinished if it ended without writing its outcome
     status: str
     step: int | None
     total_steps: int | None
@@ -121,9 +121,11 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     algorithm = (named if isinstance(named, str) else "") or next(
         (name for name in ALGORITHMS if name in top), None
     )
+    # The headline metric and the diagnosis.
     metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
     value = _value(metric, lines)
     found = diagnose(run, algorithm, lines)
+    # Progress and status.
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if is_step(each)), default=None)
     said = _status(run, status, alive)

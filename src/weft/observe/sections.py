@@ -136,4 +136,5 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 
 def log(lines: Sequence[str]) -> str:
+    """Render the lines of the log."""
     return f'<pre class="log" tabindex="0" aria-label="log">{shown(chr(10).join(lines))}</pre>'

@@ -19,6 +19,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+    """Start a TensorBoard logger in the run's directory."""
     return TensorBoard(run.directory / FOLDER, run.resumed_step)
 
 

@@ -207,9 +207,10 @@ def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: list[Span] = []
+    # Backwards, so that the steps of later processes are known before those of earlier ones.
     again = math.inf  # the first step repeated by a later process
-    own = math.inf
-    last = True
+    own = math.inf  # the first step of the processes read so far
+    last = True  # still reading the last process
     for event in reversed(events):
         if event["name"] == STARTED:
             again = min(again, own)

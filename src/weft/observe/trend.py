@@ -21,7 +21,7 @@ ROUNDING = 1e-6  # relative; smaller noise is due to rounding
 BLOCKS = 10
 LATER = 6
 # Lag-1 autocorrelation of a shorter curve: estimated from the residuals of its last part if the
-# curve has ESTIMATED values, else ASSUMED.
+# curve has at least ESTIMATED values, else ASSUMED.
 ESTIMATED = 16
 LATER_PART = 2 / 3
 ASSUMED = 0.3
@@ -43,6 +43,7 @@ class Change:
 
     @property
     def delta(self) -> float:
+        """Difference of the last and the first mean."""
         return self.last - self.first
 
     @property
@@ -79,6 +80,7 @@ def num_first(count: int) -> int:
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean of the values, which must not be empty."""
     return sum(values) / len(values)
 
 
@@ -198,10 +200,12 @@ def _noise(values: Sequence[float]) -> Noise:
     ]
     variance = mean([each * each for each in bent]) / 20
     freedom = max(1.0, (count - 3) * 2 // 5)  # fewer, since neighbouring differences overlap
+    # A long curve: the scatter of blocks includes noise that lasts several steps.
     blocks = [mean(values[at : at + many]) for at in range(count % many, count, many)]
     if many > 1 and len(blocks) >= BLOCKS:
         of_end = _student(LATER - 2) * math.sqrt(_around_line(blocks[-LATER:]))
         return Noise(_student(freedom) * math.sqrt(variance), 0.0, of_end)
+    # A short curve: correct the variance for noise correlated between neighbouring steps.
     r = ASSUMED
     if count >= ESTIMATED:
         r = _autocorrelation(values[-int(count * LATER_PART) :])
