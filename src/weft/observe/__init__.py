@@ -1,3 +1,1 @@
-"""What a run shows and leaves: metrics and samples on disk, loggers, the live view, the timeline,
-the report.
-"""
+"""Observability of runs: metrics, samples, loggers, live view, timeline, report and dashboard."""

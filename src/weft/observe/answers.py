@@ -1,4 +1,4 @@
-"""Answers of several runs to the same prompts, side by side."""
+"""Comparison of the answers that several runs gave to the same prompts, as HTML."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from weft.observe.sample_rows import Group, groups
 
 PROMPTS = 12
 
-Shown = tuple[str, Hue, RunFiles]  # a run by its name on the page and its colour
+Shown = tuple[str, Hue, RunFiles]  # (name on the page, colour, run)
 
 
 def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
-    """(prompts that two runs or more have answered, the latest answers of each; what the script
-    needs to colour tokens).
+    """Return (HTML of the shared prompts with each run's latest answer, token data).
+
+    A prompt is shown if at least two runs answered it; at most `PROMPTS` prompts are shown, those
+    answered by the most runs first. The token data lets the page's script colour tokens.
     """
     latest = [_latest(run) for _, _, run in listed]
     counts: dict[str, int] = {}
@@ -54,7 +56,7 @@ def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _latest(run: RunFiles) -> dict[str, Group]:
-    """Prompt -> the group in which the run last answered it."""
+    """Return the run's last group for each prompt, without ranked pairs of the dataset."""
     found: dict[str, Group] = {}
     for listed in groups(run.samples, most=1000).values():
         found |= {group.prompt: group for group in listed if group.prompt and not group.pair}

@@ -1,5 +1,7 @@
-"""Which metrics share a chart, so that each is drawn once: the same measure of several nodes, in
-training and in evaluation, chosen beside rejected, a mean beside its largest.
+"""Grouping of metrics into charts, so that each metric is drawn once.
+
+One chart holds the same measure of several nodes, of training and evaluation, chosen and rejected,
+or a mean and its maximum.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from weft.observe.metrics import COUNTERS, EVAL, TIME, last_part
 RUN = "run"
 SECONDS = "seconds by call"
 PAIRED = ("chosen", "rejected")
-BY_NODE = ("loss",)  # means another thing in every node
+BY_NODE = ("loss",)  # means something different for each node
 MAX = "_max"
-ALIKE = 1e-6  # relative: the same number, summed in another order
+ALIKE = 1e-6  # relative tolerance for equal values, which may be summed in another order
 
 Values = tuple[Sequence[float], Sequence[float]]  # steps, values
 Series = Callable[[str], Values]
@@ -26,20 +28,25 @@ Scope = TypeVar("Scope")
 
 @dataclass
 class Grouped:
-    """What one chart shows: `measure` by the names of its lines, of one or several nodes."""
+    """Metrics that share one chart.
+
+    `measure` is the metric without its node, `nodes` are the nodes it comes from, `names` the full
+    metric names, one for each line.
+    """
 
     measure: str
     nodes: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
     def add(self, node: str, name: str) -> None:
+        """Add the metric `name` of `node`."""
         if node not in self.nodes:
             self.nodes.append(node)
         self.names.append(name)
 
 
 def grouped(names: Sequence[str]) -> list[Grouped]:
-    """Every metric in one chart."""
+    """Group metric names into charts; each name except the counters is in exactly one."""
     found: dict[tuple[str, str], Grouped] = {}
     known = frozenset(names)
     for name in names:
@@ -52,7 +59,11 @@ def grouped(names: Sequence[str]) -> list[Grouped]:
 
 
 def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
-    """(node, measure) of a metric."""
+    """Split a metric's name into (node, measure).
+
+    `chosen` and `rejected` share a measure, as do a mean and its `_max` if the mean is in `names`.
+    All `time/` metrics are of the node `run` and have one measure.
+    """
     if name.startswith(TIME):
         return RUN, SECONDS
     node, _, rest = name.partition("/")
@@ -73,7 +84,7 @@ def parts(name: str, names: Collection[str] = ()) -> tuple[str, str]:
 
 
 def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
-    """What was measured in training and in evaluation is one chart."""
+    """Merge each chart that has only evaluation metrics into the training chart of its measure."""
     evaluation = EVAL.rstrip("/")
     by_last: dict[str, list[Grouped]] = {}
     for group in found.values():
@@ -94,15 +105,17 @@ def _with_evaluation(found: dict[tuple[str, str], Grouped]) -> list[Grouped]:
 def without_repeats(
     groups: Iterable[Grouped], series: Series, rank: Callable[[str], tuple[int, int]]
 ) -> list[Grouped]:
-    """The groups, the most telling first, without lines that repeat one of the same chart, or one
-    of the same node that moves as it does (`policy_loss` beside `loss`).
+    """Return the groups, most informative first, without lines that repeat another line.
+
+    A line is dropped if it equals one of the same chart, or if it varies and equals a line of the
+    same node in an earlier chart (`policy_loss` and `loss`).
     """
     kept: list[Grouped] = []
     ordered = sorted(groups, key=lambda group: min(rank(name) for name in group.names))
-    shown = Curves[str]()  # of the charts so far, by node
+    shown = Curves[str]()  # lines of the charts so far, by node
     for group in ordered:
         names: list[str] = []
-        own = Curves[None]()  # of this chart
+        own = Curves[None]()  # lines of this chart
         for name in sorted(group.names, key=_wholes_first):
             values = series(name)
             if own.like(None, values) or (moves(values[1]) and shown.like(node_of(name), values)):
@@ -118,20 +131,21 @@ def without_repeats(
 
 
 class Curves(Generic[Scope]):
-    """Series to find those that are the same as another one, without comparing each with each: a
-    report of thousands of metrics takes seconds, not minutes.
+    """Index of series that finds equal ones without comparing every pair.
+
+    With it, a report of thousands of metrics takes seconds instead of minutes.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], list[tuple[Values, int]]] = {}
 
     def add(self, scope: Scope, values: Values, number: int = 0) -> None:
-        """Keep a series in a scope, such as its node, under a number that `like` gives back."""
+        """Add a series under `scope`, such as its node, with a number that `like` returns."""
         key = (*_ends(scope, values), *map(_bin, _probes(values)))
         self._found.setdefault(key, []).append((values, number))
 
     def like(self, scope: Scope, values: Values) -> list[int]:
-        """Return the numbers of the series of a scope that are the same as this one."""
+        """Return the numbers of the series in `scope` that equal `values`."""
         near = (
             [(sign, place + by) for by in (-1, 0, 1)] for sign, place in map(_bin, _probes(values))
         )
@@ -149,14 +163,15 @@ def _ends(scope: object, values: Values) -> tuple[Any, ...]:
 
 
 def _probes(values: Values) -> list[float]:
-    """The first, the middle and the last value; none of an empty series."""
+    """Return the first, the middle and the last value; nothing for an empty series."""
     y = values[1]
     return [y[0], y[len(y) // 2], y[-1]] if y else []
 
 
 def _bin(value: float) -> tuple[int, int]:
-    """The sign of a value and a bin of its size, in which or beside which every number is that
-    counts as the same.
+    """Return the sign of a value and the index of its bin on a log scale.
+
+    Values that count as equal are in the same bin or in neighbouring ones.
     """
     if value == 0:
         return (0, 0)
@@ -164,24 +179,30 @@ def _bin(value: float) -> tuple[int, int]:
 
 
 def _wholes_first(name: str) -> tuple[bool, int]:
-    """Training, then evaluation as a whole, then its sources."""
+    """Sort key: training metrics first, then evaluation over all sources, then single sources."""
     return name.startswith(EVAL), name.count("/") if name.startswith(EVAL) else 0
 
 
 def node_of(name: str) -> str:
+    """Return the node in a metric's name; `run` for metrics without a node and for `time/`."""
     if "/" in name and not name.startswith(TIME):
         return name.partition("/")[0]
     return RUN
 
 
 def moves(values: Sequence[float]) -> bool:
+    """Return whether the values are not all equal; False for an empty series."""
     return bool(values) and min(values) < max(values)
 
 
 def same(
     one: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
 ) -> bool:
-    """Whether two series are the same numbers at the same steps."""
+    """Return whether two series have equal values at the same steps.
+
+    Values may differ by a relative `ALIKE`. Of the steps only the number, the first and the last
+    are compared.
+    """
     if len(one[0]) != len(other[0]) or one[0][:1] != other[0][:1] or one[0][-1:] != other[0][-1:]:
         return False
     return all(

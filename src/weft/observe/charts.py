@@ -1,9 +1,7 @@
-"""Curves for the report: charts of a run or of several, in the order in which they tell most, as
-HTML and SVG.
+"""Charts of one run or several, as HTML and SVG, ordered by how informative they are.
 
-A chart's lines are one SVG stretched to its box; the words on its axes are HTML, so they keep their
-size on any screen. The page's script draws them anew where the reader zooms or asks for another
-axis.
+A chart's lines are one SVG stretched to its box; axis labels are HTML, so they keep their size on
+any screen. The page's script redraws the lines when the reader zooms or selects another axis.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from weft.observe.metrics import EVAL, TIME, TITLES, direction, last_part, numbe
 from weft.observe.palette import GREY, HUES, KNOWN, ORANGE, Hue
 from weft.observe.run_files import RunFiles
 
-POINTS = 400  # most points of a line as it is first drawn
-KEPT = 1000  # most points that zooming finds
-PAGE_POINTS = 200_000
-FEWEST = 100  # of all lines of a page; of a line, however many there are
-DOTTED = 12  # points up to which a line shows each
-FIRST = 12  # charts that are seen without a click
+POINTS = 400  # maximum points of a line in the first view
+KEPT = 1000  # maximum points of a line in the page's data, shown when the reader zooms
+PAGE_POINTS = 200_000  # maximum points of all lines of a page
+FEWEST = 100  # points kept of each line on a page with very many lines
+DOTTED = 12  # lines of at most this many points show each point
+FIRST = 12  # charts shown without a click
 EXACT = ("learning_rate", "kl_coef", "version", "num_tokens")  # set, not measured: never smoothed
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart: steps and values, thinned.
+    """One line of a chart: steps `x` and values `y`, thinned.
 
-    `run` is the number of the run that it is of.
+    `run` is the index of the run it belongs to.
     """
 
     name: str
@@ -59,8 +57,8 @@ class Line:
 class Chart:
     """Lines over one pair of axes.
 
-    `node` is what they belong to, `missing` counts values that were not finite. `of_runs`: every
-    line is one of several runs, and the legend tells which.
+    `node` names the nodes that the lines belong to, `missing` counts values that were not finite.
+    If `of_runs`, each line is a different run and the legend names the run.
     """
 
     title: str
@@ -88,27 +86,32 @@ class Chart:
 
 
 def all_charts(run: RunFiles) -> list[Chart]:
-    """Every chart of a run, the most telling first."""
+    """Return every chart of a run, most informative first."""
     groups = without_repeats(grouped(run.names), run.series, rank)
     most = points_each(sum(len(group.names) for group in groups))
     return [_chart(run, group, most) for group in groups]
 
 
 def points_each(num_lines: int) -> int:
-    """Return the most points of a line on a page of so many: a page of a thousand metrics stays
-    quick to build and to open.
+    """Return the maximum number of points per line on a page of `num_lines` lines.
+
+    The limit keeps a page of a thousand metrics quick to build and to open.
     """
     return max(FEWEST, min(KEPT, PAGE_POINTS // max(1, num_lines)))
 
 
 def split(charts: Sequence[Chart]) -> tuple[list[Chart], list[Chart]]:
-    """(charts to see at once, the others)."""
+    """Split charts into (those shown at once, those behind a click)."""
     telling = [chart for chart in charts if _telling(chart)][:FIRST]
     return telling, [chart for chart in charts if not any(chart is each for each in telling)]
 
 
 def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
-    """A node's colour: its role's, by the timeline or by its name (`actor_train`)."""
+    """Return a node's colour, which is that of its role.
+
+    `roles` maps nodes to colours, from the timeline; for other nodes the role is read from the name
+    (`actor_train`).
+    """
     known = roles or {}
     return (
         known.get(node)
@@ -120,8 +123,9 @@ def hue_of(node: str, roles: Mapping[str, Hue] | None = None) -> Hue:
 def thinned(
     x: Sequence[float], y: Sequence[float], count: int = POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most `count` points: of each stretch the lowest and the highest value, so that no spike is
-    lost.
+    """Reduce a series to at most `count` points, keeping every spike.
+
+    Each stretch of the series contributes its lowest and its highest value.
     """
     if len(x) <= count:
         return list(x), list(y)
@@ -135,7 +139,10 @@ def thinned(
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Round numbers within a range, at most `most` of them, as many as a round distance allows."""
+    """Return round numbers within [low, high], as many as a round distance allows, at most `most`.
+
+    If `whole`, the distance is a whole number.
+    """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for factor in (1, 2, 2.5, 5, 10, 20):
         step = max(1.0, round(power * factor)) if whole else power * factor
@@ -147,8 +154,9 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
 
 
 def axes(run: RunFiles) -> dict[str, list[float]]:
-    """Where a run stood after some of its steps: tokens trained and seconds, both since it began,
-    for the axis below curves.
+    """Return values for the x axis: `step`, `tokens` trained and `time` in seconds.
+
+    Tokens and seconds are totals since the run began, at the same thinned steps.
     """
     tokens = 0.0
     seconds = 0.0
@@ -166,7 +174,7 @@ def axes(run: RunFiles) -> dict[str, list[float]]:
 
 
 def data(charts: Sequence[Chart], runs: Sequence[RunFiles]) -> dict[str, Any]:
-    """What the page's script needs: the charts, and what their lines can be drawn over."""
+    """Return the JSON data for the page's script: the charts and the x axes of each run."""
     return {"axes": [axes(run) for run in runs], "charts": [_data(chart) for chart in charts]}
 
 
@@ -185,7 +193,7 @@ def _data(chart: Chart) -> dict[str, Any]:
 
 
 def html(chart: Chart, index: int, *, large: bool = False) -> str:
-    """The chart as a figure; `index` is its place in the script's data."""
+    """Render the chart as a figure; `index` is its position in the script's data."""
     telling = next((line for line in chart.lines if line.name.startswith(EVAL)), chart.lines[0])
     last = "" if chart.of_runs else number(telling.y[-1])
     many = chart.of_runs or len(chart.lines) > 1
@@ -202,7 +210,7 @@ def html(chart: Chart, index: int, *, large: bool = False) -> str:
         f'<span class="chart-title">{escape(chart.title)}</span> '
         f'<span class="chart-node">{escape(chart.node)}{escape(unit)}</span>'
     )
-    # it tells the step alone; the legend has the values
+    # With several runs the readout shows only the step; the values are in the legend.
     kind = " data-step" if chart.of_runs else ""
     readout = f'<output class="readout" aria-live="off"{kind}>{escape(last)}</output>'
     return (
@@ -214,7 +222,7 @@ def html(chart: Chart, index: int, *, large: bool = False) -> str:
 
 
 def _help(chart: Chart) -> str:
-    """What the metric is, behind a question mark."""
+    """Render the metric's description, shown by a click on a question mark."""
     if chart.help is None:
         return ""
     way = {1: "Higher is better. ", -1: "Lower is better. "}.get(direction(chart.lines[0].name), "")
@@ -230,7 +238,7 @@ def _help(chart: Chart) -> str:
 
 
 def spoken(chart: Chart) -> str:
-    """The chart in words."""
+    """Describe the chart in words, for screen readers."""
     told = []
     for line in chart.lines:
         what = f"{line.label}: " if len(chart.lines) > 1 else ""
@@ -273,7 +281,7 @@ def _plot(chart: Chart, large: bool) -> str:
 
 
 def _edge(at: float) -> str:
-    """A word near the end of an axis stays inside the chart."""
+    """Return the class that keeps the label of a tick near an end of the axis inside the chart."""
     if at < 4:
         return " first"
     if at > 96:
@@ -294,7 +302,7 @@ def _path(line: Line, chart: Chart) -> str:
 
 
 def _dot(chart: Chart, line: Line, x: float, y: float) -> str:
-    """One measured point; a line of few points shows where they are."""
+    """Render one measured point; lines with few points show them."""
     (x0, x1), (y0, y1) = chart.x_range, chart.y_range
     left = 100 * (x - x0) / (x1 - x0)
     top = 100 - 100 * (y - y0) / (y1 - y0)
@@ -309,7 +317,7 @@ def _legend(place: int, line: Line) -> str:
 
 
 def css(hue: Hue) -> str:
-    """A colour for both schemes, as an inline style that the style sheet picks from."""
+    """Return a colour as an inline style, from which the style sheet picks light or dark."""
     return f"--light:{hue.light};--dark:{hue.dark}"
 
 
@@ -328,7 +336,7 @@ def _chart(run: RunFiles, group: Grouped, most: int) -> Chart:
 
 
 def heading(measure: str) -> str:
-    """What stands above a chart."""
+    """Return the title of the chart of a measure."""
     if "|" in measure:
         return (
             measure.removesuffix("|".join(PAIRED)).strip("/").replace("_", " ").replace("/", " ")
@@ -340,7 +348,7 @@ def heading(measure: str) -> str:
 
 
 def _label(name: str, nodes: Sequence[str]) -> str:
-    """How a line is called among others of its chart."""
+    """Return the label of a line in a chart that shows the given nodes."""
     if name.startswith(TIME):
         return name.removeprefix(TIME)
     last = last_part(name)

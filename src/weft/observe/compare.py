@@ -1,6 +1,4 @@
-"""Runs laid over each other on one page: which was better, what differs in how they were set up,
-and what they said.
-"""
+"""Comparison page of several runs: the better one, setup differences, curves and answers."""
 
 from __future__ import annotations
 
@@ -43,9 +41,9 @@ from weft.observe.sections import count, status
 NAME = "compare.html"
 MOST = len(HUES)
 REWARD = "reward"
-CLOSE = 0.01  # relative: below this two values are called equal
+CLOSE = 0.01  # relative difference up to which two values count as equal
 RUNNING = "running"
-Names = list[str | None]  # of a measure, by run; None where a run lacks it
+Names = list[str | None]  # a measure's name in each run; None if the run does not have it
 APART = (
     '<p class="note">A measure has several charts where it means something else in each run, such as the losses of two '
     "algorithms or rewards from two sources.</p>"
@@ -54,7 +52,7 @@ APART = (
 
 @dataclass(frozen=True)
 class Named:
-    """A run with the name and the colour that it has on the page."""
+    """A run with its name and colour on the page."""
 
     run: RunFiles
     label: str
@@ -62,23 +60,26 @@ class Named:
 
     @property
     def told(self) -> str:
-        """The name with a word for a run whose numbers are not its last ones."""
+        """The run's name, marked `(running)` if its numbers can still change."""
         if self.run.status == RUNNING:
             return f"{self.label} ({RUNNING})"
         return self.label
 
 
 def build_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares runs and return its path.
+    """Write a page that compares runs to `path` and return the path.
 
-    Raises `UserError` where one of them is no run.
+    Raises `UserError` if a directory is not a run.
     """
     runs = [RunFiles.read(directory) for directory in run_dirs]
     return write(path, page(runs).html())
 
 
 def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Page:
-    """The page. Raises `ConfigError` for fewer than two runs or more than there are colours."""
+    """Build the page that compares `runs`.
+
+    Raises `ConfigError` for fewer than two runs or more than there are colours.
+    """
     if not 2 <= len(runs) <= MOST:
         raise ConfigError(f"{len(runs)} runs: a comparison takes 2 to {MOST}")
     listed = named(runs)
@@ -112,8 +113,10 @@ def page(runs: Sequence[RunFiles], *, live: str = "", home: str = "#top") -> Pag
 
 
 def named(runs: Sequence[RunFiles]) -> list[Named]:
-    """Runs by their trial alone where that tells them apart, else by experiment and trial, else by
-    their folders.
+    """Give each run a name and a colour.
+
+    The name is the trial if that is unique, else experiment and trial, else the last two folders or
+    the whole path.
     """
     titles = [run.title for run in runs]
     ways = (
@@ -127,14 +130,14 @@ def named(runs: Sequence[RunFiles]) -> list[Named]:
 
 
 def common_step(runs: Sequence[RunFiles]) -> float | None:
-    """The last step that all runs have made; None where one has made none."""
+    """Return the last step that all runs have completed; None if a run has completed none."""
     if not all(run.lines for run in runs):
         return None
     return min(float(run.lines[-1]["step"]) for run in runs)
 
 
 def until(run: RunFiles, name: str, step: float | None) -> list[float]:
-    """The values of a metric up to a step; all of them without one."""
+    """Return the values of a metric up to `step`; all of them if `step` is None."""
     steps, values = run.series(name)
     if step is None or not steps or max(steps) <= step:
         return list(values)
@@ -142,8 +145,10 @@ def until(run: RunFiles, name: str, step: float | None) -> list[float]:
 
 
 def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
-    """A metric at `step`, or at the run's end: of evaluations the last, of training the mean of the
-    last steps.
+    """Return a metric's value at `step`, or at the run's end; None if it has none.
+
+    For an evaluation metric this is the last value, for a training metric the mean of the last
+    steps.
     """
     values = until(run, name, step)
     if not values:
@@ -152,8 +157,9 @@ def final(run: RunFiles, name: str, step: float | None = None) -> float | None:
 
 
 def _decider(listed: Sequence[Named]) -> list[str] | None:
-    """Return each run's name for the metric that decides which is better; None where they share
-    none that can be compared.
+    """Return each run's name of the metric that decides which run is better.
+
+    None if the runs share no metric that can be compared.
     """
     names = _wanted(listed)
     runs = [each.run for each in listed]
@@ -163,8 +169,9 @@ def _decider(listed: Sequence[Named]) -> list[str] | None:
 
 
 def _wanted(listed: Sequence[Named]) -> list[str] | None:
-    """Return each run's name for its headline, of the validation rows where all have such; None
-    where measures differ.
+    """Return each run's name of its headline metric; None if the headlines differ.
+
+    The validation metric is preferred if all runs have it.
     """
     runs = [each.run for each in listed]
     own = [headline(run.names, run.record.get("algorithm")) for run in runs]
@@ -184,7 +191,7 @@ def _wanted(listed: Sequence[Named]) -> list[str] | None:
 
 
 def _is_policy_loss(runs: Sequence[RunFiles], names: Sequence[str]) -> bool:
-    """Return whether it is a loss that says nothing about how good the model is."""
+    """Return whether the metric is a policy's loss, which says nothing about model quality."""
     policy = any(configuration.algorithm(run) in POLICIES for run in runs)
     return policy and any(last_part(name).endswith("loss") for name in names)
 
@@ -203,7 +210,8 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 
 def verdict(listed: Sequence[Named]) -> str:
-    """Return a sentence or two on which run was better, or on why that cannot be said."""
+    """Return one or two sentences that say which run is better, or why that is unknown."""
+    # Cases in which no run can be called better.
     runs = [each.run for each in listed]
     names = _wanted(listed)
     if names is None:
@@ -217,6 +225,7 @@ def verdict(listed: Sequence[Named]) -> str:
         return f"These runs share no metric that says which of them is better.{judged}"
     if _decider(listed) is None:
         return f"{_refusal(runs, names)} {_why(listed)}"
+    # Values at the last step that all runs have completed.
     step = common_step(runs)
     name = names[0]
     found = [
@@ -225,6 +234,7 @@ def verdict(listed: Sequence[Named]) -> str:
     known = [(value, one) for value, one in found if value is not None]
     if len(known) < len(listed):
         return f"Not every run has measured its {escape(title(name))} by step {number(step)}."
+    # Sort by value and compare the difference with the noise.
     way = direction(name) or 1
     (first, winner), *others = sorted(known, key=lambda pair: -way * pair[0])
     what = escape(title(name))
@@ -245,7 +255,7 @@ def verdict(listed: Sequence[Named]) -> str:
 
 
 def _doubts(winner: Named) -> str:
-    """A sentence where the better number is that of a run in which something is out of range."""
+    """Return a warning if the better run has a metric out of range; else ""."""
     found = winner.run.diagnosis
     if found is None or found.sound:
         return ""
@@ -253,7 +263,7 @@ def _doubts(winner: Named) -> str:
 
 
 def _when(listed: Sequence[Named], step: float | None) -> str:
-    """The step at which runs are compared, where that is not the end of all of them."""
+    """Return the step of the comparison as text; "" if all runs have ended at the same step."""
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
@@ -262,9 +272,7 @@ def _when(listed: Sequence[Named], step: float | None) -> str:
 
 
 def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -> float:
-    """The noise of a difference between two of the runs, the noisiest ones; 0 where it is not
-    known.
-    """
+    """Return the noise of the difference between the two noisiest runs; 0 if unknown."""
     if names[0].startswith(EVAL):
         drawn = [_sampling(run, name, step) for run, name in zip(runs, names, strict=True)]
         return trend.difference_noise(drawn) or 0.0
@@ -278,9 +286,7 @@ def _noise(runs: Sequence[RunFiles], names: Sequence[str], step: float | None) -
 
 
 def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
-    """The noise of a run's evaluation that comes from the rows being so few; None where it is not
-    known.
-    """
+    """Return the noise of a run's evaluation due to its number of rows; None if unknown."""
     value = final(run, name, step)
     rows = until(run, ROWS, step)
     if value is None or not rows:
@@ -289,7 +295,7 @@ def _sampling(run: RunFiles, name: str, step: float | None) -> float | None:
 
 
 def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
-    """Say why the runs' headlines cannot be compared."""
+    """Return a sentence that says why the runs' headline metrics cannot be compared."""
     what = last_part(names[0])
     different = apart(runs, names)
     if what == REWARD and any(option in SOURCES for option in different):
@@ -304,7 +310,7 @@ def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
 
 
 def _why(listed: Sequence[Named]) -> str:
-    """What they differ in, where that is little enough for a sentence."""
+    """Return a sentence with the options that differ, or their number if it exceeds three."""
     different = differing([each.run for each in listed])
     if not different:
         return "Their options are the same."
@@ -318,6 +324,7 @@ def _why(listed: Sequence[Named]) -> str:
 
 
 def equal(one: float, other: float) -> bool:
+    """Return whether two values differ by at most a relative `CLOSE`."""
     return abs(one - other) <= CLOSE * max(abs(one), abs(other))
 
 
@@ -386,9 +393,7 @@ def _table(listed: Sequence[Named], rows: Sequence[tuple[str, Sequence[str]]]) -
 
 
 def _cells(listed: Sequence[Named], values: Sequence[str]) -> str:
-    """The name of the run goes with each value, for screens on which they stand one under the
-    other.
-    """
+    """Render a row's values, each with its run's name for screens that stack the cells."""
     return "".join(
         f'<td data-run="{escape(each.told)}">{shown(value)}</td>'
         for each, value in zip(listed, values, strict=True)
@@ -424,7 +429,7 @@ def _metrics(listed: Sequence[Named], measures: Sequence[Names]) -> str:
 
 
 def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator[tuple[bool, str]]:
-    """(whether it is a telling one, the row) of every measure, the telling ones first."""
+    """Yield (whether the measure is a known one, table row) for each of `measures`."""
     runs = [each.run for each in listed]
     step = common_step(runs)
     for names in measures:
@@ -453,7 +458,7 @@ def _metric_rows(listed: Sequence[Named], measures: Sequence[Names]) -> Iterator
 
 
 def _rewarded(listed: Sequence[Named], name: str) -> bool:
-    """Return whether a loss stands beside a reward, which decides in its place."""
+    """Return whether the metric is a loss and a run also has a reward, which then decides."""
     return last_part(name).endswith("loss") and any(
         last_part(n) == REWARD for each in listed for n in each.run.names
     )
@@ -469,7 +474,12 @@ def _cell(value: float | None, top: float | None) -> str:
 
 
 def _measures(listed: Sequence[Named]) -> list[Names]:
-    """Every measure by what each run calls it, the telling ones first."""
+    """Return each measure as a list of its name in each run, most informative first.
+
+    Measures that repeat another one are left out. Metrics of the same name are separate measures if
+    they mean different things, such as the losses of two algorithms.
+    """
+    # Match metrics across runs by key and meaning.
     found: dict[tuple[Any, ...], Names] = {}
     for place, each in enumerate(listed):
         for name in each.run.names:
@@ -479,6 +489,7 @@ def _measures(listed: Sequence[Named]) -> list[Names]:
             names = found.setdefault(key, [None] * len(listed))
             names[place] = names[place] or name
     ordered = sorted(found.values(), key=lambda names: rank(next(name for name in names if name)))
+    # Drop measures that repeat another one of the same node.
     kept: list[Names] = []
     curves = Curves[tuple[int, str]]()  # by run and node
     for names in ordered:
@@ -494,7 +505,7 @@ def _measures(listed: Sequence[Named]) -> list[Names]:
 
 
 def _split(drawn: Sequence[Chart]) -> bool:
-    """Return whether some measure has a chart for each of several runs."""
+    """Return whether a measure has several charts, with different runs in each."""
     found: dict[str, list[set[int]]] = {}
     for chart in drawn:
         found.setdefault(chart.title, []).append({line.run for line in chart.lines})
@@ -508,8 +519,9 @@ def _split(drawn: Sequence[Chart]) -> bool:
 def _repeats(
     listed: Sequence[Named], names: Sequence[str | None], other: Sequence[str | None]
 ) -> bool:
-    """Whether every run that has a measure has another of the same node that moves as it does
-    (`value_loss` beside `loss`).
+    """Return whether in every run the measure `names` equals the measure `other` of the same node.
+
+    An example is `value_loss`, which repeats `loss`.
     """
     return all(
         name is None or (before is not None and _same_curve(each.run, name, before))
@@ -523,8 +535,9 @@ def _same_curve(run: RunFiles, name: str, other: str) -> bool:
 
 
 def _key(name: str) -> tuple[Any, ...]:
-    """What two runs must share to be compared: the measure, and its node where that decides what it
-    means.
+    """Return the key that makes a metric comparable across runs.
+
+    It holds the measure, and also the node if the measure's meaning depends on it.
     """
     node, measure = parts(name)
     last = last_part(name)
@@ -534,7 +547,7 @@ def _key(name: str) -> tuple[Any, ...]:
 
 
 def _by_node(name: str) -> bool:
-    """Whether every node has a measure of its own by this name."""
+    """Return whether each node has its own measure of this name."""
     return last_part(name) in (
         "loss",
         "grad_norm",
@@ -546,7 +559,7 @@ def _by_node(name: str) -> bool:
 
 
 def _title(name: str) -> str:
-    """What a measure is called above its chart."""
+    """Return the title of a measure's chart."""
     if name.startswith(TIME):
         return f"seconds of {name.removeprefix(TIME)}"
     if name.startswith(EVAL):
@@ -555,7 +568,7 @@ def _title(name: str) -> str:
 
 
 def _label(name: str) -> str:
-    """What it is called in the table, where nothing else names its node."""
+    """Return a measure's label in the table, including its node if that is needed."""
     if _by_node(name) and "/" in name:
         return f"{_title(name)}, {name.partition('/')[0]}"
     return _title(name)
@@ -569,7 +582,7 @@ def _numbers(listed: Sequence[Named], rows: Sequence[str]) -> str:
 
 
 def comparison_charts(listed: Sequence[Named]) -> list[Chart]:
-    """A chart for each measure that some of the runs have, with a line for each of these."""
+    """Return one chart for each measure, with a line for each run that has it."""
     return _charts(listed, _measures(listed))
 
 

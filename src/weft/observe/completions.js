@@ -2,7 +2,7 @@
 
 const chosen = { step: null, words: "", colour: "" };
 
-// How strong a token's colour is, and which: unlikely tokens are warm, good advantages green and bad ones red.
+// Strength and name of a token's colour: unlikely tokens are warm, positive advantages green and negative ones red.
 const tint = (key, value, largest) => {
   if (key === "logprobs") return ["--bad", Math.min(1, -value / 6)];
   return [value >= 0 ? "--good" : "--bad", largest ? Math.abs(value) / largest : 0];

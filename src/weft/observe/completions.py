@@ -1,8 +1,7 @@
-"""The samples of a run as a report shows them: whole groups side by side, pairs with their scores,
-rows with their loss.
+"""Samples of a run as HTML: groups side by side, pairs with scores, rows with their loss.
 
-Without the page's script all steps stand one under the other; with it one chooses a step, searches,
-and colours tokens.
+Without the page's script all steps are listed one below the other. With it the reader can select a
+step, search, and colour tokens.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ SHOWN = (
     "log_ratio",
     "loss",
 )
-# keys that samples of the data have, and the model's answers don't
+# Keys that only rows of the dataset have.
 TRAINED_ON = frozenset(("rank", "loss"))
 DATASET_NOTE = "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
-# and keys that answers have, also where a graph ranks them
+# Keys that answers of the model have, even if a graph ranks them.
 WRITTEN = frozenset(("reward", "finished"))
 ENDED = "ended with EOS or a stop text"
 COLOURS = {"logprobs": "log-prob", "advantages": "advantage"}
 
 
 def heading(run: RunFiles) -> str:
-    """Name the samples: answers of the model, or rows that it was trained on."""
+    """Return the section's title: completions of the model, or pairs or rows of the dataset."""
     rows = run.samples
     if not rows or any(not of_dataset(row) for row in rows):
         return "Completions"
@@ -58,12 +57,12 @@ def heading(run: RunFiles) -> str:
 
 
 def of_dataset(row: Mapping[str, Any]) -> bool:
-    """Return whether a sample is a row of the data, which the model did not write."""
+    """Return whether a sample is a row of the dataset, not written by the model."""
     return not TRAINED_ON.isdisjoint(row) and WRITTEN.isdisjoint(row)
 
 
 def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
-    """(samples of several steps, what the script needs to colour their tokens)."""
+    """Return (HTML of the samples of several steps, token data for the page's script)."""
     by_step = groups(run.samples)
     tokens: list[dict[str, Any]] = []
     rewards = [value for row in run.samples if (value := _worth(row)) is not None]
@@ -87,7 +86,7 @@ def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Search, and what tokens are coloured by."""
+    """Render the search field and the choice of what tokens are coloured by."""
     choices = [
         f'<option value="{key}">{word}</option>'
         for key, word in COLOURS.items()
@@ -105,8 +104,9 @@ def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _batch(run: RunFiles) -> tuple[str, Mapping[float, float]]:
-    """(the headline's name, step -> its mean over the whole batch): the same numbers as the
-    curve's.
+    """Return (title of the headline metric, step -> its mean over the batch).
+
+    These are the numbers of the metric's chart.
     """
     name = headline(run.names)
     if name is None:
@@ -129,7 +129,7 @@ def _beside(step: float, told: tuple[str, Mapping[float, float]]) -> str:
 
 
 def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, Any]]) -> str:
-    """One prompt with all of its answers side by side."""
+    """Render one prompt with all of its answers side by side."""
     if group.prompt:
         asked = f'<div class="prompt" tabindex="0" aria-label="prompt">{shown(group.prompt)}</div>'
     else:
@@ -145,7 +145,7 @@ def group_html(group: Group, span: tuple[float, float], tokens: list[dict[str, A
 
 
 def columns(count: int) -> int:
-    """Answers beside each other, so that no row is left nearly empty."""
+    """Return the number of columns for `count` answers, such that no row is nearly empty."""
     if count <= 4:
         return count
     if count in (5, 6, 9):
@@ -154,7 +154,7 @@ def columns(count: int) -> int:
 
 
 def _about(group: Group) -> str:
-    """The group in a line."""
+    """Render a line about the group: its id, and the margin or the range of its rewards."""
     facts = [f"id {group.id}"] if group.id is not None else []
     worth = [value for row in group.rows if (value := _worth(row)) is not None]
     if group.pair and len(worth) > 1:
@@ -169,7 +169,7 @@ def _about(group: Group) -> str:
 
 
 def _worth(row: Mapping[str, Any]) -> float | None:
-    """What an answer was judged: its reward, score or log-ratio."""
+    """Return an answer's reward, score, or log-ratio if it is ranked; None without any of them."""
     found = next((row[name] for name in ("reward", "score") if finite(row.get(name))), None)
     if found is None and finite(row.get("log_ratio")) and "rank" in row:
         found = row["log_ratio"]
@@ -188,7 +188,7 @@ def _answer(
 
 
 def _verdict(group: Group, place: int) -> str:
-    """Which answer of a pair it is."""
+    """Render an answer's place in a pair or ranking: chosen, rejected, or its rank."""
     if not group.pair:
         return ""
     best = place == 0
@@ -203,7 +203,10 @@ def _verdict(group: Group, place: int) -> str:
 
 
 def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
-    """The place of its tokens in the script's data, where they are known."""
+    """Append the answer's tokens to `tokens` and return an attribute with their index.
+
+    Returns "" if the tokens are not known.
+    """
     pieces = row.get("tokens")
     if not isinstance(pieces, list):
         return ""
@@ -223,7 +226,10 @@ def marked(row: Mapping[str, Any], tokens: list[dict[str, Any]]) -> str:
 
 
 def facts(row: Mapping[str, Any], span: tuple[float, float]) -> str:
-    """What is known of an answer, the telling parts first."""
+    """Render the known values of an answer, most important first.
+
+    `span` is the (lowest, highest) reward of the page, for the reward's meter.
+    """
     told = ""
     reward = row.get("reward", row.get("score"))
     name = "reward" if "reward" in row else "score"

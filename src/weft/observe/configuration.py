@@ -1,6 +1,4 @@
-"""How a run was set up, for its report: what started it, the options that are not the defaults, and
-all of them.
-"""
+"""Configuration of a run as HTML: its starts, the options that are not defaults, all options."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ from weft.observe.run_files import RunFiles
 from weft.observe.short_names import short
 from weft.options import leaves
 
-NAMES = ("experiment_name", "trial_name", "fileroot")  # of the run itself, never a difference
+NAMES = ("experiment_name", "trial_name", "fileroot")  # identify the run; never a difference
 ABSENT = object()
-CHOSEN = "chosen by weft"  # beside a value that nobody set and that is not the default
+CHOSEN = "chosen by weft"  # shown in place of the default if weft chose the value
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested options by their dotted names; an empty mapping is a value."""
+    """Yield nested options as (dotted name, value); an empty mapping counts as a value."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -34,7 +32,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def algorithm(run: RunFiles) -> str | None:
-    """The quickstart that the run is of."""
+    """Return the name of the run's quickstart; None if unknown."""
     said = run.record.get("algorithm")
     if said:
         return str(said)
@@ -42,10 +40,10 @@ def algorithm(run: RunFiles) -> str | None:
 
 
 def defaults(run: RunFiles) -> dict[str, Any] | None:
-    """Option -> its default in the run's quickstart; None where that is not known here."""
+    """Return the default of each option of the run's quickstart; None if they are unknown here."""
     name = algorithm(run)
     try:
-        # a report runs no code of a run
+        # A report must not import a user's code, which a name with ":" would do.
         if name is None or ":" in name or name not in registry.quickstarts:
             return None
         base = registry.quickstarts.get(name)()
@@ -55,7 +53,7 @@ def defaults(run: RunFiles) -> dict[str, Any] | None:
 
 
 def defaults_of(base: Any) -> dict[str, Any]:
-    """Option -> its default in a quickstart's configuration, as a file of YAML has it."""
+    """Return the default of each option of a quickstart's configuration, as YAML would load it."""
     return {
         leaf.name: list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default
         for leaf in leaves(base)
@@ -63,7 +61,7 @@ def defaults_of(base: Any) -> dict[str, Any]:
 
 
 def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
-    """Option -> (value, default) where they differ; None where the defaults are not known."""
+    """Return option -> (value, default) for options that differ; None if defaults are unknown."""
     usual = defaults(run)
     if usual is None:
         return None
@@ -75,7 +73,7 @@ def changed(run: RunFiles) -> dict[str, tuple[Any, Any]] | None:
 
 
 def chosen(run: RunFiles) -> frozenset[str]:
-    """Options that nobody has set, and that weft has given a value which suits the rest."""
+    """Return the options that the user left unset and weft chose to suit the others."""
     names = run.record.get("chosen")
     if isinstance(names, list):
         return frozenset(map(str, names))
@@ -83,7 +81,7 @@ def chosen(run: RunFiles) -> frozenset[str]:
 
 
 def configuration(run: RunFiles) -> str:
-    """What started the run, what differs from the defaults, then every option behind a click."""
+    """Render the section: how the run was started, changed options, and all options, folded."""
     parts = [started(run)]
     different = changed(run)
     by_weft = chosen(run)
@@ -119,7 +117,7 @@ def _everything(run: RunFiles) -> str:
 
 
 def started(run: RunFiles) -> str:
-    """Command, commit, host and versions, as run.json tells them; earlier starts in a line."""
+    """Render the last start in `run.json` (command, commit, host, versions) and earlier starts."""
     starts = run.record.get("starts")
     if isinstance(starts, list):
         listed = [each for each in starts if isinstance(each, Mapping)]
@@ -170,7 +168,7 @@ def _when(seconds: Any) -> str:
 
 
 def options(config: Mapping[str, Any]) -> str:
-    """Every option under its dotted name; a block for each top-level group."""
+    """Render every option under its dotted name, with a block for each top-level group."""
     alone = {name: value for name, value in config.items() if not isinstance(value, Mapping)}
     blocks = {"run": alone} | {
         name: value for name, value in config.items() if isinstance(value, Mapping)
@@ -192,21 +190,22 @@ def _option(name: str, value: Any) -> str:
 
 
 def unset(value: Any) -> bool:
+    """Return whether an option has no value: None, an empty string or an empty container."""
     return value is None or value == "" or (isinstance(value, list | Mapping) and not value)
 
 
 def left_open(value: Any) -> bool:
-    """Whether an option leaves it to weft what holds."""
+    """Return whether an option leaves the choice to weft: unset or `auto`."""
     return unset(value) or value == "auto"
 
 
 def brief(value: Any) -> str:
-    """A value for people, a checkpoint by its short name."""
+    """Format a value for people, with checkpoints by their short names."""
     return short(written(value))
 
 
 def written(value: Any) -> str:
-    """A value for people."""
+    """Format a value for people."""
     if unset(value) or value is ABSENT:
         return "none"
     if isinstance(value, bool):

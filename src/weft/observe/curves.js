@@ -1,8 +1,8 @@
-// Curves: drawn anew where the reader zooms, asks for another axis or smooths them. What stands in the page is the first view.
+// Curves: redrawn when the reader zooms, selects another axis or smooths them. The page's HTML holds the first view.
 
-const SMOOTHED_FROM = 20; // points; a line of fewer is shown as it is
+const SMOOTHED_FROM = 20; // points; shorter lines are not smoothed
 const SVG = "http://www.w3.org/2000/svg";
-// What the reader has chosen; it outlives a renewal of the page.
+// The reader's choices, kept when the page updates itself.
 const view = { weight: 0.6, across: "step", log: false, range: null };
 
 // Four significant digits, as in weft.observe.metrics.number.
@@ -33,7 +33,7 @@ const short = (value) => {
 
 const told = { step: number, tokens: short, time: duration };
 
-// An exponential mean that does not lean on where the line began.
+// Return the exponential moving average, corrected for the bias towards its initial value 0.
 const smooth = (values) => {
   let mean = 0;
   let mass = 0;
@@ -44,7 +44,7 @@ const smooth = (values) => {
   });
 };
 
-// The index of the first of `xs` that is not below x.
+// Return the index of the first of `xs` that is at least x.
 const from = (xs, x) => {
   let [low, high] = [0, xs.length];
   while (low < high) {
@@ -60,7 +60,7 @@ const nearest = (xs, x) => {
   return next > 0 && x - xs[next - 1] <= xs[next] - x ? next - 1 : next;
 };
 
-// Steps as tokens or seconds, between the steps that the page knows them of.
+// Convert steps to tokens or seconds, interpolating between the steps whose values are in the page.
 const along = (axis, steps) => {
   if (view.across === "step") return steps;
   return steps.map((step) => {
@@ -107,7 +107,7 @@ const element = (tag, className, text = "") => {
   return made;
 };
 
-// The lines of a chart as they are to be drawn, the part of them in view, and its frame.
+// Return a chart's lines as drawn, the part of them in view, and its axis ranges.
 const prepare = (one, axes) => {
   const { chart } = one;
   one.lines = chart.lines.map((line) => {
@@ -217,7 +217,7 @@ const startCurves = ({ axes, charts = [] }) => {
     if (reset) reset.hidden = view.range === null;
   };
 
-  // Every chart shows the same place, so that curves can be read against each other.
+  // All charts show the same position, so that curves can be compared.
   const pointAt = (x) => {
     for (const one of all) {
       const { figure, plot, readout } = one;
@@ -273,7 +273,7 @@ const startCurves = ({ axes, charts = [] }) => {
   draw();
 };
 
-// A pointer reads a curve, and with its button down chooses a part of it; arrow keys walk along it.
+// The pointer shows values of a curve and selects a part of it while its button is down; arrow keys move along the curve.
 const listen = (one, pointAt, zoom) => {
   const { plot } = one;
   const at = (event) => {

@@ -1,6 +1,6 @@
-"""The pages over a folder of runs: a list, the page of each, comparisons.
+"""Pages over a folder of runs: the list, each run's report, and comparisons.
 
-What a server answers, without a server.
+Builds the answers to HTTP requests; the server itself is elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Alive = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Answer:
-    """A status of HTTP, a page (empty where the reader has it already), and the mark that says
-    whether it has changed.
+    """An HTTP answer: status, page and tag.
+
+    `tag` changes when the page does. `body` is empty if the reader already has the page.
     """
 
     status: int
@@ -40,10 +41,10 @@ NOT_FOUND = Answer(404, "There is no such page.")
 
 
 class Dashboard:
-    """Answers for the runs below `root`.
+    """Answers requests for the runs below `root`.
 
-    Only runs that are listed there can be asked for, by their names: no path that a reader sends
-    reaches the file system.
+    A run can only be requested by the name it is listed under, so no path from a request reaches
+    the file system.
     """
 
     def __init__(self, root: Path, alive: Alive | None = None) -> None:
@@ -51,9 +52,9 @@ class Dashboard:
         self._alive = alive
 
     def answer(self, page: str, query: Mapping[str, Sequence[str]], known: str = "") -> Answer:
-        """The page `""`, `run?name=...` or `compare?run=...&run=...`.
+        """Answer a request for the page `""`, `run?name=...` or `compare?run=...&run=...`.
 
-        `known` is the tag of what the reader has.
+        `known` is the tag of the page that the reader already has.
         """
         if page == "":
             return self._index(known)
@@ -76,7 +77,7 @@ class Dashboard:
         return Answer(200, made.html(), tag)
 
     def name(self, run: Path) -> str:
-        """What a run is called: its folder below the root."""
+        """Return a run's name: the path of its folder relative to the root."""
         found = run.relative_to(self.root).as_posix()
         return run.absolute().name if found == "." else found
 
@@ -91,8 +92,9 @@ class Dashboard:
 
 
 def _marks(path: Path) -> str:
-    """Sizes and times of a run's files, which change when it goes on; and whether it has gone
-    quiet.
+    """Return the sizes and times of a run's files as text, and whether the run is inactive.
+
+    The text changes whenever the run writes something.
     """
     files = sorted(each for each in path.iterdir() if each.is_file() and each.name != report.NAME)
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
@@ -108,7 +110,7 @@ def _tag(*parts: str) -> str:
 
 
 def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
-    """The list of runs, newest first."""
+    """Build the page with the list of runs."""
     going = sum(run.status == "running" for _, run in runs)
     told = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}" + (
         f", {going} of them running" if going else ""
@@ -155,7 +157,7 @@ def _row(name: str, run: RunSummary) -> str:
         steps = "–"
     else:
         steps = f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else "")
-    share = '<i class="meter empty" aria-hidden="true"></i>'  # keeps the words in line
+    share = '<i class="meter empty" aria-hidden="true"></i>'  # keeps the text aligned
     if run.step and run.total_steps:
         share = f'<i class="meter" aria-hidden="true"><i style="width:{min(100, 100 * run.step // run.total_steps)}%"></i></i>'
     if run.metric and run.value is not None:
@@ -181,7 +183,7 @@ def _row(name: str, run: RunSummary) -> str:
 
 
 def age(seconds: float) -> str:
-    """8 min, 3 h, 2 days: how long ago something was."""
+    """Format a time span in its largest unit: `8 min`, `3 h`, `2 days`."""
     for size_of, word in ((86400, "day"), (3600, "h"), (60, "min")):
         if seconds >= size_of:
             whole = int(seconds // size_of)
@@ -194,7 +196,7 @@ def _cell(key: str, content: str) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """12 MB."""
+    """Format a number of bytes: `12 MB`."""
     value = float(num_bytes)
     unit = "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -1,8 +1,7 @@
-"""Judge a run by its metrics: what is out of range at its end, what that usually means, and which
-options to try.
+"""Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
 
-The bounds stand beside each metric's description (`metric_help`). What a bound alone cannot tell is
-judged here: a loss that rises, a reward that falls, validation that gets worse, text that repeats
+The bounds are part of each metric's description (`metric_help`). Checks that need the course of a
+run are here: a loss that rises, a reward that falls, validation that gets worse, text that repeats
 itself.
 """
 
@@ -27,22 +26,22 @@ from weft.observe.metrics import (
     title,
 )
 
-LEAST_STEPS = 8  # that a run must have made to be judged
-FACTS = 4
-FIXES = 2  # in one line
-# Shipped ones, whose names are those of their groups of options.
+LEAST_STEPS = 8  # a shorter run is not judged
+FACTS = 4  # maximum findings in the text of a diagnosis
+FIXES = 2  # maximum options to try in it
+# Shipped algorithms; each has a group of options of the same name.
 ALGORITHMS = ("online_dpo", "distill", "ppo", "grpo", "dpo", "rw", "sft", "gen")
 POLICIES = ("ppo", "grpo", "online_dpo")
-GROUPED = ("grpo", "online_dpo")  # learn from the rewards of one prompt's completions alone
-WORSE = 0.02  # relative: validation that is so much worse than its best has turned
-# accuracy of pairs below which a judge has learned nothing, where noise allows that claim
+GROUPED = ("grpo", "online_dpo")  # compare only completions of the same prompt
+WORSE = 0.02  # relative rise of a validation loss above its best that is reported
+# Pair accuracy below which nothing was learned; chance is 0.5, the margin allows for noise.
 CHANCE = 0.53
-SPREAD = 0.1  # share of its first spread below which rewards have collapsed
-REPEATS = 4.0  # deflate makes text this much shorter only where it repeats itself
-TEXT = 80  # characters from which a completion can be judged
-LONG_LENGTH = 3.0  # tokens that answers had at first, where answers of one token are a collapse
-ENDS = (1000, 3000)  # first and last lines of a long run that are read
-# Last parts of the names that are read: those with bounds, and what the course of a run is told by.
+SPREAD = 0.1  # fraction of the first reward spread below which rewards have collapsed
+REPEATS = 4.0  # deflate compresses only repetitive text by more than this factor
+TEXT = 80  # characters; shorter completions are not checked for repetition
+LONG_LENGTH = 3.0  # first response length, in tokens, above which short answers are a collapse
+ENDS = (1000, 3000)  # numbers of first and last lines that are read of a long run
+# Last parts of the names that are read: metrics with bounds, and those that the checks below need.
 JUDGED = frozenset(one.pattern for one in HELP if (one.least, one.most) != (None, None)) | {
     *("loss", "nll", "grad_norm", "reward", "reward_std", "accuracy", "accuracies", "kendalltau"),
 }
@@ -54,9 +53,10 @@ Config = Callable[[], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is out of range: `fact` says it with its number, `means` what it usually is,
-    `fixes` what to try. A `weak` one can be found in good runs as well, and counts only beside
-    another.
+    """One thing that is out of range.
+
+    `fact` states it with its number, `means` the usual cause, `fixes` options to try. A `weak`
+    finding also occurs in good runs, and counts only together with one that is not weak.
     """
 
     key: str
@@ -68,17 +68,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings on a run; none where nothing is out of range."""
+    """The findings on a run; empty if nothing is out of range."""
 
     findings: Sequence[Finding] = ()
 
     @property
     def sound(self) -> bool:
+        """Return whether nothing is out of range."""
         return not self.findings
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The findings in one line for people."""
         if self.sound:
             return FINE
         facts = "; ".join(each.fact for each in self.findings[:FACTS])
@@ -89,9 +90,10 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Judged:
-    """A run as its judge reads it.
+    """The data of a run that the checks read.
 
-    `config` is asked for options only where a metric is out of range.
+    `config` returns the options; it is called only if a check needs one. `columns` maps a metric to
+    its (steps, finite values).
     """
 
     lines: Lines
@@ -101,7 +103,7 @@ class Judged:
     columns: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # mostly all lines have the same metrics, maybe a thousand
+        # Nearly all lines have the same metrics, maybe a thousand: select the names once per set.
         wanted: dict[tuple[str, ...], list[str]] = {}
         for line in self.lines:
             names = tuple(line)
@@ -119,31 +121,33 @@ class Judged:
 
     @property
     def kind(self) -> str:
-        """The shipped algorithm that the run is of, by its name or by its group of options."""
+        """Name of the shipped algorithm, from `algorithm` or a group of options; else ""."""
         if self.algorithm in ALGORITHMS:
             return str(self.algorithm)
         return next((name for name in ALGORITHMS if name in self.config()), "")
 
     def values(self, name: str | None) -> list[float]:
+        """Return the finite values of a metric; empty if unknown."""
         return self.columns.get(name or "", ([], []))[1]
 
     def named(self, last: str) -> str | None:
-        """The first training metric of this last part."""
+        """Return the first training metric whose last part is `last`; None if there is none."""
         return next(
             (n for n in self.columns if last_part(n) == last and not n.startswith((EVAL, TIME))),
             None,
         )
 
     def option(self, name: str, default: Any = None) -> Any:
-        """A value of the configuration by its dotted name."""
+        """Return an option by its dotted name; `default` if it is missing or None."""
         found: Any = self.config()
         for part in name.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return default if found is None else found
 
     def scaled(self, name: str, factor: float) -> str:
-        """`name=value` with the run's value times `factor`; the name alone where the value is not
-        known.
+        """Return `NAME=VALUE` with the option's value times `factor`.
+
+        If the value is not known, returns "a higher NAME" or "a lower NAME".
         """
         value = self.option(name)
         if finite(value) and value:
@@ -151,11 +155,11 @@ class Judged:
         return f"a {'higher' if factor > 1 else 'lower'} {name}"
 
     def rate(self, name: str | None, factor: float = 1 / 3) -> str:
-        """The learning rate of the role that a metric's node trains, times `factor`."""
+        """Return the learning rate option of the role that the node trains, times `factor`."""
         return self.scaled(f"{self.role(name)}.optimizer.lr", factor)
 
     def role(self, name: str | None) -> str:
-        """The role that a metric's node trains; of another node the policy."""
+        """Return the role that the metric's node trains; for other nodes, the policy."""
         node = (name or "").partition("/")[0]
         own = "actor" if self.kind in (*POLICIES, "dpo", "distill") else "model"
         return node.removesuffix("_train") if node.endswith("_train") else own
@@ -164,9 +168,10 @@ class Judged:
 def judge(
     lines: Lines, algorithm: str | None = None, config: Config = dict, samples: Lines = ()
 ) -> Diagnosis | None:
-    """Judge a run by lines of its metrics.jsonl, oldest first; of a long run the first and the last
-    ones suffice. `samples` are rows of its last steps. Returns None where the run is too short to
-    be judged.
+    """Diagnose a run; returns None if it has too few steps.
+
+    `lines` are those of metrics.jsonl, oldest first; for a long run the first and the last ones
+    suffice. `samples` are rows of its last steps.
     """
     if len(lines) > sum(ENDS):
         lines = [*lines[: ENDS[0]], *lines[-ENDS[1] :]]
@@ -174,11 +179,13 @@ def judge(
     if len(run.lines) < LEAST_STEPS:
         return None
     found = [finding for check in CHECKS for finding in check(run)]
+    # KL comes first. Weak findings alone do not count.
     strong = sorted(
         (each for each in found if not each.weak), key=lambda each: not each.key.startswith("kl")
     )
     if not strong:
         return Diagnosis()
+    # Several signs together mean an exploited reward, which replaces the first finding.
     hacked = _exploited(run, [finding.key for finding in found])
     ordered = strong + [finding for finding in found if finding.weak]
     if hacked is not None:
@@ -187,12 +194,13 @@ def judge(
     return Diagnosis(ordered)
 
 
-# -- what bounds tell
+# -- bounds of single metrics
 
 
 def _bounds(run: Judged) -> Iterator[Finding]:
-    """Every metric whose last values lie outside the bounds of its description; of several of one
-    kind the first.
+    """Yield a finding for every metric whose last values are outside its bounds.
+
+    Only the first metric of each description, and the first of the KL metrics, is reported.
     """
     seen: set[str] = set()
     for name, (_, values) in run.columns.items():
@@ -217,7 +225,7 @@ def _bounds(run: Judged) -> Iterator[Finding]:
 
 
 def _may_judge(run: Judged, pattern: str, values: Sequence[float]) -> bool:
-    """Return whether a bound says anything about this run."""
+    """Return whether the metric's bounds apply to this run."""
     kind = run.kind
     if pattern.startswith("kl"):
         return kind in (*POLICIES, "")
@@ -232,7 +240,7 @@ def _may_judge(run: Judged, pattern: str, values: Sequence[float]) -> bool:
     if pattern == "frac_reward_zero_std":
         reward = run.values(run.named("reward"))
         moved = trend.change(reward) if reward else None
-        # a solved task has no spread left
+        # On a solved task all rewards are equal, which is fine.
         learned = moved is not None and moved.delta > (moved.noise or 0.0)
         return kind in GROUPED and run.option(f"{kind}.group_size", 2) > 1 and not learned
     if pattern == "response_length":
@@ -256,7 +264,7 @@ def _out_of_bounds(run: Judged, name: str, about: MetricHelp, value: float) -> F
 
 
 def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bool]:
-    """(what it usually means, options to try, whether good runs may have it)."""
+    """Return (the usual cause, options to try, whether good runs can have it too)."""
     kind = run.kind or "grpo"
     rate = run.rate(name)
     weight = {"ppo": "ppo.kl_ctl", "online_dpo": "online_dpo.beta"}.get(kind, f"{kind}.kl_coef")
@@ -349,7 +357,7 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
     return "something is wrong with it", (), False
 
 
-# -- what only the course of a run tells
+# -- the course of a run
 
 
 def _not_finite(run: Judged) -> Iterator[Finding]:
@@ -365,7 +373,7 @@ def _not_finite(run: Judged) -> Iterator[Finding]:
 
 
 def _supervised(run: Judged) -> Iterator[Finding]:
-    """A loss that rises; a judge of pairs that is no better than chance; validation that turns."""
+    """Find a rising loss, pair accuracy no better than chance, and validation that gets worse."""
     if run.kind in (*POLICIES, "distill", "gen") or run.named("reward") is not None:
         return
     name = run.named("loss")
@@ -393,7 +401,7 @@ def _chance(run: Judged, name: str) -> Iterator[Finding]:
 
 
 def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
-    """Validation loss that is above its best, while that of training falls."""
+    """Find a validation loss above its best value while the training loss falls."""
     name = next((n for n in (f"{EVAL}loss", f"{EVAL}nll") if n in run.columns), None)
     if name is None or training is None or training.delta >= 0:
         return
@@ -415,7 +423,7 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
 
 
 def _policy(run: Judged) -> Iterator[Finding]:
-    """A reward that falls, and rewards that lose their spread."""
+    """Find a reward that falls, and rewards that lose their spread."""
     reward = run.named("reward")
     spread = run.values(run.named("reward_std"))
     moved = trend.change(run.values(reward)) if reward else None
@@ -445,7 +453,7 @@ def _policy(run: Judged) -> Iterator[Finding]:
 
 
 def _text(run: Judged) -> Iterator[Finding]:
-    """Completions of the last step that repeat themselves, where those of the first step did not."""
+    """Find completions of the last step that repeat themselves if those of the first did not."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = [row for row in answers if isinstance(row.get("completion"), str)]
     steps = [float(row["step"]) for row in written if finite(row.get("step"))]
@@ -473,7 +481,10 @@ def _repeats(text: str) -> bool:
 
 
 def _exploited(run: Judged, keys: Sequence[str]) -> Finding | None:
-    """The signs of a reward that is exploited, which are worse together than each by itself."""
+    """Return a finding if several signs together show that the reward is exploited; else None.
+
+    `fact` is empty; the caller fills it in.
+    """
     far = any(key.startswith("kl") for key in keys)
     collapsed = [
         key

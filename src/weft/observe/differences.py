@@ -1,6 +1,4 @@
-"""What runs differ in: their options, their algorithms, what gave their rewards, and what they were
-computed with.
-"""
+"""Differences between runs: options, algorithms, reward sources and versions."""
 
 from __future__ import annotations
 
@@ -21,26 +19,28 @@ SOURCES = (
     "rew.url",
     "rew_step",
     "rew_weight",
-)  # options that say what a reward is
-# of dataset.*: which rows are trained on
+)  # options that define the reward
+# Options of `dataset` that select the rows.
 TRAINING_ROWS = ("path", "train_path", "named", "sources")
 VALIDATION_ROWS = ("valid_path", "valid_split")
-FREE_OF_SCALE = ("accuracies", "kendalltau")  # of preferences, whatever beta is
+FREE_OF_SCALE = ("accuracies", "kendalltau")  # preference metrics that do not depend on beta
 FACTS = ("commit", "host", "hardware")
 
 
 def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
-    """Option -> its value in each run, where these are not all the same; first the algorithm.
+    """Return option -> its value in each run for options that differ; the algorithm comes first.
 
-    An option of the algorithm's own group is matched with that of another algorithm:
-    `grpo|ppo.gen.max_new_tokens`. One that some runs have not at all counts where somebody has set
-    it, and so does one of two algorithms. What weft chose because nobody did is no difference.
+    An option in the algorithm's group is matched with that of another algorithm:
+    `grpo|ppo.gen.max_new_tokens`. An option that not all runs have, or that belongs to two
+    algorithms, counts only if a user set it. Values that weft chose for unset options do not count.
     """
+    # The algorithm itself.
     algorithms = [configuration.algorithm(run) for run in runs]
     if len(set(algorithms)) > 1 and all(algorithms):
         found: dict[str, list[Any]] = {ALGORITHM: list(algorithms)}
     else:
         found = {}
+    # Match options under names without the algorithm's group.
     flat = [dict(configuration.flat(run.config)) for run in runs]
     own = [{_matched(name, algorithms): name for name in values} for values in flat]
     told = [configuration.changed(run) for run in runs]
@@ -51,6 +51,7 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
         ]
         if name in configuration.NAMES or all(value == values[0] for value in values):
             continue
+        # Skip options that no user set.
         left_open = [
             configuration.left_open(value) or key in configuration.chosen(run)
             for value, key, run in zip(values, real, runs, strict=True)
@@ -70,13 +71,13 @@ def differing(runs: Sequence[RunFiles]) -> dict[str, list[Any]]:
 
 
 def _matched(name: str, algorithms: Sequence[str | None]) -> str:
-    """What an option is called whatever the algorithm."""
+    """Return an option's name with the algorithm's group replaced by `algorithm`."""
     group, dot, rest = name.partition(".")
     return f"{ALGORITHM}.{rest}" if dot and group in algorithms else name
 
 
 def _called(name: str, real: Sequence[str | None]) -> str:
-    """What stands in the table."""
+    """Return an option's name for the table, with the groups of all algorithms: `grpo|ppo.lr`."""
     groups = dict.fromkeys(each.partition(".")[0] for each in real if each is not None)
     if not name.startswith(f"{ALGORITHM}."):
         return name
@@ -84,12 +85,11 @@ def _called(name: str, real: Sequence[str | None]) -> str:
 
 
 def meaning(run: RunFiles, name: str) -> dict[str, str]:
-    """Return the options that a metric's number depends on beside the model, with their values.
+    """Return the options, with their values, that define what a metric measures.
 
-    Numbers of two runs can be compared where these are the same.
-
-    A loss depends on the algorithm and its options, a reward on what gives it, and both on the rows
-    they are measured on. Time, memory, lengths and the like depend on none of these.
+    Numbers of two runs can be compared if these are equal. A loss depends on the algorithm and its
+    options, a reward on its source, and both on the rows they are measured on. Time, memory,
+    lengths and the like depend on none of these.
     """
     about = find(name)
     last = last_part(name)
@@ -124,8 +124,9 @@ def meaning(run: RunFiles, name: str) -> dict[str, str]:
 
 
 def apart(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
-    """The options that keep the runs' numbers from being compared, where each calls the measure by
-    its name in `names`. A run whose configuration is not known keeps from nothing.
+    """Return the options whose difference makes the runs' numbers incomparable.
+
+    `names` is the metric's name in each run. Runs whose configuration is not known are ignored.
     """
     found = [meaning(run, name) for run, name in zip(runs, names, strict=True) if run.config]
     options = dict.fromkeys(option for each in found for option in each)
@@ -135,7 +136,7 @@ def apart(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
 
 
 def versions(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
-    """What they were computed with, where that differs."""
+    """Return (name, value in each run) of versions and hardware that differ."""
     starts = [run.record.get("starts") for run in runs]
     last = [
         dict(found[-1])

@@ -1,4 +1,4 @@
-"""Answers to the fixed prompts of a run, from step to step: one strip for each prompt."""
+"""Answers to the fixed prompts of a run over its steps, as HTML: one strip for each prompt."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from weft.observe.page import shown
 from weft.observe.sample_rows import pick
 
 FILE = "eval_prompts.jsonl"
-FRAMES = 12  # steps of a strip, evenly chosen, with the first and the last
-STRIPS = 20  # prompts
+FRAMES = 12  # maximum steps of a strip, evenly spaced, including the first and the last
+STRIPS = 20  # maximum prompts
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def filmstrip(rows: Rows) -> str:
-    """A strip a prompt: what the model answered at several steps, beside each other.
+    """Render one strip for each prompt, with the model's answers at several steps in a row.
 
-    Empty without answers.
+    Returns "" without answers.
     """
     found: dict[str, dict[float, Mapping[str, Any]]] = {}
     for row in rows:

@@ -1,6 +1,6 @@
-"""Files of one JSON object a line, each of a step: `metrics.jsonl` and `samples.jsonl`.
+"""Files with one JSON object of a step per line: `metrics.jsonl` and `samples.jsonl`.
 
-Whole after any kill.
+A kill at any moment loses at most the line being written.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from weft.writing import opened, replacing
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: numpy and zero-dimensional array numbers become Python's; what
-    is not finite becomes None, since JSON has no NaN.
+    """Convert `value` to JSON types.
+
+    Numbers of numpy and zero-dimensional arrays become Python numbers; values that are not finite
+    become None, since JSON has no NaN.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -35,10 +37,10 @@ def plain(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file that have a step, oldest first; nothing where there is no regular
-    file.
+    """Yield the objects of a file that have a step, oldest first.
 
-    A line that cannot be read, such as a half-written last one, is left out.
+    Lines that cannot be read, such as a half-written last one, are skipped. Yields nothing if
+    `path` is not a regular file.
     """
     if not path.is_file():
         return
@@ -50,22 +52,20 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_row(line: str) -> dict[str, Any] | None:
-    """Return the object of a line; None for a line that cannot be read or has no step."""
+    """Return the object in a line; None for a line that cannot be read or has no step."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict) or not is_step(row.get("step")):
             return None
         if line.count("[") + line.count("{") > MOST_DEPTH:
-            cleaned(row)  # which refuses what nests too deep
+            cleaned(row)  # raises ValueError if the row nests too deep
         return row
     except (ValueError, RecursionError):
         return None
 
 
 def listed(steps: Sequence[int], most: int = 8) -> str:
-    """Return whole numbers in rising order as text, neighbours as ranges: `1-3, 7, 9-20`, at most
-    so many of them.
-    """
+    """Format rising whole numbers with ranges: `1-3, 7, 9-20`; at most `most` ranges are named."""
     ranges: list[list[int]] = []
     for step in steps:
         if ranges and step == ranges[-1][1] + 1:
@@ -79,9 +79,9 @@ def listed(steps: Sequence[int], most: int = 8) -> str:
 
 
 class StepFile:
-    """Appends objects that hold their `step`.
+    """A file to which objects with a `step` are appended.
 
-    Each is written by one call and flushed, so a kill costs one line at most.
+    Each append is a single write and is flushed, so a kill loses at most one line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class StepFile:
         self.extend([row])
 
     def extend(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write objects as lines, all at once."""
+        """Write objects as lines, in a single write."""
         lines = "".join(
             json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows
         )
@@ -101,23 +101,19 @@ class StepFile:
             file.write(lines)
 
     def truncate(self, step: int) -> None:
-        """Keep the lines of steps up to `step`, as they are; later ones, and a half-written last
-        one, go.
-        """
+        """Drop the lines of steps after `step`, and a half-written last line."""
         if self.path.is_file():
             self._rewrite(
                 lambda line: line if line.endswith(b"\n") and _step_of(line) <= step else b""
             )
 
     def missing(self, first: int, last: int) -> list[int]:
-        """Return the steps from `first` to `last` that have no line which can be read, in order."""
+        """Return the steps from `first` to `last` without a readable line, in order."""
         there = {int(row["step"]) for row in self.rows()}
         return [step for step in range(first, last + 1) if step not in there]
 
     def amend(self, step: int, more: Mapping[str, Any]) -> None:
-        """Put `more` into the object of `step`, at once: a kill leaves the line as it was or as it
-        will be.
-        """
+        """Merge `more` into the object of `step`, atomically."""
 
         def mended(line: bytes) -> bytes:
             row = json.loads(line) | plain(more) if _step_of(line) == step else None
@@ -128,7 +124,7 @@ class StepFile:
         self._rewrite(mended)
 
     def _rewrite(self, change: Callable[[bytes], bytes]) -> None:
-        """The file with every line changed, in one move."""
+        """Replace the file atomically, with `change` applied to every line."""
         with (
             self.path.open("rb") as old,
             replacing(self.path) as partial,
@@ -137,11 +133,11 @@ class StepFile:
             new.writelines(change(line) for line in old)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The objects of the file, oldest first."""
+        """Iterate over the objects of the file, oldest first."""
         return read_rows(self.path)
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for one that cannot be read, so that it is dropped."""
+    """Return the step of a line; infinity for an unreadable line, so that it is dropped."""
     row = read_row(line.decode("utf-8", errors="replace"))
     return math.inf if row is None else row["step"]

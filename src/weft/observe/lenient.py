@@ -1,6 +1,6 @@
-"""What can be used of a run's files.
+"""Lenient readers of a run's files, which return whatever is readable.
 
-Any of them may be damaged, and one bad run must not keep the others from being shown.
+Any file can be damaged, and one bad run must not keep the others from being shown.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from weft.reading import MOST_DEPTH, read_object, read_yaml
 
 
 def cleaned(value: Any, depth: int = 0) -> Any:
-    """Return nested plain values that any output can write: names are texts, texts hold no half
-    characters (half of a surrogate pair), and what is neither number, text nor container, such as a
-    date, is its text.
+    """Return nested plain values in a form that any output can write.
 
-    Raises `ValueError` for values that nest too deep.
+    Keys become strings, lone surrogates in strings are replaced, and values that are neither
+    number, string nor container, such as dates, become strings. Raises `ValueError` for values that
+    nest too deep.
     """
     if depth > MOST_DEPTH:
         raise ValueError(f"nests deeper than {MOST_DEPTH} levels")
@@ -31,19 +31,17 @@ def cleaned(value: Any, depth: int = 0) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty where the file is missing, no regular file, damaged, or
-    holds something else.
-    """
+    """Return the JSON object in a file; empty if it is missing, damaged or not an object."""
     try:
         return dict(cleaned(read_object(path, str(path))))
-    except ValueError:  # which a `UserError` is too
+    except ValueError:  # includes `UserError`
         return {}
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options in a `config.yaml`; empty where there is none.
+    """Return the options in a `config.yaml`; empty if the file does not exist.
 
-    Raises `ConfigError` where it cannot be read.
+    Raises `ConfigError` if it cannot be read.
     """
     if not path.exists():
         return {}

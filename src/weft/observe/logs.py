@@ -1,4 +1,4 @@
-"""The log files of a run: where they are, which failed first, how they go on."""
+"""Log files of a run: list them, find the first failure, follow new lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKERS = "logs"
 SLURM = "slurm"
 WORKER = re.compile(r"worker-(\d+)")
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)")
-# What a line looks like that says why a process ended, and where a traceback begins.
+# Patterns of lines that begin a traceback, or say why a process ended.
 TRACEBACK = "Traceback (most recent call last):"
 FAILURE = re.compile(
     r"(^|\s)error: |^([a-z_]\w*\.)*[A-Z]\w*(Error|Exception|Interrupt)\b|Segmentation fault|core "
@@ -24,26 +24,33 @@ FAILURE = re.compile(
     r"[Oo]ut of memory|oom-kill|DUE TO TIME LIMIT|^terminate called|^Fatal Python error|^weft: "
     r"\d+ of \d+ nodes have joined"
 )
-# How Slurm tells that a step of a job was ended, which is how every job of weft ends Ray.
+# Slurm's message for a step that was ended. Not a failure: every job of weft ends Ray like this.
 ENDED = re.compile(r"slurmstepd.*\*\*\* STEP .*(CANCELLED AT \S+|FAILED \(non-zero.*\)) \*\*\*$")
-BLOCK_LINES = 60  # of a traceback that is shown
+BLOCK_LINES = 60  # maximum lines of a traceback to show
 
 
 @dataclass(frozen=True)
 class LogFile:
-    """One file; `name` is how people call it, `worker` the number of the device's process."""
+    """One log file.
+
+    `name` is its name for people, `worker` the index of the worker process that wrote it.
+    """
 
     name: str
     path: Path
     worker: int | None = None
 
     def lines(self) -> list[str]:
+        """Return the file's lines; invalid UTF-8 is replaced."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one file says of a failure; `line` counts from 1, `when` is in seconds since the epoch."""
+    """The failure that one log file reports.
+
+    `line` counts from 1, `when` is in seconds since the epoch, `text` holds the lines to show.
+    """
 
     file: LogFile
     line: int
@@ -52,24 +59,24 @@ class Failure:
 
     @property
     def summary(self) -> str:
-        """The line that names what happened."""
+        """The last line of the failure that is not blank, which names the exception."""
         return next((line for line in reversed(self.text) if line.strip()), "")
 
     @property
     def is_of_others(self) -> bool:
-        """Whether it says only that a neighbour is gone, which is what came of another failure."""
+        """Return whether it only reports a lost peer, and so follows from another failure."""
         return any(sign in self.summary for sign in TRANSPORTS)
 
 
 def append(run: Path, line: str) -> None:
-    """Add to the run's own log, with the time."""
+    """Append `line` to the run's own log, with the time."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     with opened(run / RUN_LOG, "a", encoding="utf-8") as file:
         file.writelines(f"{stamp}  {part}\n" for part in line.splitlines() or [""])
 
 
 def log_files(run: Path) -> list[LogFile]:
-    """The run's own log, its workers', and those of its Slurm jobs, oldest job first."""
+    """Return the run's own log, its workers' logs, and those of its Slurm jobs, oldest first."""
     found = [LogFile("run", run / RUN_LOG)] if (run / RUN_LOG).is_file() else []
     workers = []
     for path in sorted(path for path in (run / WORKERS).glob("*.log") if path.is_file()):
@@ -82,7 +89,7 @@ def log_files(run: Path) -> list[LogFile]:
 
 
 def failure(file: LogFile) -> Failure | None:
-    """The first failure that a file tells of, or None."""
+    """Return the first failure in a file; None if there is none."""
     lines = file.lines()
     told = (
         n
@@ -92,6 +99,7 @@ def failure(file: LogFile) -> Failure | None:
     start = next(told, None)
     if start is None:
         return None
+    # A traceback ends at the line that names the exception.
     end = start + 1
     if TRACEBACK in lines[start]:
         while end < len(lines) and not _ends_traceback(lines[end]):
@@ -106,23 +114,24 @@ def failure(file: LogFile) -> Failure | None:
 
 
 def failures(files: Iterable[LogFile]) -> list[Failure]:
-    """One of each file that failed, earliest first, those that say only that a neighbour is gone
-    last. A file without times is as old as its last line: who fails first falls silent first.
+    """Return the failure of each file that has one, earliest first.
+
+    Failures that only report a lost peer come last. In a file without times the failure has the
+    time of the last write: a process that fails first is the first to stop writing.
     """
     found = [each for file in files if (each := failure(file)) is not None]
     return sorted(found, key=lambda each: (each.is_of_others, each.when))
 
 
 def _ends_traceback(line: str) -> bool:
-    """Whether this line, after a traceback's beginning, names the exception: the first that is not
-    set in.
-    """
-    bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)  # what others put before each line
+    """Return whether a line within a traceback names the exception, that is, is not indented."""
+    # Remove a prefix in () or [], which other programs put before each line.
+    bare = re.sub(r"^(\(\w[^)]*\)|\[[^\]]*\])\s?", "", line)
     return bool(bare) and not bare[0].isspace()
 
 
 def _when(lines: Iterable[str]) -> float | None:
-    """The time in the nearest of the lines that has one."""
+    """Return the time in the first line that has one, in seconds since the epoch; else None."""
     for line in lines:
         stamp = STAMP.search(line)
         if stamp:
@@ -131,13 +140,16 @@ def _when(lines: Iterable[str]) -> float | None:
 
 
 class Follower:
-    """What is added to files, line by line, those of files that come later included."""
+    """Follows log files and yields the lines added to them.
+
+    Files that appear later are read from their beginning.
+    """
 
     def __init__(self, files: Iterable[LogFile]) -> None:
         self._read = {file.path: file.path.stat().st_size for file in files}
 
     def new(self, files: Iterable[LogFile]) -> Iterator[tuple[LogFile, str]]:
-        """(file, line) of every line that was completed since the last call."""
+        """Yield (file, line) for every line completed since the last call."""
         for file in files:
             start = self._read.get(file.path, 0)
             with file.path.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""How much memory this process has needed at most, and what it does with memory that is freed."""
+"""Memory of this process: its peak, and what the allocators do with freed memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ GIB = 2**30
 STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
-M_ARENA_MAX = -8  # of glibc's malloc.h
-# bytes, the most it takes; arenas
+M_ARENA_MAX = -8  # the three are constants of glibc's malloc.h
+# Sizes in bytes, the largest that mallopt accepts; number of arenas.
 HEAP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_MMAP_THRESHOLD: 1 << 25, M_ARENA_MAX: 1}
 # torch reads both; the first is the newer name
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process needs in its environment, before it imports torch, so that a GPU's memory that
-    was freed serves tensors of any other size: packs and caches of many sizes follow one another.
-    Nothing where the user has set how torch allocates.
+    """Return environment variables that make torch use expandable segments on GPUs.
+
+    They must be set before a process imports torch. Freed memory can then serve tensors of any
+    size, which matters since packs and KV caches of many sizes follow one another. Empty if the
+    user has configured torch's allocator.
     """
     if any(name in environment for name in ALLOCATOR):
         return {}
@@ -31,8 +33,8 @@ def growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def peak_memory_gb() -> float:
-    """Largest resident size of this process so far, in GiB."""
-    # On Linux ru_maxrss begins at what the parent held when it made this process.
+    """Return the largest resident size of this process so far, in GiB."""
+    # On Linux ru_maxrss starts at the parent's resident size at the fork, so it can be too large.
     if sys.platform == "linux" and STATUS.exists():
         return 1024 * int(STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)[0]) / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, KiB elsewhere
@@ -40,8 +42,9 @@ def peak_memory_gb() -> float:
 
 
 def file_pages_gb() -> float:
-    """GiB of this process's memory that are pages of files, mostly the code of libraries; 0 where
-    the system does not tell.
+    """Return the GiB of this process's memory that are pages of files, mostly library code.
+
+    Returns 0 if the system does not report it.
     """
     if sys.platform == "linux" and STATUS.exists():
         _, found, rest = STATUS.read_text().partition("RssFile:")
@@ -50,12 +53,11 @@ def file_pages_gb() -> float:
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep what it frees, in one heap for all threads, where the C library is
-    glibc.
+    """Make glibc's malloc keep freed memory, in a single heap for all threads.
 
-    Given back and asked for again, each page costs a fault: up to a quarter of a training step of a
-    13M-parameter model. It changes how all of the process allocates, so only processes that weft
-    itself starts call it.
+    Returning pages to the system and requesting them again costs a page fault each: up to a quarter
+    of a training step of a 13M-parameter model. It affects all allocations of the process, so only
+    processes that weft itself starts call it. Does nothing with another C library.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

@@ -1,4 +1,4 @@
-"""What each metric is, its unit, and what it looks like in a healthy run.
+"""Descriptions of metrics: meaning, unit, healthy range and bounds for warnings.
 
 `python -m weft.observe.metric_help` prints the table as Markdown.
 """
@@ -13,11 +13,11 @@ from functools import cache
 
 @dataclass(frozen=True)
 class MetricHelp:
-    """One kind of metric.
+    """Description of one kind of metric.
 
-    `pattern` fits the name without its node, or the whole name where it has none; `healthy` may be
-    empty where no range says anything. A run whose metric is below `least` or above `most` is
-    called out; these bounds are wider than the healthy range, so that a healthy run is not.
+    `pattern` matches the name without its node, or the whole name if it has none; `healthy` can be
+    empty if no range is meaningful. A run is reported if the metric is below `least` or above
+    `most`; these bounds are wider than the healthy range, to avoid false reports.
     """
 
     pattern: str
@@ -39,7 +39,7 @@ GENERATION = "Generation"
 SPEED = "Speed"
 RUN = "Run"
 
-# The first pattern that fits counts. `ENDS` are tried on what is left without them.
+# The first pattern that matches is used. A name ending in one of `ENDS` is also tried without it.
 HELP = (
     MetricHelp(
         "step",
@@ -611,14 +611,12 @@ HELP = (
     ),
 )
 
-ENDS = {"_max": "largest", "_min": "smallest"}  # of the step
+ENDS = {"_max": "largest", "_min": "smallest"}  # suffix -> which value of the step
 
 
 @cache
 def find(name: str) -> MetricHelp | None:
-    """The help for a metric by its name on a line of metrics.jsonl; None for one that nobody
-    described.
-    """
+    """Return the description of a metric in metrics.jsonl; None if there is none."""
     if name.startswith("time/") or "/" not in name:
         rest = name
     else:
@@ -639,12 +637,12 @@ def find(name: str) -> MetricHelp | None:
 
 
 def undescribed(names: Iterable[str]) -> list[str]:
-    """The names that no help fits."""
+    """Return the names that have no description."""
     return [name for name in names if find(name) is None]
 
 
 def markdown() -> str:
-    """All of it as Markdown, a table for each group."""
+    """Return all descriptions as Markdown, a table for each group."""
     groups = list(dict.fromkeys(one.group for one in HELP))
     parts = []
     for group in groups:

@@ -1,5 +1,4 @@
-"""What the names on a line of `metrics.jsonl` mean: which one is the headline, which go together,
-which way is better.
+"""Meaning of metric names in `metrics.jsonl`: headline, evaluation, direction, rank, title.
 
 Names are `{node}/{metric}`, `time/{mfc}`, `eval/...`, and a few without a node (`step`, `epoch`,
 `step_seconds`).
@@ -12,19 +11,19 @@ from collections.abc import Iterable, Mapping
 
 TIME = "time/"
 EVAL = "eval/"
-ROWS = "eval/num_rows"  # over all sources
+ROWS = "eval/num_rows"  # number of validation rows of all sources
 COUNTERS = ("step", "epoch", ROWS)
-LAST_STEP = 2**53  # up to which a float is exact
-LAST_TIME = 2.0**36  # in seconds since the epoch: the year 4147
-LARGEST = 1e100  # of the numbers that are shown: squares and sums of them are numbers too
+LAST_STEP = 2**53  # the largest step; floats are exact up to here
+LAST_TIME = 2.0**36  # the latest time, in seconds since the epoch: the year 4147
+LARGEST = 1e100  # bound of the numbers shown, so that their squares and sums are finite
 
-# Last parts of names, most telling first: the first that a run has is its headline.
+# Last parts of names; the first that a run has is its headline.
 HEADLINES = ("reward", "loss", "accuracy")
-# Of models that judge, what tells more than the loss does: by the algorithm, or by a metric that
-# they alone have.
+# Headlines of reward models and DPO in place of the loss: by algorithm, or by a metric that only
+# they have.
 JUDGED = {"rw": "accuracy", "dpo": "accuracies"}
 MARKS_OF_JUDGES = {"kendalltau": "accuracy", "accuracies": "accuracies"}
-# Shown before all others, in this order; the rest is a click away.
+# Metrics shown at once, in this order; others are shown on a click.
 TELLING = (
     "reward",
     "accuracy",
@@ -60,7 +59,7 @@ RISING = (
     "explained_variance",
 )
 FALLING = ("loss", "perplexity")
-# What a metric is called, where that is not its name in words.
+# Titles of metrics whose title is not the name with spaces.
 TITLES = {
     "kl": "KL",
     "kl_exact": "KL (exact)",
@@ -79,11 +78,12 @@ Line = Mapping[str, float | None]
 
 
 def last_part(name: str) -> str:
+    """Return the last part of a metric's name: `actor_train/kl` -> `kl`."""
     return name.rsplit("/", 1)[-1]
 
 
 def finite(value: object) -> bool:
-    """Return whether a value of a line is a number to show; null stands for NaN and the infinities."""
+    """Return whether a value can be shown as a number; NaN and infinities are stored as null."""
     return (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -97,7 +97,7 @@ def is_step(value: object) -> bool:
 
 
 def direction(name: str) -> int:
-    """1 where more is better, -1 where less is, 0 where neither."""
+    """Return 1 if higher values are better, -1 if lower ones are, 0 if neither."""
     last = last_part(name)
     if name.startswith(TIME):
         return 0
@@ -109,8 +109,9 @@ def direction(name: str) -> int:
 
 
 def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """The training metric that tells how a run goes: reward; of reward models and DPO the accuracy;
-    else loss, else accuracy. None without any of them.
+    """Return the training metric that best shows how a run is doing; None if there is none.
+
+    This is the reward; for reward models and DPO the accuracy; else the loss, else the accuracy.
     """
     known = [name for name in names if not name.startswith((TIME, EVAL))]
     lasts = [last_part(name) for name in known]
@@ -125,8 +126,10 @@ def headline(names: Iterable[str], algorithm: str | None = None) -> str | None:
 
 
 def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
-    """The validation metric, over all sources, of what the training metric `name` measures; else of
-    the reward, accuracy or loss. None for a run that is not evaluated.
+    """Return the validation metric, over all sources, that matches the training metric `name`.
+
+    If there is none, returns that of the reward, accuracy or loss; None if the run is not
+    evaluated.
     """
     known = set(names)
     own = () if name is None else (name.partition("/")[2], last_part(name))
@@ -141,8 +144,9 @@ def evaluation_of(name: str | None, names: Iterable[str]) -> str | None:
 
 
 def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
-    """The metric to show where there is room for one number: of the validation rows where there are
-    any, else of training.
+    """Return the one metric to show if there is room for one; None if there is none.
+
+    This is the validation metric if the run has one, else the headline.
     """
     known = list(names)
     name = headline(known, algorithm)
@@ -150,7 +154,7 @@ def leading(names: Iterable[str], algorithm: str | None = None) -> str | None:
 
 
 def rank(name: str) -> tuple[int, int]:
-    """Sorts names by how much they tell: evaluation beside its metric, unknown ones last."""
+    """Sort key for metric names: most informative first, evaluation before training."""
     last = last_part(name)
     if last in TELLING and not name.startswith(TIME):
         place = TELLING.index(last)
@@ -160,8 +164,9 @@ def rank(name: str) -> tuple[int, int]:
 
 
 def title(name: str) -> str:
-    """A name as a headline says it: `rew_inf/reward` -> `reward`, `actor_train/clip_ratio` -> `clip
-    ratio`, `eval/reward` -> `eval reward`.
+    """Return a metric's name for headings: `rew_inf/reward` -> `reward`.
+
+    Other examples are `actor_train/clip_ratio` -> `clip ratio` and `eval/reward` -> `eval reward`.
     """
     last = last_part(name)
     told = TITLES.get(last) or last.replace("_", " ")
@@ -169,8 +174,9 @@ def title(name: str) -> str:
 
 
 def tokens_per_second(line: Line) -> float | None:
-    """Tokens trained per second of the whole step; where nobody counted tokens, what a node says of
-    itself.
+    """Return tokens trained per second of the whole step; None if unknown.
+
+    If no node counted tokens, returns the largest rate that a node reports.
     """
     seconds = line.get("step_seconds")
     counts = [
@@ -189,7 +195,7 @@ def tokens_per_second(line: Line) -> float | None:
 
 
 def call_seconds(line: Line) -> dict[str, float]:
-    """Seconds by call of one step, as they stand on the line."""
+    """Return the seconds of each call in one step, in the order of the line."""
     return {
         name.removeprefix(TIME): value
         for name, value in line.items()
@@ -198,7 +204,7 @@ def call_seconds(line: Line) -> dict[str, float]:
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, in the shortest form that reads well: 0.0213, 1,234, 3.1e-05."""
+    """Format a number with four significant digits: `0.0213`, `1,234`, `3.1e-05`."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -214,7 +220,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12.3 s, 4:05, 1:02:03, 2 d 3 h."""
+    """Format a duration: `12.3 s`, `4:05`, `1:02:03`, `2 d 3 h`."""
     if seconds < 60 or seconds >= 1e12:
         return f"{seconds:.1f} s" if seconds < 1e12 else f"{number(seconds)} s"
     whole = round(seconds)

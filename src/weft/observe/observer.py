@@ -1,4 +1,4 @@
-"""What the runtime tells, and where it goes: files in the run's directory, the terminal, loggers."""
+"""Observer of a run: writes its files and informs the terminal and the loggers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,10 @@ LOG = RUN_LOG
 
 
 class Observer:
-    """One run's observer.
+    """Observer of one run; nothing it does affects the computation.
 
-    Everything may be called from the thread that drives the run; nothing here changes what is
-    computed.
-
-    `memory` gives the peak memory of the run in GiB; it fills `peak_memory_gb` where a line does
-    not hold it.
+    All methods can be called from the thread that drives the run. `memory` returns the peak memory
+    of the run in GiB, used for `peak_memory_gb` in lines that lack it.
     """
 
     def __init__(
@@ -74,17 +71,18 @@ class Observer:
         memory: Callable[[], float] = peak_memory_gb,
         view: View | None = None,
     ) -> Observer:
-        """The observer of a run whose directory exists: starts its loggers, cuts its files to
-        `run.resumed_step` steps, and shows `view`, or else the live view where the output is a
-        terminal and `progress` is on. Raises `UserError` where a logger cannot start, or something
-        that is no file has the name of one.
+        """Return the observer of a run whose directory exists, with loggers and view started.
+
+        Cuts the run's files to `run.resumed_step` steps. Without `view`, uses the live view if the
+        output is a terminal and `progress` is on, else plain lines. Raises `UserError` if a logger
+        cannot start, or if a file's path is taken by something that is not a file.
         """
         earlier = max(
             (int(row["step"]) for row in read_rows(run.directory / METRICS) if "step" in row),
             default=0,
         )
         for name in (METRICS, SAMPLES):
-            destination(run.directory / name)  # refused before the first step
+            destination(run.directory / name)  # raises now instead of at the first step
         run = replace(run, logged=earlier)
         view = view or make_view(f"{run.experiment_name}/{run.trial_name}", progress=progress)
         observer = cls(
@@ -100,9 +98,9 @@ class Observer:
         return observer
 
     def _report_lost_lines(self, run: RunInfo) -> None:
-        """Note the steps that this folder's run has done and that have no line any more."""
+        """Warn about completed steps of this run that have no readable line in metrics.jsonl."""
         starts = RunRecord.read(run.directory).starts
-        # of another run's point, whose lines are in that run's folder
+        # A run that started from another run's recovery point has no lines of the earlier steps.
         before = starts[0].step if starts else 0
         lost = self._metrics.missing(before + 1, run.resumed_step)
         if lost:
@@ -114,9 +112,7 @@ class Observer:
             )
 
     def expect(self, total_steps: int | None, done: int = 0) -> None:
-        """How many steps there will be in all (None: nobody knows), and how many an earlier process
-        has done.
-        """
+        """Set the total steps, None if unknown, and the number `done` by earlier processes."""
         if done:
             earlier = [
                 row for row in read_rows(self.directory / METRICS) if finite(row.get("step"))
@@ -134,12 +130,12 @@ class Observer:
         return self._view
 
     def log_plan(self, plan: Plan) -> None:
-        """What the run will do, whole into log.txt."""
+        """Write the complete plan of the run to log.txt."""
         for line in plan.whole():
             self._log(line)
 
     def step(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """One completed step: a line with at least `step`. Returns the line as it was written."""
+        """Record one completed step and return the line as written; `metrics` must have `step`."""
         line = dict(metrics)
         line.setdefault("peak_memory_gb", round(self._memory(), 4))
         with self._told(METRICS):
@@ -155,9 +151,7 @@ class Observer:
         return line
 
     def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What was measured of the last step after its line had been written: it goes onto that
-        line, and to the loggers.
-        """
+        """Add late metrics to the line of `step`, which is already written, and to the loggers."""
         with self._told(METRICS):
             self._metrics.amend(step, metrics)
         numbers = {name: float(value) for name, value in metrics.items() if finite(value)}
@@ -165,9 +159,11 @@ class Observer:
             sink.log(step, numbers)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples of a step: mappings with `prompt`, `completion` and what else is known (`id`,
-        `reward`, `finished`). The terminal and loggers show those that the model wrote; rows of the
-        data have a `rank` or a `loss`.
+        """Record samples of a step.
+
+        Each sample has a `prompt`, a `completion` and other known keys (`id`, `reward`,
+        `finished`). Rows of the dataset, which have a `rank` or a `loss`, are written to the file
+        but not sent to the terminal and the loggers.
         """
         with self._told(SAMPLES):
             self._samples.extend({"step": step, **row} for row in rows)
@@ -180,43 +176,46 @@ class Observer:
 
     @contextmanager
     def span(self, name: str, track: str = "", **args: Any) -> Iterator[None]:
-        """Time a phase on a track of the timeline: `roles/actor`, `host/reward`, or, by default,
-        one of the run's own.
+        """Time a phase on a track of the timeline.
+
+        Tracks are `roles/actor` or `host/reward`; the default is `run/{name}`.
         """
         with self._view.doing(name), self.timeline.span(name, track or f"{RUN}/{name}", **args):
             yield
 
     def ran(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Something that ran elsewhere and is over: `began` in seconds since the epoch."""
+        """Add a completed span measured elsewhere; `began` is in seconds since the epoch."""
         self.timeline.add(name, track, began, seconds, **args)
 
     def note(self, line: str) -> None:
-        """A line for people, redacted: into log.txt and onto the terminal."""
+        """Write a line to log.txt and the terminal, with secrets redacted."""
         line = redacted(line)
         self._log(line)
         self._view.note(line)
 
     def log(self, line: str) -> None:
-        """A line for log.txt alone: what the terminal is told of in another way."""
+        """Write a line to log.txt only, with secrets redacted."""
         self._log(line)
 
     def asked(self, line: str) -> None:
-        """Somebody has asked the run to stop; called in the handler of a signal."""
+        """Show that the run was asked to stop. Called from a signal handler."""
         self._view.asked(line)
 
     def renew_report(self) -> None:
-        """After a step: build report.html anew where it is due."""
+        """Rebuild report.html if it is due; called after each step."""
         self._renewal.step()
 
     def truncate(self, step: int) -> None:
-        """Forget the steps beyond the recovery point that a restart goes on from."""
+        """Drop the lines of steps after the recovery point that a restart resumes from."""
         with self._told(METRICS):
             self._metrics.truncate(step)
             self._samples.truncate(step)
 
     def close(self, status: str = "finished", last: Sequence[str] = ()) -> None:
-        """End the live view with one line that sums up, one that judges the run, and the `last`
-        ones; and the loggers. A second call does nothing.
+        """Close the view and the loggers; a second call does nothing.
+
+        The view ends with a line that summarizes the run, one with its diagnosis, and the lines
+        `last`.
         """
         if self._closed:
             return
@@ -232,7 +231,7 @@ class Observer:
             sink.close()
 
     def last_report(self, status: str) -> None:
-        """report.html of the run that ended so."""
+        """Build the final report.html, with the status the run ended with."""
         self._renewal.finish(status)
 
     def _log(self, line: str) -> None:
@@ -243,7 +242,7 @@ class Observer:
     def _told(self, file: str) -> Iterator[None]:
         try:
             yield
-        except UserError as error:  # something that is no file has its name
+        except UserError as error:  # the path is taken by something that is not a file
             raise RunError(f"{file} cannot be written: {error}") from error
         except OSError as error:
             raise RunError(

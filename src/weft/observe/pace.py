@@ -1,6 +1,4 @@
-"""How far a run is and how it goes, without a terminal: counts, pace, the headline's history, one
-plain line a step.
-"""
+"""Progress of a run as text: counts, pace, remaining time and the course of its headline metric."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from weft.observe.metrics import (
     tokens_per_second,
 )
 
-RECENT = 50  # steps whose pace the remaining time is taken from
+RECENT = 50  # number of last steps from which the remaining time is estimated
 BARS = "▁▂▃▄▅▆▇█"
 BESIDE = (
     "kl",
@@ -32,23 +30,23 @@ BESIDE = (
     "token_accuracy",
     "margin",
     "response_length",
-)  # shown next to the headline
+)  # last parts of metrics shown next to the headline, most informative first
 
 
 @dataclass
 class Pace:
-    """What has been measured so far, times in this process alone.
+    """Progress and headline metric of a run; times are of this process only.
 
-    `clock` gives seconds that only grow.
+    `clock` returns monotonic seconds.
     """
 
     clock: Callable[[], float] = time.monotonic
     total: int | None = None
     done: int = 0
     epoch: float = 0.0
-    name: str | None = None  # of the headline
+    name: str | None = None  # the headline metric
     values: list[float] = field(default_factory=list)
-    # `eval/...` over all sources -> its values
+    # metric `eval/...` over all sources -> its values
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     latest: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,15 +54,16 @@ class Pace:
         self.began = self.clock()
         self._last = self.began
         self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._since = 0  # the step that this process began after
-        self._rows: float | None = None  # of an evaluation
-        self._whole = True  # whether `values` begin with the run
+        self._since = 0  # number of steps done by earlier processes
+        self._rows: float | None = None  # number of validation rows
+        self._whole = True  # `values` start at the first step of the run
 
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """`total` steps in all, `done` of them by an earlier process, which left the lines
-        `earlier`. The clock of the first step starts here.
+        """Set the total steps, and the steps and metric lines of earlier processes.
+
+        Starts the clock of the first step.
         """
         self.total, self.done, self._since = total, done, done
         self._whole = bool(earlier) or done == 0
@@ -73,9 +72,9 @@ class Pace:
         self._last = self.clock()
 
     def step(self, numbers: Mapping[str, float]) -> None:
-        """Take in the finite numbers of one line."""
+        """Record the finite numbers of one line."""
         now = self.clock()
-        self._seconds.append(now - self._last)  # with what lies between steps: evaluation, saving
+        self._seconds.append(now - self._last)  # includes evaluation and saving between steps
         self._last = now
         self.done = int(numbers["step"])
         self.epoch = numbers.get("epoch", self.epoch)
@@ -93,25 +92,27 @@ class Pace:
 
     @property
     def elapsed(self) -> float:
+        """Seconds since this process began the run."""
         return self.clock() - self.began
 
     @property
     def remaining(self) -> float | None:
-        """Seconds to the end at the pace of the last steps; None where nobody knows."""
+        """Estimated seconds to the end, at the pace of the last steps; None if unknown."""
         if self.total is None or not self._seconds:
             return None
         return max(0, self.total - self.done) * sum(self._seconds) / len(self._seconds)
 
     @property
     def best(self) -> float | None:
-        """The best value of the headline so far, a mean over several steps."""
+        """Best value of the headline so far, as a mean over several steps; None if unknown."""
         if not self.values or self.name is None:
             return None
         return trend.best(self.name, self.values)[0]
 
     def beside(self, count: int = 3) -> list[tuple[str, float]]:
-        """(title, value) of the latest line's other telling numbers, most telling first, one of
-        each kind.
+        """Return (title, value) of the latest line's other metrics, most informative first.
+
+        Metrics with the same title are given once.
         """
         found: dict[str, float] = {}
         for word in BESIDE:
@@ -121,13 +122,13 @@ class Pace:
         return list(found.items())[:count]
 
     def counted(self) -> str:
-        """`step 12/60`, or `step 12` where the end is not known."""
+        """Return `step 12/60`, or `step 12` if the total is not known."""
         if self.total is not None:
             return f"step {self.done:>{len(str(self.total))}}/{self.total}"
         return f"step {self.done}"
 
     def text(self) -> str:
-        """The latest step as one plain line."""
+        """Format the latest step as one plain line."""
         parts = [self.counted(), f"epoch {self.epoch:.2f}"]
         parts += [f"{title(name)} {number(value)}" for name, value in self.evaluated()]
         if self.name is not None and self.name in self.latest:
@@ -140,20 +141,19 @@ class Pace:
         return "  ".join(parts)
 
     def evaluated(self) -> list[tuple[str, float]]:
-        """(metric, value) of the latest line's evaluation over all sources: what the headline
-        measures, or else the loss.
+        """Return [(metric, value)] of the latest line's evaluation over all sources, or [].
+
+        The metric matches the headline if possible, else it is the reward, accuracy or loss.
         """
         name = evaluation_of(self.name, self.latest)
         return [] if name is None else [(name, self.latest[name])]
 
     def summary(self, status: str) -> str:
-        """The run in one line, for its end."""
+        """Summarize the finished run in one line."""
         return ", ".join(self.summary_parts(status))
 
     def summary_parts(self, status: str) -> list[str]:
-        """Return how the run ended, then the course of each evaluation and that of the headline
-        metric in training.
-        """
+        """Return the outcome of the run, then the course of each evaluation and of the headline."""
         of = f" of {self.total}" if self.total is not None else ""
         since = f" since step {self._since}" if self._since else ""
         parts = [f"{status} after step {self.done}{of} in {duration(self.elapsed)}{since}"]
@@ -167,8 +167,7 @@ class Pace:
 
 
 def course(values: Sequence[float], name: str = "", rows: float | None = None) -> str:
-    """Return the first and the last value of a metric as text: `0.33 -> 0.3375 (+0.0075, within
-    noise)`.
+    """Format the first and last value of a metric: `0.33 -> 0.3375 (+0.0075, within noise)`.
 
     `name` and `rows` are those of an evaluation, as for `trend.change`.
     """
@@ -179,7 +178,7 @@ def course(values: Sequence[float], name: str = "", rows: float | None = None) -
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of `values` in at most `width` signs; each is the mean of an equal share of them."""
+    """Draw `values` in at most `width` characters, each the mean of an equal share of them."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))

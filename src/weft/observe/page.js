@@ -1,7 +1,7 @@
-// The rest of the page: options that can be filtered, tables that can be sorted, and pages that renew themselves.
-// A page reads without any of this: the script only adds to what is there.
+// The rest of the page: filter for options, sortable tables, and updates of live pages.
+// A page is readable without the script, which only adds controls.
 
-const EVERY = 3000; // milliseconds between two looks at a live page
+const EVERY = 3000; // milliseconds between two requests of a live page
 
 const startOptions = () => {
   const [filter, all] = ["filter", "unset"].map((id) => document.getElementById(id));
@@ -54,7 +54,7 @@ const startTables = () => {
   }
 };
 
-// Two or more runs of a list, chosen to be compared.
+// Selection of two or more runs in the list, to be compared.
 const startChoice = () => {
   const link = document.getElementById("compare");
   if (!link) return;
@@ -88,7 +88,7 @@ const start = () => {
   startChoice();
 };
 
-// A live page takes over what has changed, and keeps the reader's place, choices and open parts.
+// Update a live page from its new HTML; keeps the reader's position, choices and open parts.
 const renew = (text) => {
   const fresh = new DOMParser().parseFromString(text, "text/html");
   const open = [...document.querySelectorAll("details[open][data-key]")].map((each) => each.dataset.key);

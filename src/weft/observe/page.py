@@ -1,5 +1,6 @@
-"""The frame of every page: one file that asks the network for nothing, and lets no script run but
-its own.
+"""Frame of every page: one self-contained HTML file with a content security policy.
+
+A page loads nothing from the network and runs only its own script.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from weft import writing
 
 CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 HERE = Path(__file__).parent
-# one after the other, in one scope
+# Concatenated in this order, in one scope.
 SCRIPTS = ("curves.js", "completions.js", "timeline.js", "page.js")
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, with its entry in the bar at the top."""
+    """A section of a page, linked from the bar at the top."""
 
     name: str
     heading: str
@@ -34,10 +35,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page holds.
+    """Title, sections and data of a page.
 
-    One with a `live` tag, which its server knows this version by, renews itself from where it was
-    loaded; `home` is where its mark leads.
+    A page with a `live` tag polls its server and updates itself when the page there has another
+    tag. `home` is the link of the logo.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Page:
     home: str = "#top"
 
     def html(self) -> str:
-        """The whole page as text."""
+        """Render the whole page."""
         there = [section for section in self.sections if section.content]
         code = script()
         return Template(_read("report.html")).substitute(
@@ -69,7 +70,7 @@ class Page:
 
 
 def script() -> str:
-    """The page's script."""
+    """Return the page's script."""
     return "(() => {\n" + '"use strict";\n' + "\n".join(_read(name) for name in SCRIPTS) + "\n})();"
 
 
@@ -81,27 +82,27 @@ def _section(one: Section) -> str:
 
 
 def write(path: Path, text: str) -> Path:
-    """Put a page where it belongs, whole at any moment."""
+    """Write a page to `path` atomically and return the path."""
     return writing.write(path, text, errors="replace")
 
 
 def folded(summary: str, content: str, key: str) -> str:
-    """Content behind a click; `key` is what it is known by when the page renews itself."""
+    """Render content behind a click; `key` identifies it when a live page renews itself."""
     return f'<details data-key="{escape(key)}"><summary>{summary}</summary>{content}</details>'
 
 
 def embedded(value: Any) -> str:
-    """JSON inside a script element: no text in it can end the element."""
+    """Return JSON that is safe inside a script element: no text in it can end the element."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def shown(text: str) -> str:
-    """Text that came from data, as HTML that shows it and nothing else."""
+    """Escape untrusted text for HTML and make control characters visible."""
     return escape(visible(text))
 
 
 def visible(text: str) -> str:
-    """Control signs made visible."""
+    """Replace control characters by visible symbols."""
     return text.translate(CONTROL)
 
 

@@ -1,8 +1,7 @@
-"""Colours of roles, the same in the graph, the timeline and the report, on light and on dark
-ground.
+"""Colours of roles, the same in the graph, the timeline and the report.
 
-Each is told apart from its neighbours with the common colour-vision deficiencies, and has a
-contrast of at least 3:1.
+Each has a variant for light and for dark backgrounds. Neighbouring colours are distinguishable with
+the common colour-vision deficiencies, and have a contrast of at least 3:1.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hue:
-    """One colour as a line or a fill: on light ground, on dark ground."""
+    """One colour of a line or a fill, for light and for dark backgrounds."""
 
     light: str
     dark: str
@@ -27,7 +26,7 @@ SKY = Hue("#1f77b0", "#72b9ea")
 OLIVE = Hue("#6f7212", "#c8c65c")
 GREY = Hue("#646b78", "#a0a7b4")
 HUES = (INDIGO, ORANGE, TEAL, MAGENTA, SKY, OLIVE)
-# what an SVG of ours has its colours on dark ground under
+# Media query in the graph's SVG that selects the colours for dark backgrounds.
 DARK = "@media (prefers-color-scheme:dark)"
 KNOWN = {
     "actor": INDIGO,
@@ -40,7 +39,7 @@ KNOWN = {
 
 
 def role_hues(roles: Iterable[str]) -> dict[str, Hue]:
-    """Role -> colour: the usual roles have their own, others take what is left, in the order given."""
+    """Return role -> colour; roles without a fixed colour get the unused ones in order."""
     names = list(dict.fromkeys(roles))
     taken = [KNOWN[name] for name in names if name in KNOWN]
     free = [hue for hue in HUES if hue not in taken] or list(HUES)

@@ -1,6 +1,4 @@
-"""The plan of a run as people read it before the first step: a short table, and everything else for
-those who ask.
-"""
+"""Plan of a run for people, shown before the first step: a short table and details."""
 
 from __future__ import annotations
 
@@ -8,17 +6,19 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-LABEL = 14  # columns that labels take at most; a longer one pushes its own text to the right
-ROW_LINES = 2  # that a row of the table takes on a terminal; what is longer ends in an ellipsis
-LINES = 10  # of the whole table on a terminal
+LABEL = 14  # maximum columns of the label column; a longer label moves its text to the right
+ROW_LINES = 2  # maximum lines of a row on a terminal; longer text ends in an ellipsis
+LINES = 10  # maximum lines of the whole table on a terminal
 ARROW = " -> "
-GLUED = " ->\N{NO-BREAK SPACE}"  # a line never ends in an arrow's middle
+GLUED = " ->\N{NO-BREAK SPACE}"  # keeps an arrow on the line of the text after it
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`rows` are (label, text) of the table; `notes` stand below it; `details` are for the log and
-    for `--verbose`. Rows with a `hidden` label are left out.
+    """Plan of a run as text.
+
+    `rows` are (label, text) of the table, `notes` are lines below it, `details` are shown only in
+    the log and with `--verbose`. Rows whose label is in `hidden` are left out.
     """
 
     rows: Sequence[tuple[str, str]] = ()
@@ -27,11 +27,14 @@ class Plan:
     hidden: Sequence[str] = ()
 
     def short(self, width: int | None = None) -> list[str]:
-        """The table and the notes. `width` is the terminal's; None cuts and wraps nothing."""
+        """Return the lines of the table and the notes.
+
+        `width` is the terminal's number of columns; with None nothing is cut or wrapped.
+        """
         return [*self._table(width, short=True), *self.notes]
 
     def whole(self, width: int | None = None) -> list[str]:
-        """Everything."""
+        """Return the lines of the table, the notes and the details; `width` as for `short`."""
         return [*self._table(width), *self.notes, *self.details]
 
     def _table(self, width: int | None, *, short: bool = False) -> Iterator[str]:
@@ -58,8 +61,9 @@ class Plan:
 
 
 def _rooms(needed: Sequence[int]) -> list[int]:
-    """Lines that each row gets: what it needs, at most two; where all are too many, the last rows
-    get one first.
+    """Return the number of lines for each row: as many as needed, at most `ROW_LINES`.
+
+    If the table exceeds `LINES`, rows are cut to one line, the last rows first.
     """
     rooms = [min(lines, ROW_LINES) for lines in needed]
     for at in reversed(range(len(rooms))):
@@ -70,14 +74,15 @@ def _rooms(needed: Sequence[int]) -> list[int]:
 
 
 def _cut(lines: Sequence[str], room: int, width: int) -> list[str]:
-    """The first lines, of which the last ends in an ellipsis."""
+    """Return the first `room` lines, the last of them ending in an ellipsis."""
     *kept, last = lines[:room]
     return [*kept, f"{last[: max(0, width - 2)].rstrip()} …"]
 
 
 def _wrapped(text: str, width: int, first: int, others: int) -> list[str]:
-    """Lines for a terminal of `width` columns, of which the first line has `first` taken and the
-    others `others`.
+    """Wrap text for a terminal of `width` columns.
+
+    `first` columns of the first line and `others` columns of the others are already taken.
     """
     filler = textwrap.TextWrapper(
         max(width, others + 20),

@@ -1,6 +1,4 @@
-"""What a person sees while a run goes on: a live view on a terminal, one plain line a step anywhere
-else.
-"""
+"""Terminal output of a run: a live view on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -36,81 +34,102 @@ from weft.observe.plan import Plan
 ACCENT = "cyan"
 QUIET = "bright_black"
 STRONG = "bold"
-NARROW = 76  # columns below which things stand under each other
-REFRESHES = 4  # a second
-SPARE_LINES = 2  # of the terminal, below the view: the cursor's and one more
-# signs of the headline's course: at most, and where it ends a line at least
+NARROW = 76  # columns; below this the header is stacked vertically
+REFRESHES = 4  # per second
+SPARE_LINES = 2  # lines of the terminal kept free below the view: the cursor's and one more
+# Characters of the headline's sparkline: at most, and at least if it ends a line of text.
 SPARKS = 60
 LEAST_SPARKS = 8
 UNREAD = (
     "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
 )
-FLAGGED = ("!", "yellow")  # in place of the tick, where something is out of range
+FLAGGED = ("!", "yellow")  # replaces the tick if a metric is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}
 
 
 class View(Protocol):
-    """Shows a run. `step` and `close` return the lines that belong into log.txt."""
+    """Shows a run. `step` and `close` return lines for log.txt."""
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None where there is none, and lines may be long."""
+        """Columns of the terminal; None if the output is not a terminal and lines can be long."""
         ...
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Start the view."""
+        ...
+
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
-    ) -> None: ...
-    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]: ...
-    def sample(self, step: int, row: Mapping[str, Any]) -> None: ...
-    def doing(self, what: str) -> AbstractContextManager[None]: ...
-    def note(self, line: str) -> None: ...
-    def asked(self, line: str) -> None:
-        """Somebody has asked the run to stop.
+    ) -> None:
+        """Set the total steps, and the steps and metric lines of earlier processes."""
+        ...
 
-        Called in the handler of a signal, in the middle of anything.
+    def step(self, numbers: Mapping[str, float], *, shown: bool) -> list[str]:
+        """Record the finite metrics of a step; `shown` selects steps that get a line."""
+        ...
+
+    def sample(self, step: int, row: Mapping[str, Any]) -> None:
+        """Show a completion of a step."""
+        ...
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """Show `what` as the current activity inside a `with` statement."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Print a line."""
+        ...
+
+    def asked(self, line: str) -> None:
+        """Show that the run was asked to stop.
+
+        Called from a signal handler, possibly in the middle of any other method.
         """
         ...
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
-        """End the view with a line that sums the run up; `flagged`: something is out of range in
-        it.
+        """End the view with a line that summarizes the run.
+
+        `flagged` means that a metric of the run is out of range.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Show:
-    """How a run is shown: the whole plan where `verbose` is on; by `view` in place of the
-    terminal's own.
+    """Options of the terminal output.
+
+    `verbose` prints the whole plan; `view` replaces the terminal's own view.
     """
 
     verbose: bool = False
     view: View | None = None
 
     def plan(self, plan: Plan, view: View) -> None:
-        """What the run will do: a table, and everything where `verbose` is on."""
+        """Print the plan: a short table, or everything if `verbose` is on."""
         for line in plan.whole(view.width) if self.verbose else plan.short(view.width):
             view.note(line)
 
     def announce(self, plan: Plan, line: str) -> None:
-        """The plan, and what comes next, while the run has no view of its own."""
+        """Print the plan and `line` before the run has its own view."""
         view = self.view or make_view("", progress=False)
         self.plan(plan, view)
         view.note(line)
 
 
 class _Output(Console):
-    """A console whose reader may go (`weft ... | head`): the run goes on, and its lines are in
-    log.txt.
+    """Console that stops printing when its reader exits (`weft ... | head`); the run continues.
+
+    All lines are still written to log.txt.
     """
 
-    ends = False  # Ctrl-C reaches the reader as well, and the run does not go on
+    ends = False  # the run is stopping; Ctrl-C ends the reader of the pipe too
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # what is written to it later is no error either
+        os.dup2(nowhere, sys.stdout.fileno())  # later writes do not fail
         os.close(nowhere)
         if not self.ends:
             with suppress(OSError):
@@ -118,13 +137,13 @@ class _Output(Console):
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that the standard output is; None where it is none."""
+    """Return the columns of the terminal; None if the standard output is not a terminal."""
     console = Console()
     return console.width if console.is_terminal else None
 
 
 def make_view(run: str, *, progress: bool = True, console: Console | None = None) -> View:
-    """The live view where the output is a terminal and `progress` is on; plain lines otherwise."""
+    """Return the live view if the output is a terminal and `progress` is on, else plain lines."""
     console = console or _Output(highlight=False)
     if progress and console.is_terminal and not console.is_dumb_terminal:
         return LiveView(run, console)
@@ -132,7 +151,7 @@ def make_view(run: str, *, progress: bool = True, console: Console | None = None
 
 
 class PlainView:
-    """One readable line a step, for files and pipes."""
+    """Prints one line per step, for files and pipes."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -143,7 +162,7 @@ class PlainView:
         return self._console.width if self._console.is_terminal else None
 
     def start(self) -> None:
-        """Nothing to set up."""
+        """Do nothing; there is nothing to set up."""
 
     def expect(
         self, total: int | None, done: int, earlier: Sequence[Mapping[str, float]] = ()
@@ -158,7 +177,7 @@ class PlainView:
         return lines
 
     def sample(self, step: int, row: Mapping[str, Any]) -> None:
-        """Completions are for samples.jsonl; lines stay lines."""
+        """Ignore the sample; completions are in samples.jsonl."""
 
     def doing(self, what: str) -> AbstractContextManager[None]:
         return nullcontext()
@@ -169,7 +188,7 @@ class PlainView:
     def asked(self, line: str) -> None:
         if isinstance(self._console, _Output):
             self._console.ends = True
-        with suppress(OSError):  # not the console: it may be in the middle of a line
+        with suppress(OSError):  # bypasses the console, which can be in the middle of a line
             os.write(2, f"\n{line}\n".encode())
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
@@ -179,7 +198,7 @@ class PlainView:
 
 
 class LiveView:
-    """Drawn anew several times a second at the foot of the terminal; notes scroll by above it."""
+    """View redrawn several times a second at the bottom of the terminal, with notes above it."""
 
     def __init__(self, run: str, console: Console) -> None:
         self._run = run
@@ -221,12 +240,12 @@ class LiveView:
             self._doing.remove(entry)
 
     def note(self, line: str) -> None:
-        # then a line is not broken, so that a command can be copied
+        # Without a live view lines are not wrapped, so that commands can be copied.
         whole = not self._live.is_started
         self._console.print(line, markup=False, highlight=False, soft_wrap=whole)
 
     def asked(self, line: str) -> None:
-        # drawn with the next picture: a handler must not write into the one that is being drawn
+        # Shown at the next refresh: a signal handler must not write while the view is being drawn.
         self._asked = line
 
     def close(self, status: str, *, flagged: bool = False) -> list[str]:
@@ -263,7 +282,7 @@ class LiveView:
         for line in drawn:
             yield from line
             yield Segment.line()
-        # the cursor stands here, and the terminal's echo of what is typed, such as ^C
+        # Room for the cursor and for the echo of typed characters, such as ^C.
         yield Segment(" ")
 
     def _head(self, width: int) -> RenderableType:
@@ -323,7 +342,7 @@ class LiveView:
         return Group(*lines, *packed(shown, width, "   "))
 
     def _calls(self, width: int, count: int) -> Table | None:
-        """Seconds per call of the latest step, the longest ones where there is no room for all."""
+        """Render the longest calls of the latest step, at most `count`, with their seconds."""
         seconds = call_seconds(self._pace.latest)
         if not seconds or count < 1:
             return None
@@ -361,7 +380,7 @@ class LiveView:
         return Group(Text(), *map(_line, lines)) if lines else None
 
     def _completion(self, width: int, lines: int) -> RenderableType | None:
-        """One completion, its prompt before it, cut to what fits."""
+        """Render one completion after its prompt, cut to the space available."""
         if self._sample is None or lines < 2:
             return None
         step, row = self._sample
@@ -385,13 +404,14 @@ class LiveView:
 
 
 class _Reflow(RenderHook):
-    """A terminal that becomes narrower breaks the lines that it shows: these rows, too, are to be
-    wiped off before the next picture, for which rich counts the lines that it wrote.
+    """Render hook that wipes the extra rows of a terminal that has become narrower.
+
+    Such a terminal wraps the lines it shows, but rich erases only as many rows as it wrote lines.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._lengths: list[int] = []  # of the lines on the screen
+        self._lengths: list[int] = []  # widths in columns of the lines on the screen
 
     def drew(self, lengths: list[int]) -> None:
         self._lengths = lengths
@@ -405,9 +425,7 @@ class _Reflow(RenderHook):
 
 
 def elided(text: str, width: int) -> str:
-    """`text` in at most `width` signs, without its middle where it is longer: both ends tell names
-    apart.
-    """
+    """Cut `text` to at most `width` characters, in the middle, since both ends identify a name."""
     if len(text) <= width:
         return text
     end = max(0, (width - 1) * 2 // 3)
@@ -415,7 +433,10 @@ def elided(text: str, width: int) -> str:
 
 
 def packed(parts: Sequence[Text], width: int, between: str, *, indent: int = 0) -> list[Text]:
-    """The parts on as few lines as hold them, none broken; lines after the first are set in."""
+    """Place the parts on as few lines as possible, without breaking a part.
+
+    Lines after the first are indented by `indent`.
+    """
     lines: list[Text] = []
     for part in parts:
         if lines and lines[-1].cell_len + len(between) + part.cell_len <= width:
@@ -430,7 +451,7 @@ def _group(*parts: RenderableType | None) -> Group:
 
 
 def _line(text: Text) -> Text:
-    """One that is cut where the terminal ends."""
+    """Set the text to be cut with an ellipsis at the terminal's edge."""
     text.no_wrap = True
     text.overflow = "ellipsis"
     return text

@@ -1,6 +1,4 @@
-"""Keeps `report.html` fresh while a run goes on: from the first step, now and then, and never at
-the cost of the run.
-"""
+"""Rebuilds `report.html` during a run, from the first step on, without slowing the run."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ from typing import Any, Protocol
 from weft.observe.report import build_report
 from weft.observe.run_files import METRICS, SAMPLES, TIMELINE
 
-SECONDS = 30.0  # between two reports, at least
+SECONDS = 30.0  # minimum time between two reports
 SHARE = 20.0  # a report that takes a second is built every 20 seconds at most
-# bytes of a run's files; up to here a report takes less than 0.1 s, and the run builds it itself
+# Bytes of a run's files. Up to here a report takes less than 0.1 s, and the run builds it itself.
 LARGE = 1_000_000
-NICE = 10  # how far a process of its own stands back behind the run
+NICE = 10  # niceness of the process that builds the report
 
 
 class Process(Protocol):
-    """A build that goes on by itself."""
+    """A build in another process."""
 
     def poll(self) -> int | None: ...
     def kill(self) -> None: ...
@@ -32,16 +30,16 @@ class Process(Protocol):
 
 
 def start(directory: Path) -> Process:
-    """Build the report in a process of its own, out of reach of the terminal's Ctrl-C."""
+    """Build the report in another process, which the terminal's Ctrl-C does not reach."""
     command = [sys.executable, "-m", "weft.observe.renewal", str(directory)]
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, process_group=0)
 
 
 class Renewal:
-    """One run's report.
+    """Rebuilds the report of one run.
 
-    `tell` is told once where it cannot be built; the run goes on all the same.
+    `tell` is called once with a message if a build fails; the run continues.
     """
 
     def __init__(
@@ -60,20 +58,22 @@ class Renewal:
         self._start = start
         self._process: Process | None = None
         self._began: float | None = None
-        self._cost = 0.0  # seconds that the last one took
+        self._cost = 0.0  # seconds the last build took
         self._told = False
 
     def step(self) -> None:
-        """After a step: build the report where it is due. Never waits for one that takes long."""
+        """Build the report if it is due; called after each step. Never waits for a long build."""
+        # Check a build in progress.
         if self._process is not None:
             code = self._process.poll()
             if code is None:
-                # as far as is seen: steps may take longer
+                # An upper bound, since a step can take longer than the build.
                 self._cost = self._clock() - (self._began or 0.0)
                 return
             self._process = None
             if code:
                 self._failed(f"the process that builds it ended with exit code {code}")
+        # Too soon after the last build?
         if self._began is not None and self._clock() - self._began < max(
             SECONDS, SHARE * self._cost
         ):
@@ -87,19 +87,19 @@ class Renewal:
             self._cost = self._clock() - self._began
 
     def stop(self) -> None:
-        """End a build that is under way: there is a report from before, and it stays whole."""
+        """Kill a build in progress; the previous report remains intact."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def finish(self, status: str) -> None:
-        """The last report, of a run that ends so."""
+        """Build the last report, with the status the run ended with."""
         self.stop()
         self._here(status)
 
     def _here(self, status: str | None) -> None:
-        with ThreadPoolExecutor(1) as pool:  # its future keeps whatever goes wrong
+        with ThreadPoolExecutor(1) as pool:  # the future catches every exception
             trouble = pool.submit(self._build, self._directory, status).exception()
         if trouble is not None:
             self._failed(f"{type(trouble).__name__}: {trouble}")
@@ -115,7 +115,7 @@ class Renewal:
 
 
 def main(words: Sequence[str]) -> int:
-    """`python -m weft.observe.renewal RUN_DIR`: what `start` runs."""
+    """Build the report of `words[0]` at low priority: `python -m weft.observe.renewal RUN_DIR`."""
     os.nice(NICE)
     build_report(Path(words[0]))
     return 0

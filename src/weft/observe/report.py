@@ -1,6 +1,6 @@
-"""`report.html`: one page that shows a run, from the files in its directory.
+"""`report.html`: one page that shows a run, built from the files in its directory.
 
-It asks the network for nothing.
+The page loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ GRAPH_ALT = "The dataflow graph of the run: its calls and the keys between them"
 
 
 def build_report(run_dir: Path | str, status: str | None = None) -> Path:
-    """Write `run_dir/report.html` anew and return its path.
+    """Write `run_dir/report.html` and return its path.
 
-    `status` is how the run ends, where the run does not say so yet.
-
-    Works for a run that goes on and for one that has only some of its files. Raises `UserError`
-    where `run_dir` is no run.
+    `status` overrides the status in the run's files. Works during a run, and with only some of its
+    files. Raises `UserError` if `run_dir` is not a run.
     """
     run = RunFiles.read(Path(run_dir))
     run = run if status is None else replace(run, status=status)
@@ -37,7 +35,7 @@ def build_report(run_dir: Path | str, status: str | None = None) -> Path:
 
 
 def page(run: RunFiles, *, live: str = "", home: str = "#top") -> Page:
-    """The page of a run; with a `live` tag one that renews itself."""
+    """Build the page of a run; with a `live` tag it updates itself."""
     found = charts.all_charts(run)
     main = sections.shown_metrics(run)[:1]
     hero = next((chart for chart in found if any(line.name in main for line in chart.lines)), None)
@@ -80,7 +78,7 @@ def _hero(run: RunFiles, chart: Chart | None) -> str:
 
 
 def curves(drawn: Sequence[Chart], skip: int) -> str:
-    """All charts but the first `skip`, which stand elsewhere; the less telling ones behind a click."""
+    """Render all charts except the first `skip`; less informative ones are behind a click."""
     place = {id(chart): index for index, chart in enumerate(drawn)}
     telling, rest = charts.split(drawn[skip:])
     if not drawn:
@@ -95,7 +93,7 @@ def curves(drawn: Sequence[Chart], skip: int) -> str:
 
 
 def _axes(many: bool) -> str:
-    """What the reader can do with all curves at once."""
+    """Render the controls that apply to all curves: smoothing, x axis, log scale and reset."""
     slider = (
         '<label class="smoothing">Smoothing <input id="smoothing" type="range" min="0" max="0.95" step="0.05" value="0.6">'
         "<output>0.60</output></label>"
@@ -119,7 +117,7 @@ def _time(run: RunFiles, spans: timing.Spans) -> str:
 
 
 def _machine(run: RunFiles) -> str:
-    """What the run was computed on, and where the traces of its steps lie."""
+    """Render the hardware of the run and the list of profiler traces."""
     parts = [f"<p>{escape(run.hardware)}</p>"] if run.hardware else []
     if run.traces:
         files = "".join(f"<li><code>{escape(trace)}</code></li>" for trace in run.traces)
@@ -128,10 +126,10 @@ def _machine(run: RunFiles) -> str:
 
 
 def _graph(svg: str) -> str:
-    """As an image: nothing inside it can run, and its style stays its own.
+    """Embed the graph as images, so that no script in it can run and its style stays separate.
 
-    One for light and one for dark ground, since not every browser tells an image which of them the
-    page has; without a ground of its own.
+    There are two images, for light and dark backgrounds, since not every browser passes the page's
+    colour scheme to an image. Their background is transparent.
     """
     bare = svg.replace("</svg>", "<style>.ground{fill:none}</style></svg>")
     light, dark = (_image(bare.replace(DARK, f"@media {kind}")) for kind in ("not all", "all"))

@@ -1,4 +1,4 @@
-"""What a run's directory holds, read for its report; any of it may be missing."""
+"""Contents of a run's directory, read for its report; any file can be missing."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ STATUS = "status.json"
 METRICS = "metrics.jsonl"
 RECORD = "run.json"
 HARDWARE = "hardware.txt"
-PROFILE = "profile"  # what the device is; the folder of traces
+PROFILE = "profile"  # folder of the profiler's traces
 TIMELINE = "timeline.json"
 GRAPH = "graph.svg"
 LOG = "log.txt"
 KNOWN = (CONFIG, METRICS, SAMPLES, TIMELINE, GRAPH, LOG)
-# that a run writes; without one of them it is unfinished
+# Statuses that a run writes; a run without one is `unfinished`.
 STATUSES = ("running", "finished", "stopped", "failed")
-LOG_LINES = 400
+LOG_LINES = 400  # last lines of the log that the report shows
 NUMBERS = frozenset((float, int))
-# of a timeline, whose middle a long run's report leaves out
+# Bytes read at each end of a timeline; the middle of a longer one is left out of the report.
 HEAD_BYTES = 1 << 20
 TAIL_BYTES = 3 << 20
-QUIET_SECONDS = 600.0  # a run that has written nothing for so long is not called running
+QUIET_SECONDS = 600.0  # a run that has written nothing for this long does not count as running
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The contents of one run's directory.
+    """Contents of one run's directory.
 
-    `lines` are those of metrics.jsonl that have a step, oldest first; `samples` are those of a few
-    steps; `record` says how the run was started.
+    `lines` are the lines of metrics.jsonl that have a step, oldest first; `samples` are those of a
+    few steps; `record` is the content of run.json, which says how the run was started.
     """
 
     directory: Path
@@ -60,13 +60,13 @@ class RunFiles:
     log: Sequence[str] = ()
     status: str = "unfinished"
     hardware: str = ""
-    traces: Sequence[str] = ()  # of steps that were profiled, by their paths in the directory
+    traces: Sequence[str] = ()  # profiler traces, as paths relative to the directory
     record: Mapping[str, Any] = field(default_factory=dict)
-    answers: Sequence[Mapping[str, Any]] = ()  # to fixed prompts, from step to step
+    answers: Sequence[Mapping[str, Any]] = ()  # answers to the fixed prompts at several steps
 
     @classmethod
     def read(cls, directory: Path) -> RunFiles:
-        """Raises `ConfigError` where `directory` is no run's."""
+        """Read a run's directory. Raises `ConfigError` if `directory` is not that of a run."""
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no such directory; give the folder of a run, such as "
@@ -101,7 +101,7 @@ class RunFiles:
 
     @property
     def names(self) -> list[str]:
-        """Every metric with a finite value, in the order of their first appearance."""
+        """Every metric with a finite value, in the order of first appearance."""
         return list(self._columns)
 
     @property
@@ -110,17 +110,18 @@ class RunFiles:
 
     @cached_property
     def _table(self) -> tuple[dict[str, tuple[list[float], list[float]]], Counter[str]]:
-        """(metric -> (steps, values) where it is finite, metric -> lines on which it is NaN,
-        infinite or too large).
+        """(metric -> (steps, values) where finite, metric -> number of lines where it is not).
 
-        Read once, and lines with the same metrics together: a long run has a million values, which
-        lie apart in memory.
+        A value counts as not finite if it is NaN, infinite or too large. Computed once, and lines
+        with the same metrics are converted together: a long run has a million values, scattered in
+        memory.
         """
         columns: dict[str, tuple[list[float], list[float]]] = {}
         gaps = Counter[str]()
         for (names, is_plain), group in itertools.groupby(self.lines, key=_shape):
             lines = list(group)
             steps = [float(line["step"]) for line in lines]
+            # Lines with nulls, other types or huge integers are read value by value.
             if not is_plain:
                 for step, line in zip(steps, lines, strict=True):
                     for name, value in line.items():
@@ -129,6 +130,7 @@ class RunFiles:
                         elif value is None or type(value) in NUMBERS:
                             gaps[name] += 1
                 continue
+            # One array for all other lines of these metrics: [metrics, lines].
             matrix = np.array([list(line.values()) for line in lines], dtype=np.float64).T
             drawn = np.abs(matrix) < LARGEST
             for name, values, at in zip(names, matrix, drawn, strict=True):
@@ -141,25 +143,25 @@ class RunFiles:
 
     @property
     def title(self) -> tuple[str, str]:
-        """(experiment, trial): from the configuration, or else the names of the folders."""
+        """(experiment, trial) from the configuration, else from the names of the folders."""
         folder = self.directory.resolve()
         trial = self.config.get("trial_name") or folder.name
         return str(self.config.get("experiment_name") or folder.parent.name), str(trial)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """(steps, values) of a metric, where it is finite."""
+        """Return (steps, values) of a metric where it is finite; empty lists if unknown."""
         return self._columns.get(name, ([], []))
 
     @cached_property
     def diagnosis(self) -> Diagnosis | None:
-        """The judgement of the run; None where it is too short for one."""
+        """Diagnosis of the run; None if it has too few steps."""
         algorithm = self.record.get("algorithm")
         return judge(
             self.lines, str(algorithm) if algorithm else None, lambda: self.config, self.samples
         )
 
     def not_finite(self, name: str) -> int:
-        """Steps whose value of a metric was NaN or infinite."""
+        """Return the number of steps at which a metric was not finite."""
         return self._table[1][name]
 
 
@@ -170,15 +172,15 @@ def _text(path: Path) -> str | None:
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """Return the options of a run with secrets masked; empty where they cannot be read."""
+    """Return the options of a run with secrets masked; empty if they cannot be read."""
     try:
         return dict(masked(read_config(path)))
     except ConfigError:
-        return {}  # a report of what can be read is better than none
+        return {}  # an incomplete report is better than none
 
 
 def _status(directory: Path) -> str:
-    """finished, stopped, failed, running; unfinished where nobody wrote down how it ended."""
+    """Return the run's status; `unfinished` if it ended without writing one."""
     status = str(read_json(directory / STATUS).get("status"))
     if status not in STATUSES:
         return "unfinished"
@@ -188,13 +190,13 @@ def _status(directory: Path) -> str:
 
 
 def is_quiet(directory: Path) -> bool:
-    """Whether a run has written nothing for so long that it is not called running."""
+    """Return whether a run has written nothing for so long that it does not count as running."""
     files = [directory / name for name in (STATUS, METRICS, LOG) if (directory / name).is_file()]
     return time.time() - max((path.stat().st_mtime for path in files), default=0.0) > QUIET_SECONDS
 
 
 def _shape(line: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The metrics of a line, and whether all of them are floats and small whole numbers."""
+    """Return the metrics of a line, and whether all values are floats or small whole numbers."""
     values = line.values()
     is_plain = NUMBERS.issuperset(map(type, values)) and all(
         abs(v) < LARGEST for v in values if type(v) is int

@@ -1,6 +1,6 @@
-"""The runs in a folder, a line each: what `weft ls` lists.
+"""Summaries of the runs in a folder, as listed by `weft ls`.
 
-Of long files only the ends are read, so a hundred runs take no time.
+Only the ends of long files are read, so that a hundred runs are listed quickly.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weft.observe.sample_rows import SAMPLES
 from weft.reading import MOST_YAML, read_text
 
 MARKS = (CONFIG, STATUS, METRICS, RECORD)
-TAIL_BYTES = 1 << 16  # of metrics.jsonl, which hold the last line of any run
-# of metrics.jsonl that is read whole; of a longer one half as much at each end
+TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl, enough for the last line of any run
+# Bytes up to which metrics.jsonl is read whole; of a longer one, half as much is read at each end.
 WHOLE_BYTES = 1 << 19
-SAMPLE_BYTES = 1 << 15  # the same of samples.jsonl
+SAMPLE_BYTES = 1 << 15  # the same for samples.jsonl
 REWARD = "reward"
 KEY = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
 TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
@@ -35,49 +35,52 @@ TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run. What nobody wrote down is None; `changed` is in seconds since the epoch."""
+    """Summary of one run.
+
+    Unknown values are None; `changed` is in seconds since the epoch.
+    """
 
     path: Path
     experiment: str
     trial: str
     algorithm: str | None
-    # running, finished, stopped, failed; unfinished where nobody works on it and nobody wrote how
-    # it ended
+    # running, finished, stopped, failed; unfinished if it ended without writing its outcome
     status: str
     step: int | None
     total_steps: int | None
-    metric: str | None  # the metric that tells most, of the validation rows where there are any
-    value: float | None  # the last evaluation; in training the mean of the last steps
+    metric: str | None  # headline metric, of the validation rows if possible
+    value: float | None  # the last evaluation; for training metrics the mean of the last steps
     num_bytes: int
     changed: float | None
-    # what is out of range; None where the run is too short to be judged
+    # text of the diagnosis; None if the run has too few steps
     diagnosis: str | None = None
 
     @property
     def flagged(self) -> bool:
-        """Return whether something is out of range."""
+        """Return whether a metric is out of range."""
         return self.diagnosis not in (None, FINE)
 
 
 def list_runs(root: Path, alive: Callable[[Path], bool] | None = None) -> list[RunSummary]:
-    """The runs in `root`, in its folders and in theirs, newest first. `root` may be a run itself.
+    """Return the runs in `root` and up to two levels below, newest first.
 
-    `alive` tells whether somebody works on a run that calls itself running; without it a run that
-    has not written anything for ten minutes is unfinished.
+    `root` can be a run itself. `alive` returns whether a run with the status `running` has a live
+    process; without it, a run that has written nothing for ten minutes is unfinished.
     """
     runs = [summarize(path, alive) for path in find_runs(root)]
     return sorted(runs, key=lambda run: (-(run.changed or 0.0), str(run.path)))
 
 
 def newest_first(root: Path) -> list[Path]:
-    """The directories of the runs in `root`, in the order of `list_runs`, without a look at what
-    they hold.
+    """Return the directories of the runs in `root` in the order of `list_runs`.
+
+    Reads only file times, not the runs' contents.
     """
     return sorted(find_runs(root), key=lambda run: (-(_changed(run) or 0.0), str(run)))
 
 
 def find_runs(root: Path) -> Iterator[Path]:
-    """The directories of runs in `root` and up to two levels below. Links are not followed."""
+    """Yield the directories of runs in `root` and up to two levels below; follows no links."""
     level = [root]
     for _ in range(3):
         below: list[Path] = []
@@ -93,7 +96,7 @@ def is_run(folder: Path) -> bool:
     """Return whether a folder looks like the directory of a run."""
     try:
         return any((folder / name).is_file() for name in MARKS)
-    except OSError:  # a folder of somebody else
+    except OSError:  # no permission
         return False
 
 
@@ -109,7 +112,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSummary:
-    """What the files of one run say, as far as they can be read."""
+    """Summarize one run from those of its files that can be read."""
     status = read_json(run / STATUS)
     record = read_json(run / RECORD)
     top = _top_keys(run / CONFIG)
@@ -118,9 +121,11 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
     algorithm = (named if isinstance(named, str) else "") or next(
         (name for name in ALGORITHMS if name in top), None
     )
+    # The headline metric and the diagnosis.
     metric = leading(dict.fromkeys(name for line in lines for name in line), algorithm)
     value = _value(metric, lines)
     found = diagnose(run, algorithm, lines)
+    # Progress and status.
     steps = [line["step"] for line in lines[-1:]] + [status.get("step")]
     step = max((int(each) for each in steps if is_step(each)), default=None)
     said = _status(run, status, alive)
@@ -145,8 +150,9 @@ def summarize(run: Path, alive: Callable[[Path], bool] | None = None) -> RunSumm
 def diagnose(
     run: Path, algorithm: str | None, lines: Sequence[Mapping[str, Any]] | None = None
 ) -> Diagnosis | None:
-    """Judge a run by the ends of its files; `lines` are those of its metrics, where they are read
-    already.
+    """Diagnose a run from the ends of its files; None if it has too few steps.
+
+    `lines` are the lines of its metrics, if they are already read.
     """
     metrics = end_lines(run / METRICS) if lines is None else lines
     rewarded = any(last_part(name) == REWARD for line in metrics[-1:] for name in line)
@@ -155,7 +161,7 @@ def diagnose(
 
 
 def _value(metric: str | None, lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """A metric as one number: of evaluations the last, of training steps the mean of the last ones."""
+    """Return the last value of an evaluation metric; the mean of a training metric's last steps."""
     if (
         metric is None
         or not (there := [line[metric] for line in lines if metric in line])
@@ -177,9 +183,9 @@ def _status(run: Path, written: Mapping[str, Any], alive: Callable[[Path], bool]
 
 
 def _top_keys(config: Path) -> dict[str, str]:
-    """The keys at the top of a config.yaml with what stands beside them.
+    """Return the top-level keys of a config.yaml with the text after them.
 
-    To parse a hundred such files would take seconds.
+    Uses a regular expression: parsing a hundred such files would take seconds.
     """
     try:
         return dict(TOP_KEY.findall(read_text(config, str(config), most=MOST_YAML)))
@@ -188,8 +194,9 @@ def _top_keys(config: Path) -> dict[str, str]:
 
 
 def _scalars(config: Path) -> dict[str, Any]:
-    """The options of a config.yaml that are single values, nested as they stand there, as weft
-    writes the file.
+    """Return the nested options of a config.yaml that are single values.
+
+    Reads only the layout in which weft writes the file.
     """
     if not config.is_file():
         return {}
@@ -221,13 +228,14 @@ def _scalar(text: str) -> Any:
 
 
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The last lines that have a step, oldest first."""
+    """Return the last lines of metrics.jsonl that have a step, oldest first."""
     return _lines(metrics, lambda size: [(max(0, size - TAIL_BYTES), size)])
 
 
 def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
-    """The lines of a file that have a step, oldest first; of one of more than `most` bytes those at
-    its two ends.
+    """Return the lines of a file that have a step, oldest first.
+
+    From a file of more than `most` bytes only the lines at its two ends are read.
     """
     half = most // 2
     return _lines(
@@ -236,7 +244,7 @@ def end_lines(path: Path, most: int = WHOLE_BYTES) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> list[dict[str, Any]]:
-    """The lines in these parts of a file, without those that are torn or begin before their part."""
+    """Return the lines in the given byte ranges of a file, without those that are incomplete."""
     rows: list[str] = []
     if not path.is_file():
         return []
@@ -247,21 +255,21 @@ def _lines(path: Path, parts: Callable[[int], Sequence[tuple[int, int]]]) -> lis
                 rows += file.read(stop - start).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    read = map(read_row, rows)  # None: torn, or the rest of a line that begins before its part
+    read = map(read_row, rows)  # None for incomplete lines
     return [cleaned(line) for line in read if line is not None]
 
 
 def tree_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder, each once however many names it has.
+    """Return the total bytes of the files below a folder.
 
-    Links are counted, not followed.
+    A file with several hard links counts once. Symbolic links are counted, not followed.
     """
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):
         for name in names:
             try:
                 stat = os.lstat(os.path.join(place, name))
-            except OSError:  # it was removed meanwhile
+            except OSError:  # removed in the meantime
                 continue
             seen[stat.st_dev, stat.st_ino] = stat.st_size
     return sum(seen.values())

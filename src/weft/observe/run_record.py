@@ -1,4 +1,4 @@
-"""`run.json` of a run: how it was started, each time, by what and where.
+"""`run.json` of a run: how, by which command, and where each of its processes was started.
 
 The runtime writes it, `weft show` reads it.
 """
@@ -19,7 +19,8 @@ from weft.observe.run_files import RECORD
 class Start:
     """One process that worked on the run.
 
-    `step`: how many were done before; `commit`: of weft's own checkout, if it is one.
+    `step` is the number of steps done before it started; `commit` is that of weft's checkout, if
+    weft runs from one.
     """
 
     time: float  # seconds since the epoch
@@ -34,9 +35,9 @@ class Start:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Everything that `run.json` holds, oldest start first.
+    """Content of `run.json`; starts are in order, oldest first.
 
-    `chosen`: options that nobody has set, and that weft has given a value.
+    `chosen` lists options that the user left unset and weft chose.
     """
 
     algorithm: str | None = None
@@ -46,7 +47,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, run: Path) -> RunRecord:
-        """As much of it as can be read."""
+        """Read a run's record; fields that cannot be read keep their defaults."""
         found = read_json(run / RECORD)
         listed = found.get("starts")
         starts = [
@@ -65,7 +66,7 @@ class RunRecord:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the record as the mapping that is written to `run.json`."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""`samples.jsonl` as a report reads it: a few steps of it, in groups of one prompt each."""
+"""Reader of `samples.jsonl` for reports: the rows of a few steps, grouped by prompt."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weft.observe.lenient import cleaned
 from weft.observe.metrics import finite
 
 SAMPLES = "samples.jsonl"
-STEPS = 12  # that a report shows
-GROUPS = 6  # of a step
+STEPS = 12  # maximum steps that a report shows
+GROUPS = 6  # maximum groups for each step
 STEP = re.compile(rb'\s*\{"step": (\d{1,15})[,}]')
 DETAILED = b'"tokens": ['
 T = TypeVar("T")
@@ -34,31 +34,32 @@ class Group:
 
     @property
     def answer(self) -> str | None:
-        """What the data say is right."""
+        """The reference answer of the dataset; None if there is none."""
         found = self.rows[0].get("answer")
         return str(found) if isinstance(found, str | int | float) else None
 
     @property
     def pair(self) -> bool:
-        """Whether its answers are ranked by the data."""
+        """Return whether the dataset ranks the answers."""
         return len(self.rows) > 1 and all(finite(row.get("rank")) for row in self.rows)
 
     def values(self, name: str) -> list[float]:
-        """The finite values that its rows have of a name."""
+        """Return the finite values of the key `name` in the rows."""
         return [float(row[name]) for row in self.rows if finite(row.get(name))]
 
 
 def pick(values: Sequence[T], count: int) -> list[T]:
-    """At most `count` of `values`, evenly spread, with the first and the last."""
+    """Return at most `count` of `values`, evenly spaced, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(index * (len(values) - 1) / (count - 1))] for index in range(count)]
 
 
 def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
-    """The rows of `steps` steps, of those that tell of single tokens where there are any.
+    """Return the rows of at most `steps` steps, evenly spaced.
 
-    A file of a long run is large, so only these are parsed.
+    If some steps have values of single tokens, only these and the last step are considered. Only
+    the rows returned are parsed, since the file of a long run is large.
     """
     lines: dict[int, list[bytes]] = {}
     told: set[int] = set()
@@ -80,7 +81,10 @@ def read_samples(path: Path, steps: int = STEPS) -> list[dict[str, Any]]:
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a line, without reading the rest where it is written as weft writes it."""
+    """Return the step of a line; None if the line cannot be read.
+
+    Lines in the layout that weft writes are not parsed.
+    """
     known = STEP.match(line)
     if known is not None:
         return int(known[1])  # at most 15 digits
@@ -94,7 +98,10 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def groups(rows: Iterable[Mapping[str, Any]], most: int = GROUPS) -> dict[float, list[Group]]:
-    """Step -> its groups, at most so many; completions of one id belong together."""
+    """Group rows into step -> groups, at most `most` for each step.
+
+    Rows with the same `id` are one group; a row without an `id` is a group by itself.
+    """
     found: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
         id = row.get("id")
@@ -114,6 +121,6 @@ def _id(row: Mapping[str, Any]) -> str | None:
 
 
 def _ordered(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Answers of a pair best first, others as they were made."""
+    """Sort ranked answers best first; keep the order of others."""
     ranked = all(finite(row.get("rank")) for row in rows)
     return sorted(rows, key=lambda row: row["rank"]) if ranked else list(rows)

@@ -1,4 +1,4 @@
-"""The first screen of a report, and its log: headline numbers as HTML from a run's files."""
+"""First screen and log of a report: the headline metrics of a run as HTML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.observe.run_files import RunFiles
 
 
 def lede(run: RunFiles) -> str:
-    """The run in two sentences."""
+    """Summarize the run in a few sentences: its length, and the course of its headline metrics."""
     if not run.lines:
         return "No step has been written yet."
     last = run.lines[-1]
@@ -38,17 +38,16 @@ def lede(run: RunFiles) -> str:
 
 
 def shown_metrics(run: RunFiles) -> list[str]:
-    """Names of the metrics that a run is judged by: of the validation rows where there are any,
-    then of training.
-    """
+    """Return the headline metrics: of the validation rows, if any, then of training."""
     name = headline(run.names, run.record.get("algorithm"))
     evaluated = evaluation_of(name, run.names)
     return [each for each in (evaluated, name) if each is not None]
 
 
 def moved(run: RunFiles, name: str) -> str:
-    """The course of a metric in a sentence: its ends and its best value, as means over several
-    steps, with their noise.
+    """Return a sentence about a metric: its first, last and best value, and the noise.
+
+    The values are means over several steps.
     """
     steps, values = run.series(name)
     what = escape(title(name))
@@ -66,17 +65,13 @@ def moved(run: RunFiles, name: str) -> str:
 
 
 def status(word: str, *, flagged: bool = False) -> str:
-    """Return the mark that shows how a run stands; it has a sign of its own where something is out
-    of range.
-    """
+    """Render a run's status; `flagged` marks a run with a metric out of range."""
     kind = f"{word} flagged" if flagged else word
     return f'<span class="status {escape(kind)}">{escape(word)}{" !" if flagged else ""}</span>'
 
 
 def verdict(found: Diagnosis | None) -> str:
-    """Render what is out of range, and what to try, as a line of the first screen; empty for a run
-    that is too short.
-    """
+    """Render a diagnosis as a line of the first screen; "" without one."""
     if found is None:
         return ""
     kind, word = ("fine", "Check") if found.sound else ("wrong", "Look at this")
@@ -84,12 +79,12 @@ def verdict(found: Diagnosis | None) -> str:
 
 
 def count(value: float, word: str) -> str:
-    """1 step, 2 steps."""
+    """Format a number with its noun: `1 step`, `2 steps`."""
     return f"{number(value)} {word if value == 1 else f'{word}s'}"
 
 
 def tiles(run: RunFiles) -> str:
-    """The numbers that one asks for first."""
+    """Render the most important numbers of the run."""
     return "".join(
         f'<div class="tile"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>'
         for name, value, note in _facts(run)
@@ -141,4 +136,5 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
 
 
 def log(lines: Sequence[str]) -> str:
+    """Render the lines of the log."""
     return f'<pre class="log" tabindex="0" aria-label="log">{shown(chr(10).join(lines))}</pre>'

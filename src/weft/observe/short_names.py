@@ -1,6 +1,6 @@
-"""How a checkpoint of a run is called wherever people read its path.
+"""Short names of a run's checkpoints, for people.
 
-`weft.checkpoints.names` finds it by that name again.
+`weft.checkpoints.names` resolves a short name to its checkpoint.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-POLICIES = ("actor", "model")  # roles whose checkpoint serves as a policy, the likeliest first
+POLICIES = ("actor", "model")  # roles whose checkpoint is a policy, most likely first
 CHECKPOINTS = "checkpoints"
 STEP = re.compile(r"step(\d+)")
 
 
 def short(path: str) -> str:
-    """The shortest name of a run's checkpoint: `runs/E/T@step40` for that of a policy,
-    `runs/E/T@step40:critic` for that of another role; `path` for anything else.
+    """Return the short name of a run's checkpoint; `path` itself for any other path.
+
+    It is `runs/E/T@step40` for a policy, `runs/E/T@step40:critic` for another role.
     """
     parts = Path(path).parts
     if len(parts) <= 3 or parts[-3] != CHECKPOINTS or STEP.fullmatch(parts[-1]) is None:
@@ -25,8 +26,10 @@ def short(path: str) -> str:
 
 
 def served_name(path: str) -> str:
-    """What clients of a server call a model, in characters that URLs may hold: the trial whose
-    checkpoint it is, else the last part of its path. It stays the same when the run goes on.
+    """Return the name by which clients of a server refer to a model, safe in URLs.
+
+    It is the trial if `path` is a run's checkpoint, else the last part of the path that is not a
+    step. It stays the same when a run continues.
     """
     parts = Path(path).parts
     if len(parts) > 3 and parts[-3] == CHECKPOINTS and STEP.fullmatch(parts[-1]):

@@ -1,6 +1,6 @@
-"""Loggers a run can write to besides its own files.
+"""Loggers that a run can write to, in addition to its own files.
 
-A third-party package is imported in its one file, when asked for.
+Each third-party package is imported only in its own file, and only if its logger is enabled.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ NAMES = ("tensorboard", "wandb", "trackio")
 
 
 class Sink(Protocol):
-    """A logger. `step` counts completed steps from 1 and never goes back within one process."""
+    """A logger.
+
+    `step` counts completed steps from 1 and never decreases within one process.
+    """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The finite numbers of one step by name."""
+        """Log the finite metrics of one step, by name."""
         ...
 
     def text(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Completions of one step: mappings with `prompt`, `completion` and, where there is one,
-        `reward`.
-        """
+        """Log completions of one step: mappings with `prompt`, `completion` and maybe `reward`."""
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send what is still buffered and end the logger."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told about the run.
+    """Information on the run for loggers.
 
-    Of a run that goes on, `resumed_step` is the step it goes on from and `logged` the last one in
-    its metrics.jsonl (`Observer.open` reads it there); both are 0 for a new run.
+    For a resumed run, `resumed_step` is the step it resumes from, and `logged` the last step in its
+    metrics.jsonl, set by `Observer.open`. Both are 0 for a new run.
     """
 
     directory: Path
@@ -53,11 +54,10 @@ class RunInfo:
 
 
 def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse in the first second what cannot work: an unknown logger, a missing package, a login
-    that fails.
+    """Check the loggers before the run starts; writes nothing.
 
-    `loggers` maps a logger's name to its options (`LoggerSpec.enabled()`). Writes nothing. Raises
-    `UserError`.
+    `loggers` maps a logger's name to its options (`LoggerSpec.enabled()`). Raises `UserError` for
+    an unknown logger, a missing package, or a login that fails.
     """
     for name, options in loggers.items():
         if name not in NAMES:
@@ -68,28 +68,28 @@ def check_sinks(loggers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def make_sinks(loggers: Mapping[str, Mapping[str, Any]], run: RunInfo) -> list[Sink]:
-    """Start every logger in `loggers` for a run whose directory exists.
+    """Check and start every logger in `loggers`, for a run whose directory exists.
 
-    Raises `UserError` as `check_sinks` does.
+    Raises `UserError` like `check_sinks`.
     """
     check_sinks(loggers)
     return [_module(name).start(options, run) for name, options in loggers.items()]
 
 
 def missing(name: str) -> UserError:
-    """The error for a logger whose package is not installed."""
+    """Return the error for a logger whose package is not installed."""
     return ConfigError(
         f"logger.{name}: the package {name!r} is not installed; run: {install(name)}"
     )
 
 
 def _module(name: str) -> Any:
-    """The module of one logger: `check(options)` and `start(options, run) -> Sink`."""
+    """Import the module of a logger, with `check(options)` and `start(options, run) -> Sink`."""
     return importlib.import_module(f"weft.observe.sinks_{name}")
 
 
 def table(samples: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[list[str]]:
-    """Rows of text for loggers that show tables; an absent value is an empty cell."""
+    """Return rows of strings for loggers that show tables; missing values are empty strings."""
     return [
         ["" if row.get(column) is None else str(row[column]) for column in columns]
         for row in samples

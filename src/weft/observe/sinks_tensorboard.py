@@ -1,4 +1,4 @@
-"""TensorBoard event files in `{run}/tensorboard/`."""
+"""Logger for TensorBoard: event files in `{run}/tensorboard/`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ COLUMNS = ("prompt", "completion", "reward")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Nothing can be wrong: there is no login and there are no options."""
+    """Do nothing; there is no login and there are no options."""
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
+    """Start a TensorBoard logger in the run's directory."""
     return TensorBoard(run.directory / FOLDER, run.resumed_step)
 
 
 class TensorBoard:
-    """Event files by TensorBoard's own writer, without torch or TensorFlow.
+    """Writes event files with TensorBoard's own writer, without torch or TensorFlow.
 
-    A run that goes on from step `resumed_step` marks what an earlier process wrote beyond it as
-    superseded, so that there is one curve.
+    A run resumed from `resumed_step` marks later events of earlier processes as superseded, so that
+    each metric has a single curve.
     """
 
     def __init__(self, folder: Path, resumed_step: int = 0) -> None:
@@ -62,7 +63,7 @@ class TensorBoard:
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose cells show text as it is."""
+    """Return a Markdown table with the text of the cells escaped."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for row in rows:
         cells = (html.escape(cell).replace("|", "&#124;").replace("\n", "<br>") for cell in row)

@@ -1,4 +1,4 @@
-"""Trackio: a local tracker (`trackio show`), or a Hugging Face Space."""
+"""Logger for Trackio: a local tracker (`trackio show`), or a Hugging Face Space."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ COLUMNS = ["step", "id", "prompt", "completion", "reward"]
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raises `UserError` where a Space is to be written without a Hugging Face login; this machine
-    needs none.
+    """Check the Hugging Face login, which only a Space needs.
+
+    Raises `UserError` if there is none.
     """
     import huggingface_hub
 
@@ -26,7 +27,7 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
-    """Begin the run, or go on with the one of the same name."""
+    """Start the run in Trackio, or resume the run of the same name."""
     import trackio
 
     session = trackio.init(
@@ -41,7 +42,10 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
 
 
 class Trackio:
-    """Steps up to `logged`, which an earlier process of a resumed run has sent, are left out."""
+    """Logs to Trackio.
+
+    Steps up to `logged`, which an earlier process of a resumed run has sent, are skipped.
+    """
 
     def __init__(self, session: Any, logged: int = 0) -> None:
         self._session = session

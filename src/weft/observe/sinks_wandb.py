@@ -1,6 +1,6 @@
-"""Weights & Biases.
+"""Logger for Weights & Biases.
 
-The key comes from the environment or the login; weft neither reads nor writes it.
+The API key comes from the environment or the login; weft neither reads nor writes it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ MODES = ("online", "offline", "disabled")
 
 
 def mode_of(options: Mapping[str, Any]) -> str:
-    """The option `mode`; without one what the environment variable WANDB_MODE says, and online
-    where it says nothing.
+    """Return the option `mode`, else the environment variable WANDB_MODE, else online.
 
-    Raises `UserError` for another value of the variable.
+    Raises `UserError` for an invalid value of the variable.
     """
     mode = options.get("mode") or os.environ.get("WANDB_MODE") or ONLINE
     if mode not in MODES:
@@ -36,9 +35,9 @@ def mode_of(options: Mapping[str, Any]) -> str:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Log in.
+    """Log in, unless the mode is offline or disabled.
 
-    Raises `UserError` where there is no key or the server does not take it; offline needs none.
+    Raises `UserError` if there is no key or the server rejects it.
     """
     if mode_of(options) != ONLINE:
         return
@@ -53,9 +52,9 @@ def check(options: Mapping[str, Any]) -> None:
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
-    """Begin the run, or go on with the one whose id lies in the run's directory.
+    """Start the run, or resume the one whose id is in the run's directory.
 
-    Raises `UserError` where that fails.
+    Raises `UserError` if that fails.
     """
     import wandb
 
@@ -79,8 +78,10 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
 
 
 class Wandb:
-    """A resumed run repeats steps that the server already has; those before `first` are left out,
-    since a history there only grows.
+    """Logs to Weights & Biases.
+
+    Steps before `first`, which the server already has from before a resume, are skipped: a history
+    there cannot be rewritten.
     """
 
     def __init__(self, session: Any, prefix: str, first: int) -> None:
@@ -108,7 +109,7 @@ class Wandb:
 
 
 def _own_id(path: Path) -> str:
-    """The id that this run always has, made at its first start."""
+    """Return the run's id; created at its first start and stored in `path`."""
     if path.is_file() and (known := path.read_text(encoding="utf-8").strip()):
         return known
     made = secrets.token_hex(4)

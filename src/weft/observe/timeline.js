@@ -1,4 +1,4 @@
-// What ran when, in the step that the reader chooses.
+// Timeline of the step that the reader selects.
 
 const shownStep = { at: null };
 

@@ -1,8 +1,8 @@
-"""`timeline.json`: what ran when, as Chrome trace events (https://ui.perfetto.dev opens it).
+"""`timeline.json`: spans of a run as Chrome trace events, which https://ui.perfetto.dev opens.
 
 A track is `GROUP/LANE`: `roles/actor`, `host/reward`, `run/save`. A group is a process of the trace
-and a lane a thread of it. The file is a complete JSON array after every event: each one overwrites
-the closing bracket and writes it anew.
+and a lane a thread of it. The file is a complete JSON array after every event: each event
+overwrites the closing bracket and writes it again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROLES = "roles"
 HOST = "host"
 RUN = "run"
 GROUP_NAMES = {ROLES: "roles", HOST: "host functions", RUN: "run"}
-STARTED = "started"  # an instant event: the process of a run begins, anew where it was resumed
+STARTED = "started"  # instant event at the start of each process of a run
 MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that ran: `start` in seconds since the run first began, `seconds` its length."""
+    """One span of time: `start` in seconds since the run first began, `seconds` its length."""
 
     name: str
     group: str
@@ -44,7 +44,7 @@ class Span:
 
 
 class Timeline:
-    """Appends to `path`; a run that goes on appends to what is there, on the same clock."""
+    """Writer of a timeline; a resumed run appends to the existing file, on the same clock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, track: str, **args: Any) -> Iterator[None]:
-        """Time what is done inside; it is written when it ends, also by an error."""
+        """Time the body of a `with` statement; written when it ends, even by an exception."""
         began = time.time()
         clock = time.perf_counter()
         try:
@@ -76,9 +76,9 @@ class Timeline:
             self.add(name, track, began, time.perf_counter() - clock, **args)
 
     def add(self, name: str, track: str, began: float, seconds: float, **args: Any) -> None:
-        """Something that ran elsewhere: `began` in seconds since the epoch, its length in seconds.
+        """Add a span measured elsewhere.
 
-        `args` are shown with it.
+        `began` is in seconds since the epoch, `seconds` is its length. `args` are shown with it.
         """
         process, thread = self._track(track)
         fields = {
@@ -92,7 +92,7 @@ class Timeline:
         self._event({**fields, "args": plain(args)}, began)
 
     def _track(self, track: str) -> tuple[int, int]:
-        """(process, thread) of a track; a new one is named in the file first."""
+        """Return (process, thread) of a track; names of a new track are written first."""
         group, _, lane = track.rpartition("/")
         group = group or RUN
         key = (group, lane)
@@ -127,8 +127,9 @@ class Timeline:
         self._size += len(line) + 2
 
     def _take_up(self, events: list[dict[str, Any]]) -> None:
-        """Write what an earlier process left, without a half-written end, and go on with its tracks
-        and its clock.
+        """Continue the timeline of an earlier process: its tracks and its clock.
+
+        Rewrites the file without a half-written end.
         """
         groups: dict[int, str] = {}
         for event in events:
@@ -149,10 +150,9 @@ class Timeline:
 
 
 def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict[str, Any]]:
-    """The events of a file that may have lost its end; empty where there is none.
+    """Return the valid events of a file, which can be truncated; empty if there is no file.
 
-    With `head`, those of so many bytes at its beginning and of `tail` bytes at its end, where it
-    has more.
+    With `head`, only events in the first `head` and the last `tail` bytes are returned.
     """
     if not path.is_file():
         return []
@@ -172,9 +172,7 @@ def read_events(path: Path, head: int | None = None, tail: int = 0) -> list[dict
 
 
 def _is_sound(event: Mapping[str, Any]) -> bool:
-    """Return whether an event has all that a reader takes from it, each of the kind that weft
-    writes.
-    """
+    """Return whether an event has all fields that readers use, with the types weft writes."""
     args = event.get("args", {})
     if not isinstance(event.get("name"), str) or not isinstance(args, dict):
         return False
@@ -189,7 +187,7 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
 
 
 def _ends(path: Path, head: int, tail: int) -> bytes:
-    """The first and the last bytes of a file, or all of it."""
+    """Return the first `head` and the last `tail` bytes of a file, or all of it."""
     with path.open("rb") as file:
         first = file.read(head + tail)
         size = os.fstat(file.fileno()).st_size
@@ -200,18 +198,19 @@ def _ends(path: Path, head: int, tail: int) -> bytes:
 
 
 def read_spans(path: Path, head: int | None = None, tail: int = 0) -> list[Span]:
-    """What ran, in order of time.
+    """Return the spans of a file, sorted by start.
 
-    Of steps that a restarted process did again, what the earlier one did is left out, as is what it
-    did in no step. `head` and `tail` as for `read_events`.
+    If a resumed process repeated steps, the spans of the earlier process for these steps are left
+    out, as are its spans outside any step. `head` and `tail` as for `read_events`.
     """
     events = read_events(path, head, tail)
     groups = {e["pid"]: e["args"]["group"] for e in events if e["name"] == "process_name"}
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: list[Span] = []
-    again = math.inf  # the first step that a later process did
-    own = math.inf
-    last = True
+    # Backwards, so that the steps of later processes are known before those of earlier ones.
+    again = math.inf  # the first step repeated by a later process
+    own = math.inf  # the first step of the processes read so far
+    last = True  # still reading the last process
     for event in reversed(events):
         if event["name"] == STARTED:
             again = min(again, own)

@@ -1,6 +1,4 @@
-"""Where the time goes, for the report: the share of each call, and what ran when in any step, as
-bars on tracks.
-"""
+"""Time section of a report: share of each call, and spans of any step on tracks."""
 
 from __future__ import annotations
 
@@ -18,22 +16,21 @@ from weft.observe.timeline import HOST, ROLES, RUN, Span
 
 LAST_STEPS = 3
 LAST_SPANS = 60
-MOST_SPANS = 20_000  # that a page holds
+MOST_SPANS = 20_000  # maximum spans in a page
 OTHER = "between the calls"
 GROUPS = (ROLES, HOST, RUN)
 
 
 def node_hues(spans: Sequence[Span]) -> dict[str, Hue]:
-    """Node -> its role's colour, grey for host functions, as far as the timeline tells."""
+    """Return node -> colour of its role, grey for host functions, from the timeline."""
     roles = role_hues(span.lane for span in spans if span.group == ROLES)
     return {span.name: roles.get(span.lane, GREY) for span in spans if span.group in (ROLES, HOST)}
 
 
 def shares(run: RunFiles) -> list[tuple[str, float, float]]:
-    """(call, mean seconds a step, share of all), in the order of the lines; the rest of the step
-    comes last.
+    """Return (call, mean seconds per step, share) for each call, then the rest of the step.
 
-    Calls that ran at the same time can add up to more than the step; shares are then of their sum.
+    Concurrent calls can add up to more than the step; shares are then of their sum.
     """
     means = {
         name.removeprefix(TIME): sum(values) / len(run.lines)
@@ -50,7 +47,7 @@ def shares(run: RunFiles) -> list[tuple[str, float, float]]:
 
 
 def share_html(run: RunFiles) -> str:
-    """One bar of all calls, and the same as a table."""
+    """Render one bar with all calls, and the same numbers as a table."""
     rows = shares(run)
     hues = node_hues(run.spans)
     found = {name: GREY if name == OTHER else hue_of(name, hues) for name, _, _ in rows}
@@ -72,8 +69,9 @@ def share_html(run: RunFiles) -> str:
 
 @dataclass(frozen=True)
 class Spans:
-    """What ran, by step: `listed` holds the steps that can be shown, all of them unless there are
-    very many.
+    """Spans of the run by step.
+
+    `listed` holds the steps that the page can show: all, unless the run is very long.
     """
 
     listed: Mapping[int | None, Sequence[Span]]
@@ -82,7 +80,7 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> Spans:
-        """Spans of no step belong to the nearest one before them."""
+        """Group spans by step; spans without a step belong to the step before them."""
         by_step: dict[int | None, list[Span]] = {}
         now: int | None = None
         for span in spans:
@@ -98,7 +96,7 @@ class Spans:
         return sorted(step for step in self.listed if step is not None)
 
     def last(self) -> list[Span]:
-        """What ran in the last steps: by step where the spans know theirs, else the last few dozen."""
+        """Return the spans of the last steps; without steps, the last few dozen spans."""
         if not self.steps:
             return [span for spans in self.listed.values() for span in spans][-LAST_SPANS:]
         return sorted(
@@ -107,8 +105,10 @@ class Spans:
         )
 
     def data(self) -> dict[str, Any]:
-        """For the page's script: names with their colours, lanes, and by step `[name, lane, start,
-        seconds]`, start in the step.
+        """Return the JSON data for the page's script.
+
+        It has names, their colours and lanes, and for each step its spans as `[name, lane, start,
+        seconds]`, with indices of name and lane, and the start relative to the step's.
         """
         names = list(dict.fromkeys(span.name for spans in self.listed.values() for span in spans))
         lanes = list(
@@ -143,7 +143,7 @@ class Spans:
 
 
 def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]:
-    """All steps, or, of a long run, the first, the last, the longest, and some of the others."""
+    """Return all steps; of a long run, the first, the last, the longest and some others."""
     total = sum(len(spans) for spans in by_step.values())
     if total <= MOST_SPANS:
         return by_step
@@ -157,8 +157,9 @@ def _kept(by_step: dict[int | None, list[Span]]) -> dict[int | None, list[Span]]
 
 
 def gantt_html(spans: Spans) -> str:
-    """Tracks of the last steps, a bar for each span, in words for those who do not see it; the
-    script shows any other step.
+    """Render the tracks of the last steps with a bar for each span, and a text for screen readers.
+
+    The page's script shows other steps.
     """
     recent = spans.last()
     begin = min(span.start for span in recent)
@@ -195,7 +196,7 @@ def gantt_html(spans: Spans) -> str:
 
 
 def _chooser(spans: Spans) -> str:
-    """Buttons and a slider for the step, where there are several."""
+    """Render buttons and a slider to select a step; "" if there is only one."""
     if len(spans.steps) < 2:
         return ""
     last = len(spans.steps) - 1
@@ -234,9 +235,7 @@ def _lane(
 
 
 def _tones(names: Sequence[tuple[str, Hue]]) -> dict[str, int]:
-    """Strength of a role's colour for each of its calls, so that two calls of one role are told
-    apart.
-    """
+    """Return a colour strength for each name, so that calls of the same role look different."""
     seen: dict[Hue, int] = {}
     tones = {}
     for name, hue in names:

@@ -1,9 +1,7 @@
-"""A noisy metric in a few numbers: where it began and where it stands, the best it held, and
-whether it changed at all.
+"""Statistics of noisy metrics: first, last and best value, and the significance of a change.
 
-One step's value depends on which rows happened to be in its batch. So an end of a curve is a mean
-over several steps, the best value is the best such mean, and a change is given with the width of
-its noise.
+The value of one step depends on the rows in its batch. So the end of a curve is a mean over several
+steps, the best value is the best such mean, and a change comes with the width of its noise.
 """
 
 from __future__ import annotations
@@ -16,26 +14,26 @@ from dataclasses import dataclass
 from weft.observe.metrics import EVAL, direction, last_part, number
 
 TENTH = 10  # the end of a curve is its last 1 / TENTH
-EDGE = 5  # steps that an end has at least, where there are three times as many
-LEAST = 8  # values from which noise can be told from change
-ROUNDING = 1e-6  # relative: below it the noise is that of arithmetic
-# ends that a curve must have to be compared as blocks, and those that are compared
+EDGE = 5  # minimum steps of an end, in a curve of at least three times as many
+LEAST = 8  # minimum values from which noise is estimated
+ROUNDING = 1e-6  # relative; smaller noise is due to rounding
+# Minimum blocks of a curve for comparing blocks, and the number of last blocks compared.
 BLOCKS = 10
 LATER = 6
-# Steps of a shorter curve depend on each other as much as the residuals of its later part do, where
-# it has so many values; else as much as is assumed.
+# Lag-1 autocorrelation of a shorter curve: estimated from the residuals of its last part if the
+# curve has at least ESTIMATED values, else ASSUMED.
 ESTIMATED = 16
 LATER_PART = 2 / 3
 ASSUMED = 0.3
 MOST_DEPENDENT = 0.9
-SHARES = ("accuracy", "accuracies")  # evaluations whose values are shares of the rows
+SHARES = ("accuracy", "accuracies")  # evaluation metrics that are shares of the rows
 
 
 @dataclass(frozen=True)
 class Change:
-    """The change from the mean of the first steps to the mean of the last.
+    """Change from the mean of the first steps to the mean of the last.
 
-    `noise` is the half-width of the change's 95% interval; None where there are too few values to
+    `noise` is the half-width of the change's 95% interval; None if there are too few values to
     estimate it.
     """
 
@@ -45,17 +43,16 @@ class Change:
 
     @property
     def delta(self) -> float:
+        """Difference of the last and the first mean."""
         return self.last - self.first
 
     @property
     def within_noise(self) -> bool:
-        """Return whether the change may well be none: its interval holds 0."""
+        """Return whether the 95% interval of the change includes 0."""
         return self.noise is not None and abs(self.delta) <= self.noise
 
     def text(self) -> str:
-        """The change for people: `+0.0075, within noise`, `+0.21 ± 0.04`; without an estimate of
-        the noise `+0.21`.
-        """
+        """Format the change: `+0.0075, within noise`, `+0.21 ± 0.04`, or `+0.21` without noise."""
         signed = f"{'+' if self.delta >= 0 else '-'}{number(abs(self.delta))}"
         if self.noise is None or self.noise <= ROUNDING * max(abs(self.first), abs(self.last)):
             return signed
@@ -65,34 +62,37 @@ class Change:
 
 
 def rough(noise: float) -> str:
-    """The width of a noise, which is itself an estimate, with two digits."""
+    """Format the width of a noise with two digits, since it is itself an estimate."""
     return number(float(f"{noise:.2g}"))
 
 
 def num_last(count: int) -> int:
-    """Number of values that the end of a curve of `count` values is a mean of."""
+    """Return the number of last values, of `count`, that are averaged for the end of a curve."""
     return max(1, count // TENTH, min(EDGE, count // 3))
 
 
 def num_first(count: int) -> int:
-    """Number of values that the beginning of a curve of `count` values is a mean of: few, since
-    curves are steep there.
+    """Return the number of first values, of `count`, that are averaged for the start of a curve.
+
+    It is small, since curves are steep there.
     """
     return max(1, min(EDGE, count // 3))
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean of the values, which must not be empty."""
     return sum(values) / len(values)
 
 
 def end(values: Sequence[float]) -> float:
-    """The mean of the last values, of one or more."""
+    """Return the mean of the last values; `values` must not be empty."""
     return mean(values[-num_last(len(values)) :])
 
 
 def best(name: str, values: Sequence[float]) -> tuple[float, int]:
-    """(the best mean over as many neighbouring values as `end` takes, the index of the last of
-    them). `name` tells whether more or less is better; more, where it doesn't.
+    """Return (the best mean of `num_last` neighbouring values, index of the last of them).
+
+    `name` decides if higher or lower is better; higher if the metric has no direction.
     """
     width = num_last(len(values))
     total = sum(values[:width])
@@ -106,10 +106,10 @@ def best(name: str, values: Sequence[float]) -> tuple[float, int]:
 
 
 def change(values: Sequence[float], name: str = "", rows: float | None = None) -> Change:
-    """The change of a metric over its steps, one value or more.
+    """Return the change of a metric over its steps; `values` must not be empty.
 
-    With its name and the number of `rows` that it is evaluated on, the noise is at least that of
-    drawing so few rows, which more evaluations of the same ones do not make less.
+    If `name` and the number of evaluated `rows` are given, the noise is at least the sampling noise
+    of so few rows, which repeated evaluations of the same rows do not reduce.
     """
     few = num_first(len(values))
     many = num_last(len(values))
@@ -125,8 +125,9 @@ def change(values: Sequence[float], name: str = "", rows: float | None = None) -
 
 
 def end_noise(values: Sequence[float]) -> float | None:
-    """The half-width of the 95% interval of `end`; None where there are too few values to estimate
-    it. The steep beginning of the curve is left out.
+    """Return the half-width of the 95% interval of `end`; None for fewer than `LEAST` values.
+
+    The steep beginning of the curve is left out.
     """
     if len(values) < LEAST:
         return None
@@ -135,11 +136,10 @@ def end_noise(values: Sequence[float]) -> float | None:
 
 
 def sampling_noise(name: str, value: float, rows: float) -> float | None:
-    """The half-width of the 95% interval of an evaluation that draws `rows` rows: of a share,
-    sqrt(p (1 - p) / n).
+    """Return the half-width of the 95% interval of an evaluated share: sqrt(p (1 - p) / n).
 
-    None for metrics that are no shares. Two rows more of either kind keep the interval of 0 and 1
-    open (Agresti and Coull 1998).
+    None for metrics that are not shares of the `rows` evaluated. Adding two rows of either kind
+    keeps the interval of 0 and 1 from being empty (Agresti and Coull 1998).
     """
     if (
         not name.startswith(EVAL)
@@ -153,18 +153,18 @@ def sampling_noise(name: str, value: float, rows: float) -> float | None:
 
 
 def difference_noise(noises: Sequence[float | None]) -> float | None:
-    """The half-width for the difference of the two noisiest of several values; None where that of
-    one is not known.
-    """
+    """Return the half-width for the difference of the two noisiest; None if one is unknown."""
     known = sorted(each for each in noises if each is not None)
     return math.hypot(*known[-2:]) if len(known) == len(noises) else None
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Half-widths of 95% intervals: `single` of one value, whose noise is correlated with that of
-    the next by `dependence`, and `of_end` of the end of a curve, for noise that lasts for several
-    steps (0 where a curve is too short to compare blocks).
+    """Noise of a curve, as half-widths of 95% intervals.
+
+    `single` is that of one value, and `dependence` the correlation of its noise with that of the
+    next. `of_end` is that of the end of a curve, for noise that lasts several steps; 0 if the curve
+    is too short to compare blocks.
     """
 
     single: float
@@ -172,13 +172,11 @@ class Noise:
     of_end: float
 
     def of_means(self, *counts: int) -> float:
-        """The half-width of a difference of means over so many neighbouring values, or of one such
-        mean.
-        """
+        """Return the half-width of a difference of means over `counts` values, or of one mean."""
         return self.single * math.sqrt(sum(map(self._of_mean, counts)))
 
     def _of_mean(self, count: int) -> float:
-        """Variance of a mean of AR(1) noise, in variances of a value."""
+        """Return the variance of a mean of AR(1) noise, relative to that of one value."""
         return (
             1 + 2 * sum((1 - lag / count) * self.dependence**lag for lag in range(1, count))
         ) / count
@@ -187,11 +185,12 @@ class Noise:
 def _noise(values: Sequence[float]) -> Noise:
     """Estimate the noise of a curve.
 
-    That of a single value comes from third differences, (a - 3 b + 3 c - d)^2 / 20 in the mean, in
-    which the trend of a smooth curve cancels (Gasser, Sroka and Jennen-Steinmetz 1986). Of noise in
-    which steps depend on each other they hold less; in a short curve the difference is made up for
-    by the lag-1 autocorrelation. In a long one, blocks of the length of an end are compared with
-    the line through them, in the second half, where curves are less steep. Both take Student's t.
+    The variance of a single value is the mean of the squared third differences (a - 3 b + 3 c -
+    d)^2 / 20, in which the trend of a smooth curve cancels (Gasser, Sroka and Jennen-Steinmetz
+    1986). If the noise of neighbouring steps is correlated, third differences underestimate it. In
+    a short curve this is corrected with the lag-1 autocorrelation. In a long curve, blocks of the
+    length of an end are compared with the line through them, in the second half, where curves are
+    less steep. Both use Student's t.
     """
     count = len(values)
     many = num_last(len(values))
@@ -200,24 +199,26 @@ def _noise(values: Sequence[float]) -> Noise:
         for a, b, c, d in zip(values, values[1:], values[2:], values[3:], strict=False)
     ]
     variance = mean([each * each for each in bent]) / 20
-    freedom = max(1.0, (count - 3) * 2 // 5)  # neighbouring differences share values
+    freedom = max(1.0, (count - 3) * 2 // 5)  # fewer, since neighbouring differences overlap
+    # A long curve: the scatter of blocks includes noise that lasts several steps.
     blocks = [mean(values[at : at + many]) for at in range(count % many, count, many)]
     if many > 1 and len(blocks) >= BLOCKS:
         of_end = _student(LATER - 2) * math.sqrt(_around_line(blocks[-LATER:]))
         return Noise(_student(freedom) * math.sqrt(variance), 0.0, of_end)
+    # A short curve: correct the variance for noise correlated between neighbouring steps.
     r = ASSUMED
     if count >= ESTIMATED:
         r = _autocorrelation(values[-int(count * LATER_PART) :])
-        freedom = max(1.0, freedom * (1 - r) / (1 + r))  # independent values are as many fewer
-    # the share of AR(1) noise that third differences hold
+        freedom = max(1.0, freedom * (1 - r) / (1 + r))  # effective number if correlated
+    # Divide by the share of AR(1) noise that third differences retain.
     variance /= (20 - 30 * r + 12 * r**2 - 2 * r**3) / 20
     return Noise(_student(freedom) * math.sqrt(variance), r, 0.0)
 
 
 def _autocorrelation(values: Sequence[float]) -> float:
-    """Return the correlation of neighbouring values around a straight line, 0 to `MOST_DEPENDENT`.
+    """Return the correlation of neighbouring values around a line, 0 to `MOST_DEPENDENT`.
 
-    The line takes up a part of it, (2 + 4 r) / n, which is made up for.
+    Fitting the line removes a part of it, (2 + 4 r) / n, which is corrected.
     """
     rest = _residuals(values)
     spread = sum(each * each for each in rest)
@@ -229,7 +230,7 @@ def _autocorrelation(values: Sequence[float]) -> float:
 
 
 def _around_line(values: Sequence[float]) -> float:
-    """Variance of values around the straight line that fits them best."""
+    """Return the variance of values around the straight line that fits them best."""
     return sum(each * each for each in _residuals(values)) / (len(values) - 2)
 
 
@@ -245,5 +246,8 @@ def _residuals(values: Sequence[float]) -> list[float]:
 
 
 def _student(freedom: float) -> float:
-    """The 97.5% point of Student's t, to 1% from 3 degrees of freedom on (Cornish-Fisher)."""
+    """Approximate the 97.5% point of Student's t, to 1% for at least 3 degrees of freedom.
+
+    Source: Cornish-Fisher expansion.
+    """
     return 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
