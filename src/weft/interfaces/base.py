@@ -28,11 +28,10 @@ class Updates(Protocol):
 
     def are_waiting(self) -> bool: ...
     def take(self, *, left: bool) -> bool:
-        """Handle the waiting requests and return whether the call continues.
+        """Run the waiting requests if work remains, and return whether the call continues.
 
-        All ranks call it together, with no generator or other engine resource open. If `left` (work
-        remains) on any rank, the requests are handled and all ranks get True; otherwise they get
-        False.
+        All ranks call it together, with no generator or other engine resource open. If work is
+        `left` on any rank, all ranks run the requests and return True; otherwise all return False.
         """
         ...
 
