@@ -40,8 +40,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str | None, key_variable: str | None, insecure: bool) -> Endpoint:
-        """Return the endpoint of the options `url`, `api_key_env` and `insecure` and the
-        environment.
+        """Return the endpoint given by `url`, `api_key_env`, `insecure` and the environment.
 
         Raises `ConfigError`; no message contains a key or the credentials of a URL.
         """

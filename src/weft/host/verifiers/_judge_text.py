@@ -44,7 +44,7 @@ SHOWN = 200  # most characters of an answer in a message
 def number(
     name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raise `ConfigError` unless an option is a finite number, at least `least` and above `above`."""
+    """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
         raise ConfigError(f"judge: {name}={value!r} must be {rule}")

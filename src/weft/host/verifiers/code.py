@@ -67,11 +67,10 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the program and then the row's tests run to their end, else 0; None without
-    tests.
+    """Return 1 if the program and then the row's tests run to their end, else 0.
 
-    The tests run in another process, which calls the program's functions; docs/code-reward.md
-    describes the protection of the machine.
+    None for rows without tests. The tests run in another process, which calls the program's
+    functions; docs/code-reward.md describes the protection of the machine.
 
     Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert
     f(1) == 2`, MBPP's form), and `entry_point`, the function's name, if the completion can continue

@@ -22,8 +22,9 @@ def format_match(
     match: str = "full",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if `pattern` matches the whole completion, or with `match` "search" a part of it,
-    else 0.
+    """Return 1 if `pattern` matches the completion, else 0.
+
+    With `match` "full" it must match the whole completion, with "search" a part of it.
 
     Python's `re`; `.` also matches line ends. The default pattern requires
     <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential

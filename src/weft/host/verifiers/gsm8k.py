@@ -35,7 +35,9 @@ def gsm8k(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Return 1 if the completion's final number equals the reference's, else 0; None without one.
+    """Return 1 if the completion's final number equals the reference's, else 0.
+
+    None for rows without a reference.
 
     The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution
     that ends in one. Commas and blanks between groups of three digits, dollar signs, units and

@@ -1,6 +1,4 @@
-"""The verifier `judge`: another language model behind an OpenAI-compatible server scores
-completions.
-"""
+"""The verifier `judge`: a language model behind an OpenAI-compatible server as reward."""
 
 from __future__ import annotations
 

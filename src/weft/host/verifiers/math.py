@@ -58,7 +58,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _known(one: str, other: str) -> bool | None:
-    """Return whether two tidy answers are equal, or None if that cannot be decided with certainty."""
+    """Return whether two tidy answers are equal, or None if that is not certain."""
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
     known = _known_quantities(one, other)
@@ -224,8 +224,9 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""Return 1 if the completion's answer equals the reference's, else 0; None without a
-    reference.
+    r"""Return 1 if the completion's answer equals the reference's, else 0.
+
+    None for rows without a reference.
 
     The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
     after "the answer is", or the last formula or number. The reference is the column `answer` or
