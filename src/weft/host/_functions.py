@@ -37,6 +37,7 @@ class Builder:
     def of(
         cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
     ) -> Builder:
+        """Return a builder. Raises `ConfigError` for parameters with *, ** or /."""
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise ConfigError(

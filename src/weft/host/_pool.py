@@ -58,6 +58,7 @@ class Worker:
 
     @classmethod
     def start(cls, targets: Sequence[Target]) -> Worker:
+        """Start a process and send it the import path and the targets."""
         ours, theirs = multiprocessing.Pipe()
         paths = [
             str(SOURCE),
@@ -75,6 +76,7 @@ class Worker:
         return cls(process, ours)
 
     def answer(self, task: Task) -> Reply:
+        """Send a task and wait for its reply, or for the end of the process."""
         try:
             self.connection.send(task)
             while not self.connection.poll(LOOK_SECONDS):
@@ -90,6 +92,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
+        """Kill the process with its children and close the connection."""
         self.signal()
         self.process.wait()
         self.connection.close()

@@ -26,6 +26,7 @@ class Rows:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of each completion, int64 [S]."""
         return self.batch.lengths["completion"].astype(np.int64)
 
     def tokens(self, key: str) -> Vector:

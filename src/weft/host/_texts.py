@@ -31,6 +31,7 @@ class Texts:
 
     @classmethod
     def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
+        """Return the completions of a batch; reserved names are left out of the columns."""
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
         return cls(

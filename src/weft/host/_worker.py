@@ -33,6 +33,7 @@ SHOWN_FRAMES = 4  # last frames of a traceback in a message
 
 
 def main(descriptor: int) -> None:
+    """Serve tasks on the connection `descriptor` until the parent closes it."""
     connection = Connection(descriptor)
     threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

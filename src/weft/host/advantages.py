@@ -289,9 +289,11 @@ class GroupAdvantages(Stateless):
         finished = rows.sequences("finished")
         mask = rows.mask
         context.record("reward", float(raw.mean()))
+        # Select the trained tokens.
         trained = (mask != 0.0).astype(np.float64)
         if self.mask_truncated:
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
+        # Split the rewards of steps off from those of completions.
         if "token_rewards" in batch.data:
             by_token = rows.tokens("token_rewards")
         else:
@@ -299,6 +301,7 @@ class GroupAdvantages(Stateless):
         if by_token is not None:
             by_token = np.where(mask != 0.0, by_token, np.nan)
             raw = raw - segment_sums(np.nan_to_num(by_token), rows.lengths)
+        # Subtract the KL penalty, from completions or (without a baseline) from single tokens.
         if self.kl_coef:
             penalty = self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context)
         else:

@@ -31,6 +31,7 @@ class HostContext:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def record(self, name: str, value: float) -> None:
+        """Set a metric of the node."""
         self.metrics[name] = float(value)
 
     def require_tokenizer(self, function: str) -> Tokenizer:

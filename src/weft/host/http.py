@@ -87,6 +87,7 @@ def secret(option: str, variable: str | None, usual: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine."""
     try:
         address = ipaddress.ip_address(host)
         return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too

@@ -121,12 +121,14 @@ class RewardFunction(Stateless):
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        # Submit the calls, except those that `begin` has submitted, and wait for the replies.
         texts = Texts.of(batch, context.require_tokenizer("reward"))
         self.pool.start()
         calls = self._calls(texts, batch.ids)
         replies = iter(
             self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s)
         )
+        # Add up the weighted rewards; each call has one reply per function of its route.
         sums = Sums(texts, self.routes.labels)
         for call in calls:
             for use, reply in zip(
@@ -192,6 +194,7 @@ class RewardFunction(Stateless):
                 calls.append(replace(self._begun.pop(id), places=places))
             else:
                 rest.setdefault(route, []).append(places)
+        # Cancel head starts of this batch that were not used, and those that are too old.
         self._batches += 1
         self._drop(
             [
@@ -203,6 +206,7 @@ class RewardFunction(Stateless):
                 ),
             ]
         )
+        # Submit the remaining prompts in chunks.
         left = sum(len(prompts) for prompts in rest.values())
         size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
         for route, prompts in rest.items():
@@ -336,6 +340,7 @@ class Sums:
             self.metrics[key] = self.metrics.get(key, 0.0) + value
 
     def record(self, context: HostContext) -> None:
+        """Record the mean of each part and the metrics of the calls."""
         for label, part in zip(self.labels, self.parts, strict=True):
             if not np.isnan(part).all():
                 context.record(f"reward/{label}", float(np.nanmean(part)))

@@ -65,6 +65,7 @@ def in_own_form(
     does not render. Raises `ConfigError` with the role and the id if the template rejects the
     messages or omits a part that a reply depends on, or if the role has no template.
     """
+    # Collect the completions of each id, and whether they ended.
     owner = batch.group_of("completion")
     if "finished" in batch.data:
         finished = batch.data["finished"].tolist()
@@ -76,6 +77,7 @@ def in_own_form(
         ids = sequence.tolist()
         ended = flag > 0 if flag is not None else bool(ids) and ids[-1] in stop_ids
         completions[int(index)].append((ids, ended))
+    # Encode each id's prompt and completions with the role's tokenizer.
     nothing = (None,) * batch.num_ids
     given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
     made = []
@@ -95,6 +97,7 @@ def in_own_form(
             context, missing = _context(model, id, messages, tools)
             made.append(_as_turns(model, context, messages, tools, said))
             left_out.append(sorted(missing))
+    # Pack the sequences into a new sample.
     lengths = {
         "prompt": [[len(prompt)] for prompt, _ in made],
         "completion": [[len(ids) for ids in group] for _, group in made],

@@ -52,7 +52,7 @@ class Model:
     dtype: str
     step: int = 0  # index of the node's firing, from 0; seeds generation
     seed: int = 0
-    schedule: Schedule | None = None  # of a trained role, in optimizer steps of the run
+    schedule: Schedule | None = None  # of a trained role, in optimizer steps of the real run
     # Publishes the outputs of completed ids during the call, so that host functions can start on
     # them; the call returns them as well. None if no host function can start early.
     announce: Callable[[SequenceSample], None] | None = None

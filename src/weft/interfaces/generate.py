@@ -123,6 +123,7 @@ class Generate:
         """Return (completions of every prompt, counts for the metrics)."""
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
+        # One request per completion.
         requests = [
             Request(id, k, prompt.tolist(), step=model.step)
             for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
@@ -140,6 +141,7 @@ class Generate:
             with model.engine.generating(spec) as generator:
                 generator.submit(left)
                 partials = self._run(model, generator, progress)
+            # After an interruption, apply the updates and resume the unfinished completions.
             interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
             left = [

@@ -131,6 +131,7 @@ class Part:
 
     @classmethod
     def of(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Part:
+        """Return the sums of the outputs of one rank."""
         values = {
             key: host_array(made.data[key]).astype(np.float64)
             for key in ("entropy", "values")

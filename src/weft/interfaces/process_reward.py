@@ -53,17 +53,20 @@ class ProcessReward:
         for a completion without steps). Raises `ConfigError` like `check_tokens`.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
+        # Forward pass: one value before each token and one after the last.
         made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
         values = host_array(made.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)
         # [L]: output of the head at each token of a completion
         after = np.delete(values, ends - lengths - 1)
+        # Keep the values at the last tokens of steps.
         rewards = np.full(len(after), np.nan)
         steps = self._last_tokens(model, batch)
         rewards[steps] = after[steps]
         scores = segment_sums(np.nan_to_num(rewards), lengths)
         counted = segment_sums((~np.isnan(rewards)).astype(float), lengths)
+        # Record the metrics over all ranks.
         owners = [batch.ids[group] for group in batch.group_of("completion")]
         parts = model.gather((counted, scores, owners))
         context = HostContext()

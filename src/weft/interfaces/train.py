@@ -54,6 +54,7 @@ class Train:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
+        """Return the division of a batch into minibatches."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:

@@ -33,6 +33,7 @@ TARGETS = (
 
 
 def main(descriptor: int) -> None:
+    """Answer questions on the connection `descriptor`, in forked children."""
     connection = Connection(descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     for name in (

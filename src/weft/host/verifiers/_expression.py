@@ -163,6 +163,7 @@ class _Parser:
         self._at += 1
 
     def sum(self, depth: int) -> Node:
+        """Parse a sum. Raises `_Syntax`, also below `MOST_DEEP` levels of nesting."""
         if depth > MOST_DEEP:
             raise _Syntax
         parts = [(1, self._product(depth))]

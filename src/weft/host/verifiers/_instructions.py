@@ -40,6 +40,7 @@ def count_sentences(text: str) -> int:
 
 
 def count_words(text: str) -> int:
+    """Return the number of runs of word characters."""
     return len(WORD.findall(text))
 
 

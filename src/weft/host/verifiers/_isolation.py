@@ -157,6 +157,7 @@ def readable() -> list[str]:
 
 
 def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -253,6 +254,7 @@ def _own_files(wanted: Wanted) -> None:
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # Bind-mount the readable folders and the devices.
     for path in (*readable(), *DEVICES):
         place = root + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -264,6 +266,7 @@ def _own_files(wanted: Wanted) -> None:
         else:
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
         _mount(path, place, "", MS_BIND | MS_REC)
+    # Remount all of them read-only, except the devices; a bind mount ignores this flag.
     os.mkdir(f"{root}/tmp")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         places = [
@@ -280,6 +283,7 @@ def _own_files(wanted: Wanted) -> None:
                 "",
                 MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY),
             )
+    # Mount /tmp, and make the new root the only one.
     size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)

@@ -90,6 +90,7 @@ class Cache:
         return database
 
     def get(self, key: str) -> str | None:
+        """Return the text of a key, or None."""
         if self._database is None:
             return None
         try:
@@ -102,6 +103,7 @@ class Cache:
         return None if row is None else str(row[0])
 
     def put(self, key: str, text: str) -> None:
+        """Store the text of a key."""
         if self._database is None:
             return
         try:

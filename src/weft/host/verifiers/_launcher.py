@@ -50,6 +50,7 @@ peers = _sibling("_peer")
 
 
 def main() -> None:
+    """Fork a process for each pair of descriptors until the socket closes."""
     server = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     while True:
@@ -79,6 +80,7 @@ def launch(given: int, out: int) -> None:
     if sys.platform == "linux":
         isolation.die_with_parent()
         isolation.adopt_orphans()
+    # Start the program's process before the tests are read.
     first = _read(given)
     ours, theirs = socket.socketpair()
     wanted = [
@@ -87,6 +89,7 @@ def launch(given: int, out: int) -> None:
     ]
     _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
     theirs.close()
+    # Start the tests' process and wait for it.
     second = _read(given)
     os.close(given)
     checks = _start(wanted[1], ours.fileno(), lambda: _check(second, ours.fileno(), out), out)

@@ -61,6 +61,7 @@ class Limits:
     processes: int = 0
 
     def as_resources(self) -> dict[str, int]:
+        """Return the limits by the names of the `resource` module."""
         return {
             "RLIMIT_AS": self.memory_mb << 20,
             "RLIMIT_CPU": math.ceil(self.seconds) + 1,
@@ -142,6 +143,7 @@ def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> b
     No process that they start outlives the call. `active` are the protections; by default all that
     work on this system.
     """
+    # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(_folder()) for _ in range(2)]

@@ -133,6 +133,7 @@ class Request:
             raise ConfigError(f"judge: extra must hold plain JSON values: {error}") from None
 
     def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Return the JSON body of a request with these messages."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"model": self.model, "messages": messages, **given, **self.extra}
@@ -164,6 +165,7 @@ class Prices:
                 number(name, value, "0 or more, for a million tokens", least=0)
 
     def cost(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric `cost`, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
