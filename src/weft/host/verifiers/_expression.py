@@ -163,7 +163,7 @@ class _Parser:
         self._at += 1
 
     def sum(self, depth: int) -> Node:
-        """Parse a sum. Raises `_Syntax`, also below `MOST_DEEP` levels of nesting."""
+        """Parse a sum. Raises `_Syntax`, also for nesting deeper than `MOST_DEEP`."""
         if depth > MOST_DEEP:
             raise _Syntax
         parts = [(1, self._product(depth))]

@@ -109,8 +109,10 @@ class Unanswered(UserError):
 class Session:
     """Open connections to a server, used as an async context manager.
 
-    async with Session(..) as session:
-        await session.ask(body)
+    Usage:
+
+        async with Session(endpoint, policy) as session:
+            answer = await session.ask(body)
     """
 
     def __init__(self, endpoint: Endpoint, policy: Policy) -> None:
