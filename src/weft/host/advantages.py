@@ -46,7 +46,7 @@ from weft.registry import register_function
 class GAEAdvantages:
     """PPO: `advantages` and `returns` [L] by GAE from rewards, KL and the critic's values.
 
-        r_t = -kl_coef * KL_t, plus the shaped reward at the last trained token if it ended
+        r_t = -kl_coef * KL_t (+ shaped reward at a completed text's last trained token)
 
     then generalised advantage estimation over trained tokens, and whitening over the whole batch
     (`adv_norm`).
