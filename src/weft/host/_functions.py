@@ -1,6 +1,4 @@
-"""Advantages and filters written as one function: what `register_advantage` and `register_filter`
-make of it.
-"""
+"""Host functions made from one plain function by `register_advantage` and `register_filter`."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ PER = ("completion", "token")
 
 @dataclass(frozen=True)
 class Builder:
-    """What a registered function stands for: `kind(function, reads, args, **more)` as soon as there
-    are `args`.
+    """Registered function that becomes a host function once its `args` are known.
 
-    `reads` are its parameters without a default; those with one are options.
+    `build` returns `kind(function, reads, args, **more)`. `reads` are the function's parameters
+    without a default; those with a default are options.
     """
 
     kind: Callable[..., Any]
@@ -39,6 +37,7 @@ class Builder:
     def of(
         cls, kind: Callable[..., Any], function: Callable[..., Any], name: str, **more: Any
     ) -> Builder:
+        """Return a builder. Raises `ConfigError` for parameters with *, ** or /."""
         parameters = inspect.signature(function).parameters.values()
         if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
             raise ConfigError(
@@ -49,7 +48,7 @@ class Builder:
         )
 
     def build(self, args: Mapping[str, Any]) -> Any:
-        """Raises `ConfigError` for an option that there is not."""
+        """Return the host function. Raises `ConfigError` for an unknown option."""
         options = inspect.signature(self.function).parameters
         for name in args:
             if name in self.reads or name not in options:
@@ -62,13 +61,15 @@ class Builder:
 
 
 def advantage(function: Callable[..., Any], name: str, *, per: str = "completion") -> Builder:
-    """`advantages` [L] of each completion from one number a completion, or with `per="token"` from
-    one a token.
+    """Return the builder of a host function that makes `advantages` [L] of each completion.
+
+    `function` returns one number per completion, or with `per="token"` one per token. Tokens that
+    are not trained get 0.
 
     A parameter without a default is `group` (int64 [S], the index of a completion's prompt),
-    `lengths` (int64 [S]), `mask` ([T], 1 where a token is trained), `context`, or a key, as
-    float64: [S] where it holds one value a completion or a prompt, [T] where it holds one a token.
-    What is not trained gets 0.
+    `lengths` (int64 [S]), `mask` ([T], 1 for trained tokens), `context`, or the name of a key. Keys
+    are float64: [S] if they have one value per completion or prompt, [T] if they have one per
+    token.
     """
     if per not in PER:
         raise unknown_name(f"per of advantage {name!r}", per, PER)
@@ -76,18 +77,19 @@ def advantage(function: Callable[..., Any], name: str, *, per: str = "completion
 
 
 def keep(function: Callable[..., Any], name: str) -> Builder:
-    """A filter: prompts for which `function` is true stay, and get `kept` [1]; the loader brings
-    others for the rest.
+    """Return the builder of a filter that keeps the prompts for which `function` returns true.
 
-    It is called once a prompt. A parameter without a default is a key (float64, the values of this
-    prompt alone), a column of the data, or `context`.
+    Those prompts get `kept` [1]; the loader supplies others for the rest.
+
+    The function is called once per prompt. A parameter without a default is a key (float64, the
+    values of this prompt only), a column of the data, or `context`.
     """
     return Builder.of(FilterFunction, function, name)
 
 
 @dataclass
 class AdvantageFunction(Stateless):
-    """See `advantage`."""
+    """Host function made by `advantage`."""
 
     function: Callable[..., Any]
     reads: tuple[str, ...]
@@ -123,9 +125,7 @@ class AdvantageFunction(Stateless):
         return rows.sample(advantages=advantages)
 
     def _check_size(self, advantages: Vector, rows: Rows) -> None:
-        """Raise `UserError` for the advantage of a trained token with which the loss would not be
-        finite.
-        """
+        """Raise `UserError` if a trained token's advantage is so large that the loss overflows."""
         wrong = np.flatnonzero(~(np.abs(advantages) <= MOST_REWARD))
         if len(wrong):
             completion = int(np.searchsorted(np.cumsum(rows.lengths), wrong[0], side="right"))
@@ -140,7 +140,7 @@ class AdvantageFunction(Stateless):
 
 @dataclass
 class FilterFunction(Stateless):
-    """See `keep`."""
+    """Host function made by `keep`."""
 
     function: Callable[..., Any]
     reads: tuple[str, ...]
@@ -162,7 +162,7 @@ class FilterFunction(Stateless):
 
 
 def _by_id(batch: SequenceSample, name: str, context: HostContext) -> Any:
-    """What a filter's parameter is for each id."""
+    """Return the values of a filter's parameter, one entry per id."""
     if name == "context":
         return [context] * batch.num_ids
     if name in batch.data:

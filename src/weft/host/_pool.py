@@ -1,6 +1,6 @@
-"""Processes that compute rewards, kept between batches.
+"""Pool of processes that compute rewards, kept alive between batches.
 
-A hung thread cannot be killed; a process can.
+Processes rather than threads, since a hung thread cannot be killed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft.errors import UserError
 from weft.host.spec import Target
 
 START_SECONDS = 120.0  # for a worker to import the reward functions
-LOOK_SECONDS = 1.0  # between two looks at whether a worker that says nothing still lives
+LOOK_SECONDS = 1.0  # interval of the checks that a silent worker is alive
 
-SOURCE = Path(__file__).resolve().parent.parent.parent  # the folder that holds the package
+SOURCE = Path(__file__).resolve().parent.parent.parent  # parent directory of the package
 
 # index of the function, prompts, completions, completion ids, columns, the rows' own arguments
 Task = tuple[Any, ...]
@@ -35,8 +35,10 @@ Task = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Reply:
-    """How a task ended: its rewards, or what went wrong (and at which completion), or that time or
-    the process ended.
+    """Outcome of a task.
+
+    `value` is the rewards and metrics, the error message, or the exit code of a process that died;
+    `index` is the completion that an error refers to.
     """
 
     status: Literal["ok", "error", "timeout", "died"]
@@ -46,8 +48,9 @@ class Reply:
 
 @dataclass
 class Worker:
-    """One process and the connection to it; it leads a process group of its own, so that all of it
-    can be killed.
+    """Worker process and the connection to it.
+
+    The process leads its own process group, so that its children can be killed with it.
     """
 
     process: subprocess.Popen[bytes]
@@ -55,11 +58,12 @@ class Worker:
 
     @classmethod
     def start(cls, targets: Sequence[Target]) -> Worker:
+        """Start a process and send it the import path and the targets."""
         ours, theirs = multiprocessing.Pipe()
         paths = [
             str(SOURCE),
             *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]  # an empty entry would be the working folder
+        ]  # an empty entry would mean the working directory
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", "weft.host._worker", str(theirs.fileno())],
@@ -72,21 +76,23 @@ class Worker:
         return cls(process, ours)
 
     def answer(self, task: Task) -> Reply:
+        """Send a task and wait for its reply, or for the end of the process."""
         try:
             self.connection.send(task)
             while not self.connection.poll(LOOK_SECONDS):
                 if self.process.poll() is not None and not self.connection.poll():
-                    raise EOFError  # what it has started may still hold the other end
+                    raise EOFError  # no end of file: its children may hold the other end open
             return Reply(*self.connection.recv())
         except (EOFError, OSError):
             return Reply("died", self.process.wait())
 
     def signal(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
+        """Kill the process with its children and close the connection."""
         self.signal()
         self.process.wait()
         self.connection.close()
@@ -96,19 +102,21 @@ class Worker:
 
 @dataclass
 class Lane:
-    """One worker and the thread that talks to it.
+    """Worker and the thread that talks to it.
 
-    `lock` guards what both that thread and others touch.
+    `lock` guards the state shared between that thread and others.
     """
 
     worker: Worker | None = None
-    job: Future[Reply] | None = None  # what the thread has taken
-    late: bool = False  # nobody wants the job any more
-    lock: threading.RLock = field(default_factory=threading.RLock)  # a finalizer may run inside
+    job: Future[Reply] | None = None  # job that the thread is working on
+    late: bool = False  # the job was cancelled or timed out
+    lock: threading.RLock = field(
+        default_factory=threading.RLock
+    )  # reentrant: a finalizer can run while it is held
     starting: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self, targets: Sequence[Target]) -> None:
-        """Have a worker. Raises `UserError` where a function cannot be imported."""
+        """Start the worker unless it runs. Raises `UserError` if a function cannot be imported."""
         with self.starting:
             if self.worker is None:
                 worker = Worker.start(targets)
@@ -121,7 +129,7 @@ class Lane:
                     self.worker = worker
 
     def serve(self, jobs: Jobs, targets: Sequence[Target]) -> None:
-        """Compute what comes, until None does."""
+        """Compute the jobs of the queue until it yields None."""
         while (taken := jobs.get()) is not None:
             task, job = taken
             with self.lock:
@@ -131,7 +139,7 @@ class Lane:
                 continue
             try:
                 reply = self._compute(task, targets)
-            except BaseException as error:  # whoever waits for the reply is told
+            except BaseException as error:  # passed on to the caller that waits for the reply
                 self.late = True
                 self._rest()
                 job.set_exception(error)
@@ -151,7 +159,7 @@ class Lane:
         return reply
 
     def _rest(self) -> None:
-        """The job is over; what was killed meanwhile is cleared up."""
+        """Mark the job as finished; clean up the worker if it was killed in the meantime."""
         with self.lock:
             if self.late:
                 self._let_go()
@@ -165,7 +173,7 @@ class Lane:
                 self.worker = None
 
     def end(self, job: Future[Reply] | None = None) -> None:
-        """Kill the worker; where a job is named, only if it computes that."""
+        """Kill the worker; if a job is given, only if the worker computes that job."""
         with self.lock:
             if job is not None and self.job is not job:
                 return
@@ -174,7 +182,7 @@ class Lane:
                 return
             self.late = True
             if self.worker is not None:
-                self.worker.signal()  # the thread that reads from it clears up
+                self.worker.signal()  # the thread that reads from it cleans up
 
 
 Jobs = queue.SimpleQueue[tuple[Task, Future[Reply]] | None]
@@ -200,9 +208,9 @@ def _await_import(worker: Worker, targets: Sequence[Target]) -> None:
 
 @dataclass
 class Pool:
-    """`size` workers that have imported `targets`.
+    """Pool of `size` workers that have imported `targets`.
 
-    Workers are started by `start` and as tasks need them, and end with the pool.
+    Workers are started by `start` or when a task needs them, and end with the pool.
     """
 
     targets: Sequence[Target]
@@ -213,7 +221,7 @@ class Pool:
     def __post_init__(self) -> None:
         self._lanes.extend(Lane() for _ in range(self.size))
         for lane in self._lanes:
-            given = self._jobs, self.targets  # not the pool, which ends when nobody else holds it
+            given = self._jobs, self.targets  # not the pool: a reference to it would keep it alive
             threading.Thread(target=lane.serve, args=given, name="weft-reward", daemon=True).start()
         weakref.finalize(self, _end, self._lanes, self._jobs)
 
@@ -224,33 +232,36 @@ class Pool:
         return [worker.process.pid for worker in workers if worker is not None]
 
     def close(self) -> None:
-        """End all workers and forget what waits for them; what comes next starts others."""
+        """Kill all workers and cancel the queued tasks; a later task starts new workers."""
         _forget(self._jobs)
         for lane in self._lanes:
             lane.end()
 
     def start(self) -> None:
-        """Bring the pool to its size. Raises `UserError` where a function cannot be imported."""
+        """Start all missing workers. Raises `UserError` if a function cannot be imported."""
         absent = [lane for lane in self._lanes if lane.worker is None]
         if absent:
             with ThreadPoolExecutor(len(absent)) as starts:
                 list(starts.map(lambda lane: lane.start(self.targets), absent))
 
     def submit(self, task: Task) -> Future[Reply]:
-        """Have a worker compute the task as soon as one is free."""
+        """Queue a task for the next free worker and return the future of its reply."""
         reply: Future[Reply] = Future()
         self._jobs.put((task, reply))
         return reply
 
     def drop(self, replies: Iterable[Future[Reply]]) -> None:
-        """Nobody wants these any more: workers that compute one are killed."""
+        """Cancel these replies; workers that are computing one are killed."""
         for reply in replies:
             if not reply.cancel():
                 for lane in self._lanes:
                     lane.end(reply)
 
     def collect(self, replies: Sequence[Future[Reply]], seconds: float) -> list[Reply]:
-        """What the replies are after `seconds` at most; those that are not there then are dropped."""
+        """Wait for the replies, `seconds` at most, and return them.
+
+        Late ones are cancelled and have the status "timeout".
+        """
         late = wait(replies, seconds).not_done
         self.drop(late)
         return [Reply("timeout") if reply in late else reply.result() for reply in replies]

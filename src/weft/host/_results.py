@@ -1,6 +1,6 @@
-"""What a reward function returned, checked before it leaves the process that computed it.
+"""Validation of reward functions' results, in the process that computed them.
 
-Loads no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 Value = (
     float | None | list[float | None] | dict[int, float]
-)  # of a completion; of its tokens; of steps by where they end
+)  # of a completion, of each of its tokens, or of its steps by end position in the text
 
 
-# in size: the square of a larger number leaves float32, in which losses are computed
+# Largest absolute value: the square of a larger one overflows float32, in which losses are computed
 MOST_REWARD = 1e18
 
 
 class Refused(Exception):
-    """A result, or a signature, that cannot be used: why, and which of the completions showed it."""
+    """Invalid result or signature, with the reason and the index of the affected completion."""
 
     def __init__(self, text: str, index: int | None = None) -> None:
         super().__init__(text)
@@ -29,8 +29,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """The completions of one call: texts, token ids, and whether rewards of tokens and steps are
-    read.
+    """Completions of one call, to validate its result against.
+
+    `texts` and token `ids` of the completions; `by_token`: rewards of tokens and steps are allowed.
     """
 
     texts: Sequence[str]
@@ -38,12 +39,12 @@ class Expected:
     by_token: bool
 
     def checked(self, result: Any) -> tuple[list[Value], dict[str, float]]:
-        """(rewards, metrics): one reward a completion.
+        """Return (rewards, metrics), with one reward per completion.
 
-        A function that returns metrics, too, returns a pair.
+        The result is a list of rewards, or a pair (rewards, metrics).
 
-        Raises `Refused` for anything but finite numbers and None, and with `by_token` for lists and
-        mappings of another form than `Value`'s.
+        Raises `Refused` for anything other than finite numbers and None, and with `by_token` for
+        lists and mappings that are no valid `Value`.
         """
         metrics: dict[str, float] = {}
         if isinstance(result, tuple) and len(result) == 2 and _names_metrics(result[1]):

@@ -1,6 +1,4 @@
-"""Which reward functions see which completions: those of the option `reward`, or those that a row
-itself names.
-"""
+"""Routing of completions to reward functions, by the option `reward` or by a column of the data."""
 
 from __future__ import annotations
 
@@ -12,15 +10,16 @@ from weft.errors import ConfigError, DataError
 from weft.host.spec import RewardPart, Target, locate, parse_reward
 from weft.registry import verifiers
 
-# Options that a row of the data must not set: where a key is sent, which variable holds it, which
-# file is written.
+# Options that a row of the data must not set: the server that receives a key, the variable that
+# contains the key, and the file that is written.
 BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 
 @dataclass(frozen=True)
 class Use:
-    """One function on some completions: its index among the targets, its weight, and the row's own
-    arguments.
+    """One function as applied to some completions.
+
+    Its index in the list of targets, its weight, and the arguments that the row specifies.
     """
 
     target: int
@@ -30,20 +29,22 @@ class Use:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The functions whose weighted sum some completions get.
+    """Functions whose weighted sum is the reward of some completions.
 
-    Two rows that say the same have the same one.
+    Rows with equal specifications share one Route.
     """
 
     uses: tuple[Use, ...]
 
 
 class Routes:
-    """The functions of `reward`, and with a `column` every registered verifier, for the rows that
-    name some there.
+    """Reward functions of a run and the assignment of rows to them.
 
-    A row names verifiers only: data must not be able to have any function of any module called.
-    Raises `ConfigError` for functions that cannot be found.
+    The functions are those of `reward` and, with a `column`, all registered verifiers, for rows
+    that name verifiers in that column.
+
+    A row can only name verifiers, because data must not be able to call arbitrary functions of
+    arbitrary modules. Raises `ConfigError` if a function cannot be found.
     """
 
     def __init__(self, reward: Any, column: str | None, *, by_token: bool) -> None:
@@ -64,9 +65,10 @@ class Routes:
         self._read: dict[str, Route] = {}
 
     def of_rows(self, columns: Mapping[str, Sequence[Any]], ids: Sequence[str]) -> list[Route]:
-        """One route an id.
+        """Return one route per id.
 
-        Raises `DataError` for an id whose row names what is no verifier, or nothing where it must.
+        Raises `DataError` for an id whose row names something other than a verifier, or nothing
+        although `reward` is not set.
         """
         if self.column is None:
             return [self.usual] * len(ids)
@@ -91,7 +93,7 @@ class Routes:
         return self._read[key]
 
     def _parse(self, value: Any, id: str) -> Route:
-        """Raises `DataError`."""
+        """Return the route that a row specifies. Raises `DataError`."""
         try:
             parts = parse_reward(value)
             for part in parts:
@@ -118,7 +120,7 @@ class Routes:
 
 
 def _distinct(labels: Sequence[str]) -> list[str]:
-    """Names for metrics: the second `f` is `f_2`."""
+    """Return distinct labels for metrics: the second `f` becomes `f_2`."""
     seen: dict[str, int] = {}
     made = []
     for label in labels:

@@ -1,6 +1,4 @@
-"""A batch as host functions that weigh completions see it: tokens and completions as vectors,
-rewards in their shape.
-"""
+"""View of a batch as vectors over tokens and completions, and the shaping of rewards."""
 
 from __future__ import annotations
 
@@ -22,22 +20,26 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rows:
-    """The tokens and completions of a batch as float64 vectors; `[T]` tokens of `[S]` completions."""
+    """Tokens and completions of a batch as float64 vectors, `[T]` tokens of `[S]` completions."""
 
     batch: SequenceSample
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
+        """Number of tokens of each completion, int64 [S]."""
         return self.batch.lengths["completion"].astype(np.int64)
 
     def tokens(self, key: str) -> Vector:
-        """A key of one value a token. Raises `DataError` where it is laid out in another way."""
+        """Return a key with one value per token. Raises `DataError` if its lengths differ."""
         if not np.array_equal(self.batch.lengths[key], self.lengths):
             raise DataError(f"key {key!r} does not hold one value a completion token")
         return host_array(self.batch.data[key]).astype(np.float64)
 
     def sequences(self, key: str) -> Vector:
-        """A key of one value a completion, or one an id, which all its completions share."""
+        """Return a key with one value per completion [S].
+
+        A key with one value per id is expanded to all completions of the id.
+        """
         values = host_array(self.batch.data[key]).astype(np.float64)
         group = self.batch.group_of("completion")
         if len(values) == len(group):
@@ -49,9 +51,10 @@ class Rows:
         )
 
     def rewards(self) -> Vector:
-        """The key "rewards" [S].
+        """Return the key "rewards" [S].
 
-        Raises `DataError` for one with which the loss would leave float32, naming its completion.
+        Raises `DataError` naming the completion if a reward is so large that the loss overflows
+        float32.
         """
         values = self.sequences("rewards")
         large = np.flatnonzero(np.isfinite(values) & (np.abs(values) > MOST_REWARD))
@@ -66,7 +69,7 @@ class Rows:
         return values
 
     def either(self, key: str) -> Vector:
-        """A key of one value a completion or an id [S], or else of one a token [T]."""
+        """Return a key as [S] if it has one value per completion or id, else as [T]."""
         if key not in self.batch.data:
             held = ", ".join(self.batch.data) or "none"
             raise DataError(
@@ -78,13 +81,15 @@ class Rows:
 
     @property
     def group(self) -> npt.NDArray[np.int64]:
-        """int64 [S]: which id a completion belongs to."""
+        """Index of the id of each completion, int64 [S]."""
         return self.batch.group_of("completion")
 
     @property
     def mask(self) -> Vector:
-        """1 where a token is trained: `loss_mask` where the batch holds one, and never what nothing
-        precedes.
+        """1 for trained tokens, else 0.
+
+        From `loss_mask` if present; the first token of a completion without a prompt is never
+        trained.
         """
         if "loss_mask" in self.batch.data:
             mask = self.tokens("loss_mask")
@@ -96,18 +101,18 @@ class Rows:
         return mask
 
     def sums(self, key: str) -> Vector:
-        """float64 [S]: a token key summed over each completion's trained tokens."""
+        """Return the sum of a token key over the trained tokens of each completion, float64 [S]."""
         trained = self.mask
         return segment_sums(np.where(trained != 0.0, self.tokens(key), 0.0) * trained, self.lengths)
 
     def values(self, **keys: Vector) -> SequenceSample:
-        """New keys of one value a completion, as float32."""
+        """Return a sample with new keys of one value per completion, as float32."""
         return self.batch.one_per(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
 
     def sample(self, **keys: Vector) -> SequenceSample:
-        """New keys of one value a token, as float32."""
+        """Return a sample with new keys of one value per token, as float32."""
         return self.batch.like(
             "completion", **{key: each.astype(np.float32) for key, each in keys.items()}
         )
@@ -115,8 +120,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class RewardShape:
-    """clip((reward - bias) * scaling, +-clip), less a penalty where the completion was cut by its
-    length; None is no clip.
+    """Shaping of rewards: clip((reward - bias) * scaling, +-clip) - missing_eos_penalty.
+
+    The penalty applies to truncated completions only. With `clip` None nothing is clipped.
     """
 
     clip: float | None
@@ -125,7 +131,7 @@ class RewardShape:
     missing_eos_penalty: float
 
     def __call__(self, rewards: Vector, finished: Vector, context: HostContext) -> Vector:
-        """The shaped rewards. Records `reward_clipped_fraction` where there is a clip."""
+        """Return the shaped rewards. Records `reward_clipped_fraction` if `clip` is set."""
         shaped = (rewards - self.bias) * self.scaling
         if self.clip is not None:
             context.record("reward_clipped_fraction", float((np.abs(shaped) > self.clip).mean()))
@@ -134,10 +140,10 @@ class RewardShape:
 
 
 def kl_rows(rows: Rows, mask: Vector, estimator: str, context: HostContext) -> Vector:
-    """The KL to the reference at each trained token, nats.
+    """Return the KL divergence from the reference at each trained token, in nats.
 
-    Records its means over tokens and over completions under the estimator's name: `kl_k1` and
-    `kl_k1_per_completion` (`kl` alone is what a policy node measures).
+    Records its mean over tokens and over completions as `kl_{estimator}` and
+    `kl_{estimator}_per_completion` (plain `kl` is the metric of policy nodes).
     """
     kl = kl_estimate(rows.tokens("logprobs"), rows.tokens("ref_logprobs"), estimator) * mask
     context.record(f"kl_{estimator}", float(kl.sum() / max(mask.sum(), 1.0)))

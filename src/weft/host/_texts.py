@@ -1,6 +1,4 @@
-"""What reward functions are told of a batch: texts, token ids and the dataset's columns, one entry
-a completion.
-"""
+"""Inputs of reward functions: texts, token ids and columns, one entry per completion."""
 
 from __future__ import annotations
 
@@ -22,17 +20,18 @@ RESERVED = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class Texts:
-    """The completions of a batch. Texts are made for the calls that need them."""
+    """Completions of a batch, decoded to text only when a call needs them."""
 
     names: list[str]  # id[k]
     group: npt.NDArray[np.int64]
-    prompt_ids: list[list[int]]  # one a prompt
+    prompt_ids: list[list[int]]  # one list per prompt
     completion_ids: list[list[int]]
-    columns: Mapping[str, list[Any]]  # of the dataset (the batch's metadata)
+    columns: Mapping[str, list[Any]]  # columns of the dataset (the batch's metadata)
     tokenizer: Tokenizer
 
     @classmethod
     def of(cls, batch: SequenceSample, tokenizer: Tokenizer) -> Texts:
+        """Return the completions of a batch; reserved names are left out of the columns."""
         group = batch.group_of("completion")
         starts = batch.offsets["completion"][group]
         return cls(
@@ -52,7 +51,7 @@ class Texts:
         )
 
     def told(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """Prompt ids, completion ids and columns of some completions."""
+        """Return (prompt ids, completion ids, columns) of some completions."""
         groups = self.group[list(chunk)].tolist()
         columns = {name: [values[g] for g in groups] for name, values in self.columns.items()}
         return (
@@ -62,7 +61,10 @@ class Texts:
         )
 
     def task(self, chunk: Sequence[int]) -> Task:
-        """Texts without special tokens, ids and columns of some completions."""
+        """Return (prompts, completions, completion ids, columns) of some completions.
+
+        Texts are without special tokens.
+        """
         groups = self.group[list(chunk)].tolist()
         prompts, ids, columns = self.told(chunk)
         texts = {
@@ -78,8 +80,10 @@ class Texts:
     def by_token(
         self, place: int, value: Sequence[float | None] | Mapping[int, float]
     ) -> npt.NDArray[np.float64]:
-        """float64 [L]: rewards of the tokens of one completion, NaN where there is none; those of
-        steps, given by where in the text a step ends, at the step's last token.
+        """Return the rewards of one completion's tokens, float64 [L], NaN for tokens without one.
+
+        `value` is a list with one entry per token, or a mapping from end positions of steps in the
+        text to rewards, which go to the last token of each step.
         """
         ids = self.completion_ids[place]
         if not isinstance(value, Mapping):

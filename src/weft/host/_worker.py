@@ -1,10 +1,10 @@
 """A process that computes rewards: `python -m weft.host._worker FD`, started by `weft.host._pool`.
 
-Loads no torch.
+Does not import torch.
 
-It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and
-answers each with an `Answer`. It ends when its standard input does, which is when the process that
-started it has died or let go of it.
+It reads (sys.path, targets) and then tasks (`weft.host._pool.Task`) from the connection, and sends
+an `Answer` for each. It ends when its standard input reaches the end of file, that is when the
+parent process has died or released it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from weft.host._results import Expected, Refused, Value
 from weft.host.spec import Target
 from weft.registry import import_user_code
 
-# "ok", value, None; or "error", what went wrong, index of the completion or None
+# ("ok", value, None), or ("error", message, index of the completion or None)
 Answer = tuple[str, Any, int | None]
 POSITIONAL = 2  # prompts, completions
-SHOWN_FRAMES = 4  # of a traceback
+SHOWN_FRAMES = 4  # last frames of a traceback in a message
 
 
 def main(descriptor: int) -> None:
+    """Serve tasks on the connection `descriptor` until the parent closes it."""
     connection = Connection(descriptor)
     threading.Thread(target=_die_with_parent, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what rewards print must not mix with the run's own output
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  line by line: a worker that is killed has said it
+    os.dup2(2, 1)  # output of rewards must not mix with that of the run
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  line-buffered, so that a killed worker's output is complete
     try:
         sys.path[:], targets = connection.recv()
-    except EOFError:  # let go of again
+    except EOFError:  # released before it was used
         return
     functions: list[Callable[..., Any]] = []
     for target in targets:
@@ -62,18 +63,16 @@ def main(descriptor: int) -> None:
 
 
 def _die_with_parent(descriptor: int) -> None:
-    """Wait for the end of the old standard input, then end this process and what it has started in
-    its group.
-    """
+    """Wait for the end of the old standard input, then kill this process group."""
     while os.read(descriptor, 1024):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
-    """What `work` returns or, for the parent to raise, what went wrong.
+    """Return the result of `work`, or its error for the parent to raise.
 
-    Nothing in user code may end this process.
+    Exceptions of user code must not end this process.
     """
     try:
         return "ok", work(*arguments), None
@@ -95,7 +94,10 @@ def _answer(work: Callable[..., Any], *arguments: Any) -> Answer:
 
 
 def load(target: Target) -> Callable[..., Any]:
-    """The function a target names."""
+    """Import and return the function that a target names.
+
+    Raises `Refused` if there is no such function, or if it does not take the target's arguments.
+    """
     if target.file is not None:
         import_user_code([target.file])
         module = sys.modules[os.path.splitext(os.path.basename(target.file))[0]]
@@ -121,7 +123,10 @@ def load(target: Target) -> Callable[..., Any]:
 def arguments(
     function: Callable[..., Any], target: Target, columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The data's columns and the target's own arguments, which win."""
+    """Return the data's columns updated with the target's own arguments.
+
+    Columns with the name of a verifier's option are omitted.
+    """
     options: set[str] = set()
     if target.verifier:
         options = {
@@ -141,7 +146,10 @@ def call(
     expected: Expected,
     given: Mapping[str, Any],
 ) -> tuple[list[Value], dict[str, float]]:
-    """(rewards of some completions, metrics), checked. An async function is run to its end."""
+    """Return the validated (rewards, metrics) of some completions.
+
+    The coroutine of an async function is run to completion.
+    """
     result = function(prompts, expected.texts, **accepted(function, given))
     if inspect.isawaitable(result):
         result = loop.run_until_complete(_awaited(result))
@@ -153,7 +161,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def accepted(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns a function takes. Raises `Refused` where it needs one that is not there."""
+    """Return the columns that a function takes. Raises `Refused` if a required one is missing."""
     parameters = list(inspect.signature(function).parameters.values())[POSITIONAL:]
     missing = [
         p.name

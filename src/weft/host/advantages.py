@@ -1,6 +1,6 @@
-"""Advantages of a whole batch, PPO's and GRPO's.
+"""Advantages over a whole batch, for PPO and for GRPO and related algorithms.
 
-The one home of the KL controller and of value statistics.
+The KL controller and the running statistics of values are kept here only.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from weft.registry import register_function
 @register_function("gae_advantages")
 @dataclass
 class GAEAdvantages:
-    """PPO: `advantages` and `returns` [L] of each completion from its reward, its KL and the
-    critic's values.
+    """PPO: `advantages` and `returns` [L] by GAE from rewards, KL and the critic's values.
 
-        r_t = -kl_coef * KL_t,   and the shaped reward is added to the last trained token of a completion that has ended
+        r_t = -kl_coef * KL_t (+ shaped reward at a completed text's last trained token)
 
     then generalised advantage estimation over trained tokens, and whitening over the whole batch
     (`adv_norm`).
 
     Keys: completion (lengths), `rewards` [1], `values` [L + 1], `finished` [1]; `logprobs` and
-    `ref_logprobs` where kl_ctl is above 0; `loss_mask`, `prompt` where there are any;
-    `token_rewards` [L], the part of a reward that lies on single tokens and stays there (NaN where
-    there is none). `truncated` says what a completion that was cut by its length gets: "bootstrap",
-    the critic's value of what would follow and no reward, whose text is not whole (ReaLHF);
-    "score", its reward as if it had ended (TRL). The missing-eos penalty is taken off either way.
+    `ref_logprobs` if kl_ctl is above 0; `loss_mask` and `prompt` if present; `token_rewards` [L],
+    the part of a reward that is assigned to single tokens and stays there (NaN for tokens without
+    one). `truncated` sets the reward of a completion that was truncated: "bootstrap", the critic's
+    value of the next state instead of a reward, since the text is incomplete (ReaLHF); "score", its
+    reward as if it had ended (TRL). The missing-eos penalty is subtracted in both cases.
 
-    With `value_norm` the critic lives in units of the running mean and deviation of returns:
-    `values` are brought to rewards' units first, `returns` are given in the critic's.
+    With `value_norm` the critic predicts returns normalised by their running mean and deviation:
+    `values` are converted to the units of rewards first, and `returns` are given in the critic's
+    units.
     """
 
     kl_ctl: float = 0.05
@@ -93,7 +93,7 @@ class GAEAdvantages:
             self.controller = adaptive
         else:
             self.controller = FixedController(self.kl_ctl)
-        kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)  # refuses an unknown name
+        kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)  # raises for an unknown name
         self.normalizer = ValueNormalizer(
             self.value_norm_type, self.value_norm_beta, self.value_norm_eps**0.5
         )
@@ -107,8 +107,8 @@ class GAEAdvantages:
         ended = (finished != 0.0) | (self.truncated == "score")
         rewards = self._token_rewards(rows, mask, kl, ended, context)
 
-        # Trained tokens only: what somebody else wrote in between is passed over, and takes no
-        # time.
+        # Trained tokens only: tokens that the policy did not write are skipped and take no time
+        # step.
         trained = mask != 0.0
         counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         last_values = np.where(ended, 0.0, after)
@@ -131,9 +131,9 @@ class GAEAdvantages:
         return rows.sample(advantages=advantages, returns=returns)
 
     def _kl(self, rows: Rows, mask: Vector, context: HostContext) -> Vector:
-        """The KL of each trained token.
+        """Return the KL penalty of each trained token and update the controller.
 
-        Raises `DataError` where a penalty has no reference to compare with.
+        Raises `DataError` if `kl_ctl` is above 0 and the reference's log-probs are missing.
         """
         if "ref_logprobs" not in rows.batch.data:
             if self.kl_ctl > 0:
@@ -150,7 +150,7 @@ class GAEAdvantages:
         return penalty
 
     def _values(self, rows: Rows) -> tuple[Vector, Vector]:
-        """(V before each token, V after the last one of each completion) in rewards' units."""
+        """Return (V before each token, V after each completion's last one) in units of rewards."""
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
             raise DataError(
@@ -170,8 +170,10 @@ class GAEAdvantages:
         ended: npt.NDArray[np.bool_],
         context: HostContext,
     ) -> Vector:
-        """-penalty at every token, the rewards of single tokens, and at the last trained one the
-        rest, shaped.
+        """Return the reward of each token.
+
+        -penalty plus the token's own reward; the last trained token of a completion also gets the
+        shaped rest of the completion's reward.
         """
         raw = rows.rewards()
         finished = rows.sequences("finished")
@@ -206,47 +208,47 @@ class GAEAdvantages:
 
 
 def _scatter(values: Vector, where: npt.NDArray[np.bool_]) -> Vector:
-    """`values` at the places where `where` is true, 0 elsewhere."""
+    """Return a vector with `values` at the positions where `where` is true, and 0 elsewhere."""
     out = np.zeros(len(where))
     out[where] = values
     return out
 
 
 def _last_trained(mask: Vector, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """int64 [S]: the row of each completion's last trained token, -1 where it has none."""
+    """Return the index of each completion's last trained token, int64 [S]; -1 if it has none."""
     last = np.full(len(lengths), -1, dtype=np.int64)
     rows = np.flatnonzero(mask != 0.0)
     owner = np.repeat(np.arange(len(lengths)), lengths)[rows]
-    last[owner] = rows  # of equal owners the last assignment stays, and rows ascend
+    last[owner] = rows  # rows ascend, so the last assignment to an owner is its last row
     return last
 
 
 @register_function("group_advantages")
 @dataclass
 class GroupAdvantages(Stateless):
-    """GRPO and kin: `advantages` [L] of each completion's trained tokens, from the rewards of its
-    group.
+    """GRPO and related: `advantages` [L] of completions' trained tokens from their group's rewards.
 
     The reward is shaped (bias, scale, clip, missing-eos penalty, DAPO's soft overlong penalty,
-    `kl_coef` times the KL to the reference), its `baseline` taken off and the rest divided by
-    `scale` (`weft.algorithms.advantages`), then whitened over all trained tokens of the batch where
-    `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out, none. ReMax:
-    given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group, none, whiten).
-    OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` asks for one of k completions
-    to pass (a reward above `pass_reward`), and stands in place of baseline and scale.
-    `part_weights` normalises each part of the reward by itself (GDPO).
+    minus `kl_coef` times the KL to the reference), its `baseline` is subtracted and the difference
+    is divided by `scale` (`weft.algorithms.advantages`), then whitened over all trained tokens of
+    the batch if `whiten` is set. GRPO: group, group. Dr. GRPO: group, none. RLOO: leave_one_out,
+    none. ReMax: given, none. REINFORCE++: none, none, whiten (its variant with a baseline: group,
+    none, whiten). OPO: opo, none. GPG: group, none, `rescale_informative`. `pass_k` replaces
+    baseline and scale: it rewards that at least one of k completions passes (a reward above
+    `pass_reward`). `part_weights` normalises each part of the reward separately (GDPO).
 
-    Without a baseline the KL penalty of a token is felt by it and those before it (REINFORCE++);
-    otherwise the whole completion is charged for all of it (verl, TRL's RLOO).
+    Without a baseline, the KL penalty of a token reduces the advantage of that token and of those
+    before it (REINFORCE++); otherwise the total KL of the completion is subtracted from its reward
+    (verl, TRL's RLOO).
 
     Keys: completion (lengths), `rewards` [1], `finished` [1]; for baseline "given"
-    `baseline_rewards`, `baseline_finished` [1] and `baseline_completion` (lengths), one an id: the
+    `baseline_rewards`, `baseline_finished` [1] and `baseline_completion` (lengths), one per id: the
     baseline is shaped and penalised as the samples are; `logprobs`, `ref_logprobs` for the KL;
-    `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN but at
-    their last tokens), which get advantages of their own; `loss_mask`, `prompt` where there are
-    any. `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 is no penalty.
-    `mask_truncated` also gives a `loss_mask` that leaves out completions cut by their length
-    (DAPO's overlong filtering).
+    `reward_parts` [1, parts] for `part_weights`; `token_rewards` [L], rewards of steps (NaN except
+    at their last tokens), which get their own advantages; `loss_mask` and `prompt` if present.
+    `max_new_tokens` and `overlong_buffer` are in tokens; a buffer of 0 disables the penalty.
+    `mask_truncated` also makes a `loss_mask` that excludes truncated completions (DAPO's overlong
+    filtering).
     """
 
     baseline: str = "group"
@@ -276,7 +278,7 @@ class GroupAdvantages(Stateless):
                 f"buffer"
             )
         pair = np.arange(2.0)
-        # refuses an unknown name
+        # Raise for unknown names
         baselined(pair, np.zeros(2, np.int64), self.baseline, pair, np.ones(2))
         scaled(pair, pair, np.zeros(2, np.int64), self.scale)
         kl_estimate(np.zeros(0), np.zeros(0), self.kl_estimator)
@@ -287,9 +289,11 @@ class GroupAdvantages(Stateless):
         finished = rows.sequences("finished")
         mask = rows.mask
         context.record("reward", float(raw.mean()))
+        # Select the trained tokens.
         trained = (mask != 0.0).astype(np.float64)
         if self.mask_truncated:
             trained = trained * np.repeat(finished != 0.0, rows.lengths)
+        # Split the rewards of steps off from those of completions.
         if "token_rewards" in batch.data:
             by_token = rows.tokens("token_rewards")
         else:
@@ -297,6 +301,7 @@ class GroupAdvantages(Stateless):
         if by_token is not None:
             by_token = np.where(mask != 0.0, by_token, np.nan)
             raw = raw - segment_sums(np.nan_to_num(by_token), rows.lengths)
+        # Subtract the KL penalty, from completions or (without a baseline) from single tokens.
         if self.kl_coef:
             penalty = self.kl_coef * kl_rows(rows, mask, self.kl_estimator, context)
         else:
@@ -326,7 +331,7 @@ class GroupAdvantages(Stateless):
     def _completions(
         self, rows: Rows, raw: Vector, finished: Vector, charged: Vector, context: HostContext
     ) -> Vector:
-        """One advantage a completion; `charged` is taken off its reward."""
+        """Return one advantage per completion; `charged` is subtracted from its reward."""
         overlong = self._overlong(rows.lengths)
         group = rows.group
         if self.overlong_buffer:
@@ -354,9 +359,7 @@ class GroupAdvantages(Stateless):
         return each
 
     def _given(self, rows: Rows, context: HostContext) -> Vector:
-        """The baseline's reward at each completion, less what its own length and its missing end
-        cost.
-        """
+        """Return the baseline's reward for each completion, shaped and with its own penalties."""
         raw = rows.sequences("baseline_rewards")
         finished = rows.sequences("baseline_finished")
         context.record("baseline_reward", float(raw.mean()))
@@ -372,7 +375,7 @@ class GroupAdvantages(Stateless):
         )(rewards, finished, context)
 
     def _overlong(self, lengths: npt.NDArray[np.int64]) -> Vector:
-        """What completions of these lengths lose, 0 or below."""
+        """Return the soft overlong penalty of completions of these lengths, at most 0."""
         if not (self.overlong_buffer and self.max_new_tokens):
             return np.zeros(len(lengths))
         return self.overlong_penalty * soft_overlong(

@@ -1,6 +1,6 @@
 """Host functions: nodes of the graph without a role.
 
-CPU code on a whole batch, with state and a deadline.
+They run CPU code on a whole batch, and can have state and a deadline.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from weft.registry import functions
 
 @dataclass
 class HostContext:
-    """What a host function is told besides its batch.
+    """Inputs of a host function other than its batch.
 
     `record` adds to the node's metrics, logged as `{node}/{name}`.
     """
 
-    step: int = 0  # the firing's index, counted from 0
+    step: int = 0  # index of the node's firing, from 0
     seed: int = 0
-    # of the node's `tokenizer_role`, or of the role that reads the data
+    # tokenizer of the node's `tokenizer_role`, or of the role that reads the data
     tokenizer: Tokenizer | None = None
-    deadline_s: float | None = None  # seconds the node has, or no bound
+    deadline_s: float | None = None  # time limit of the node in seconds; None: no limit
     metrics: dict[str, float] = field(default_factory=dict)
 
     def record(self, name: str, value: float) -> None:
+        """Set a metric of the node."""
         self.metrics[name] = float(value)
 
     def require_tokenizer(self, function: str) -> Tokenizer:
-        """The tokenizer. Raises `UserError` naming the function where the node has none."""
+        """Return the tokenizer. Raises `UserError` naming the function if the node has none."""
         if self.tokenizer is None:
             raise UserError(
                 f"host function {function!r} reads text; set tokenizer_role of its node"
@@ -44,10 +45,11 @@ class HostContext:
 
 @runtime_checkable
 class HostCallable(Protocol):
-    """Called with the node's input keys; returns a sample with its output keys, for all ids or (a
-    filter) fewer.
+    """Host function, called with the node's input keys.
 
-    `state_dict` holds nested plain values and numpy arrays, and is part of every recovery point.
+    Returns a sample with the node's output keys, for all ids or, if it is a filter, for fewer.
+
+    `state_dict` returns nested plain values and numpy arrays, and is part of every recovery point.
     """
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample | None: ...
@@ -57,14 +59,15 @@ class HostCallable(Protocol):
 
 @runtime_checkable
 class SupportsPrefetch(HostCallable, Protocol):
-    """A host function that can begin with some ids while others are still sampled.
+    """Host function that can start on some ids while others are still being sampled.
 
-    `begin` is called with the keys `begins_with` (the function's own names) of ids for which a
-    running call has made them, in threads, also beside each other and beside a call with another
-    batch; never where two nodes, or a host function, make these keys. The call with these ids comes
-    when it is over, and raises what it raised. It is a head start and no more: the ids may never
-    come, may come with other values, and the result is the same without it. `context.step` is not
-    known yet (0), and what is recorded is not logged.
+    `begin` is called with the keys `begins_with` (the function's own names) of ids that a running
+    call has completed. It is called in threads, possibly in parallel with itself and with a call on
+    another batch, and never if these keys are made by two nodes or by a host function. The call
+    with these ids comes after `begin` has returned, and raises any error of `begin`. It is only a
+    head start: the ids may never come or may come with other values, and the result is the same
+    without it. In `begin`, `context.step` is not known yet (0), and recorded metrics are not
+    logged.
     """
 
     begins_with: Sequence[str]
@@ -74,22 +77,20 @@ class SupportsPrefetch(HostCallable, Protocol):
 
 @runtime_checkable
 class KeepsAll(HostCallable, Protocol):
-    """A host function that never drops an id: what comes next need not wait until it is known what
-    it keeps.
-    """
+    """Host function that never drops an id, so that later nodes need not wait for its result."""
 
     keeps_all: Literal[True]
 
 
 @runtime_checkable
 class HasNotes(HostCallable, Protocol):
-    """A host function with lines for people at the start of a run."""
+    """Host function with notes that are printed at the start of a run."""
 
     notes: Sequence[str]
 
 
 class Stateless:
-    """For host functions whose result depends on the batch alone: nothing to save."""
+    """Base class of host functions without state, whose result depends on the batch alone."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -100,7 +101,7 @@ class Stateless:
 
 @runtime_checkable
 class Short(Protocol):
-    """A host function that was registered in a shorter form (`weft.host._functions`)."""
+    """Host function registered in a shorter form (`weft.host._functions`)."""
 
     def build(self, args: Mapping[str, Any]) -> HostCallable: ...
 
@@ -117,11 +118,11 @@ class PlainFunction(Stateless):
 
 
 def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
-    """The host function registered as `name`: a class is built with `args`, a function is called
-    with them every time. `name` may also be `module:thing` or `FILE.py:thing`.
+    """Return the host function registered as `name` (or at `module:thing` or `FILE.py:thing`).
 
-    Raises `ConfigError` for an unknown name and for arguments that the thing does not take or that
-    are missing.
+    A class is constructed with `args`; a function is called with them every time.
+
+    Raises `ConfigError` for an unknown name and for unknown or missing arguments.
     """
     thing = functions.get(name)
     if isinstance(thing, Short):
@@ -141,8 +142,9 @@ def make_host_function(name: str, args: Mapping[str, Any]) -> HostCallable:
 def check_arguments(
     what: str, thing: Callable[..., Any], args: Mapping[str, Any], given: int
 ) -> None:
-    """Refuse keyword arguments that `thing` does not take or lacks, beside its first `given`
-    positional ones.
+    """Raise `ConfigError` for keyword arguments that `thing` does not take or that are missing.
+
+    The first `given` parameters of `thing` are positional and are not checked.
     """
     parameters = list(inspect.signature(thing).parameters.values())[given:]
     takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

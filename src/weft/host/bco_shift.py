@@ -17,18 +17,20 @@ from weft.registry import register_function
 @register_function("bco_shift")
 @dataclass
 class BCOShift:
-    """Makes `reward_shift` [1]: delta = (mean desirable reward + mean undesirable reward) / 2 over
-    all completions so far, this batch included. A reward is beta times the sum of log pi - log ref.
+    """Compute BCO's `reward_shift` [1], a running midpoint of the two labels' rewards.
+
+    delta = (mean desirable reward + mean undesirable reward) / 2 over all completions so far, this
+    batch included. A reward is beta times the sum of log pi - log ref.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656, section 3.3. Until both
-    labels have been seen, delta is the mean reward of the one that has.
+    labels have occurred, delta is the mean reward of the one that has.
 
     Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
     [L], `label` [1]; `loss_mask` and `prompt` if present.
     """
 
     beta: float = 0.1
-    # of undesirable and desirable rewards
+    # sums and counts of the undesirable and the desirable rewards
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
     counts: list[float] = field(default_factory=lambda: [0.0, 0.0], init=False)
 

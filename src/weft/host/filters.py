@@ -1,6 +1,6 @@
-"""Host functions that let ids pass or not.
+"""Filters: host functions that keep some ids and drop the others.
 
-What is left out leaves the run's buffer, and the loader brings others.
+Dropped ids leave the run's buffer, and the loader supplies others.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from weft.registry import register_filter
 
 @register_filter("dynamic_sampling")
 def dynamic_sampling(rewards: Vector) -> bool:
-    """Whether a prompt's completions differ in reward: under a group baseline others teach nothing
-    (DAPO, section 3.2).
+    """Return whether the completions of a prompt differ in reward (DAPO, section 3.2).
 
-    `rewards`: one of each completion of one prompt, before any shaping. Raises `ConfigError` where
-    there is one completion (it would always be dropped).
+    Completions with equal rewards have zero advantage under a group baseline.
+
+    `rewards` are those of the completions of one prompt, before any shaping. Raises `ConfigError`
+    if there is only one completion (it would always be dropped).
     """
     if len(rewards) < 2:
         raise ConfigError(

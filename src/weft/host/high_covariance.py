@@ -1,6 +1,4 @@
-"""The host function that finds the tokens whose log-prob and advantage vary together most (Clip-Cov
-and KL-Cov).
-"""
+"""Selection of tokens with a high covariance of log-prob and advantage (Clip-Cov, KL-Cov)."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from weft.registry import register_function
 @register_function("high_covariance")
 @dataclass
 class HighCovariance(Stateless):
-    """`high_covariance` [L] of each completion: 1 at the tokens that Clip-Cov or KL-Cov acts on
-    (`weft.algorithms.covariance`).
+    """Mark with `high_covariance` [L] = 1 the tokens that Clip-Cov or KL-Cov acts on.
 
-    `share` is of all trained tokens; Clip-Cov draws them at random between the bounds `low` and
-    `high`. Keys: `logprobs` and `advantages` [L]; `loss_mask`, `prompt` where there are any.
+    The method is in `weft.algorithms.covariance`. `share` is the share of all trained tokens;
+    Clip-Cov draws them at random among those with a covariance between `low` and `high`. Keys:
+    `logprobs` and `advantages` [L]; `loss_mask` and `prompt` if present.
     """
 
     method: str
@@ -56,7 +54,7 @@ class HighCovariance(Stateless):
         return rows.sample(high_covariance=chosen.astype(np.float64))
 
     def _order(self, batch: SequenceSample, rows: Rows, context: HostContext) -> Vector:
-        """A random number a token, the same for a token whatever batch or layout it is in."""
+        """Return a random number per token that does not depend on the batch or its layout."""
         made = []
         index = dict.fromkeys(batch.ids, 0)
         for group, length in zip(rows.group.tolist(), rows.lengths.tolist(), strict=True):

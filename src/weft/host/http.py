@@ -1,6 +1,4 @@
-"""What all requests of a run to other servers share: checked URLs and keys, and when a request is
-sent again.
-"""
+"""Shared parts of HTTP requests to other servers: URL and key validation, and the retry policy."""
 
 from __future__ import annotations
 
@@ -17,28 +15,31 @@ from urllib.parse import SplitResult, urlsplit
 
 from weft.errors import ConfigError
 
-AGAIN = (408, 409, 425, 429)  # and all from 500 on
-BACKOFF_S = 0.5  # before the second request; twice as long before each that follows
-LONGEST_S = 60.0  # that a server may ask to wait
+AGAIN = (408, 409, 425, 429)  # statuses to retry, as well as all from 500 on
+BACKOFF_S = 0.5  # before the first retry; doubles with each further one
+LONGEST_S = 60.0  # longest delay, also of one that a server asks for
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a request got no answer, whether to send it again, and not before how many seconds."""
+    """Failure of a request: its cause, the fix, and the retry policy.
+
+    `again`: the request can be retried, after at least `after` seconds.
+    """
 
     what: str
     fix: str
     again: bool
-    said: str = ""  # by the server
+    said: str = ""  # response of the server
     after: float = 0.0
 
 
 def parts(
     option: str, url: Any, schemes: Sequence[str], example: str, key_variable: str
 ) -> SplitResult:
-    """The parts of a URL without credentials, which belong into `key_variable`.
+    """Split a URL without credentials, which belong in the variable `key_variable`.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` for an invalid URL and for one with credentials, query or fragment.
     """
     if any(mark in str(url) for mark in "@?#"):
         raise ConfigError(
@@ -58,9 +59,10 @@ def parts(
 
 
 def secret(option: str, variable: str | None, usual: str) -> str | None:
-    """What the environment variable holds; only `usual` may be unset.
+    """Return the key in an environment variable; only the variable `usual` may be unset.
 
-    No message shows the option: a key that was written there by mistake is secret.
+    Raises `ConfigError`. No message shows the option's value: it could be a key written there by
+    mistake.
     """
     if not variable:
         return None
@@ -85,6 +87,7 @@ def secret(option: str, variable: str | None, usual: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is this machine."""
     try:
         address = ipaddress.ip_address(host)
         return address.is_loopback or address.is_unspecified  # 0.0.0.0 is this machine, too
@@ -93,7 +96,7 @@ def is_loopback(host: str) -> bool:
 
 
 def without(text: str, key: str | None) -> str:
-    """What a server said, which may repeat the key."""
+    """Return a server's response with the key masked."""
     if key is None:
         return text
     # JSON may escape slashes
@@ -101,19 +104,17 @@ def without(text: str, key: str | None) -> str:
 
 
 def may_repeat(status: int) -> bool:
-    """Whether a request with this status may get an answer when it is sent again."""
+    """Return whether a request that got this status can succeed when it is retried."""
     return status in AGAIN or status >= 500
 
 
 def pause(attempt: int, after: float, jitter: random.Random) -> float:
-    """Seconds to wait after attempt number `attempt`, at least what the server asks for."""
+    """Return the seconds to wait after attempt `attempt`, at least `after`, the server's demand."""
     return max(after, min(LONGEST_S, BACKOFF_S * 2**attempt) * jitter.uniform(0.5, 1.0))
 
 
 def seconds(retry_after: str | None) -> float:
-    """A header `Retry-After`, which is a number of seconds or a date, in seconds from now; 0 where
-    there is none.
-    """
+    """Return the delay of a `Retry-After` header (seconds or a date) in seconds; 0 without one."""
     if retry_after is None:
         return 0.0
     try:

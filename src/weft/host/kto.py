@@ -1,7 +1,6 @@
-"""KTO's z0: how far the policy has moved from the reference, measured on completions that do not
-fit their prompt.
+"""KTO's z0, the divergence of the policy from the reference on mismatched completions.
 
-z0 is a statistic of the whole batch, so it arrives at the loss as a key (rule 5.1). The graph:
+z0 is a statistic of the whole batch, so the loss gets it as a key (rule 5.1). The graph:
 
     kto_mismatch   prompt, completion               -> kl_completion, kl_mask
     kl_actor_inf   actor, completion:=kl_completion -> kl_logprobs
@@ -27,12 +26,12 @@ from weft.registry import register_function
 
 @register_function("kto_mismatch")
 def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """Give every prompt the completions of the next id, and the last prompt those of the first.
+    """Pair every prompt with the completions of the next id, and the last with those of the first.
 
-    Makes `kl_completion` and `kl_mask`, the `loss_mask` that goes with it (ones where there is
-    none). As the KTO paper estimates z0 (section 4.1) and TRL pairs them, but over the whole batch.
-    A batch of one id, such as the last of an epoch may be, has nothing that does not fit: its mask
-    is 0, and so is its z0.
+    Makes `kl_completion` and `kl_mask`, the corresponding `loss_mask` (ones if there is none). The
+    KTO paper estimates z0 this way (section 4.1), and TRL pairs completions this way, but here over
+    the whole batch. A batch of one id, such as the last of an epoch, has no mismatched completions:
+    its mask is 0, and so is its z0.
     """
     keys = {"completion": "kl_completion"} | (
         {"loss_mask": "kl_mask"} if "loss_mask" in batch.data else {}
@@ -49,10 +48,10 @@ def kto_mismatch(batch: SequenceSample, context: HostContext) -> SequenceSample:
 
 @register_function("kto_baseline")
 def kto_baseline(batch: SequenceSample, context: HostContext) -> SequenceSample:
-    """z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs),
-    nats.
+    """Compute KTO's z0 in nats, as `kl_baseline` [1] with the same value for every id.
 
-    Makes `kl_baseline` [1], the same value for every id, from the tokens that `kl_mask` counts.
+    z0 = max(0, mean over mismatched completions of the sum of kl_logprobs - kl_ref_logprobs), where
+    the sum is over the tokens that `kl_mask` includes.
     """
     lengths = batch.lengths["kl_logprobs"].astype(np.int64)
     if not np.array_equal(lengths, batch.lengths["kl_ref_logprobs"]):

@@ -1,6 +1,4 @@
-"""What AOT compares each completion with: the score of the same rank on the other side of the whole
-batch.
-"""
+"""Comparison values of AOT: the score of equal rank on the other side of the whole batch."""
 
 from __future__ import annotations
 
@@ -22,13 +20,14 @@ Index = npt.NDArray[np.int64]
 def optimal_transport(
     batch: SequenceSample, context: HostContext, loss_type: str = "aot"
 ) -> SequenceSample:
-    """Makes `partner` [1] of each completion (`weft.algorithms.transport`): the reference's margin
-    of the same rank at a pair's better completion (aot, 0 at the worse), or the log-ratio of the
-    same rank on the other side (aot_unpaired).
+    """Compute `partner` [1] of each completion for AOT (`weft.algorithms.transport`).
 
-    Keys: completion (lengths), `old_logprobs` [L] by the policy as it is, `ref_logprobs` [L],
-    `rank` (and `comparison`); `loss_mask`, `prompt` where there are any. Raises `DataError` for
-    completions of no pair or several.
+    With "aot", the reference's margin of the same rank at the better completion of a pair and 0 at
+    the worse; with "aot_unpaired", the log-ratio of the same rank on the other side.
+
+    Keys: completion (lengths), `old_logprobs` [L] by the policy before its update, `ref_logprobs`
+    [L], `rank` (and `comparison`); `loss_mask` and `prompt` if present. Raises `DataError` for
+    completions that are not in exactly one pair.
     """
     if loss_type not in TRANSPORTED:
         raise ConfigError(f"loss_type={loss_type!r} must be {' or '.join(TRANSPORTED)}")
@@ -49,7 +48,7 @@ def optimal_transport(
 
 
 def _pairs(batch: SequenceSample, rows: Rows) -> tuple[Index, Index]:
-    """int64 ([P], [P]): the better and the worse completion of each pair."""
+    """Return the indices of the better and the worse completion of each pair, int64 ([P], [P])."""
     rank = host_array(batch.data["rank"])
     if "comparison" in batch.data:
         comparison = host_array(batch.data["comparison"])

@@ -1,4 +1,4 @@
-"""The host function that says how many prompts are solved: avg@k and pass@k."""
+"""Metrics of solved prompts: avg@k and pass@k."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.registry import register_function
 @register_function("pass_rates")
 @dataclass
 class PassRates(Stateless):
-    """Makes no keys.
+    """Record avg@k and pass@k; makes no keys.
 
     Metrics over prompts with `count` = k completions each: `avg@k`, the mean reward of a
-    completion; `pass@k`, the share of prompts of which one of the k completions passes (a reward
-    above `pass_reward`); where k is more than 1 also `pass@1`, the share of completions that pass.
+    completion; `pass@k`, the share of prompts with at least one completion that passes (a reward
+    above `pass_reward`); if k is more than 1 also `pass@1`, the share of completions that pass.
 
     Keys: `rewards` [1] of each completion.
     """

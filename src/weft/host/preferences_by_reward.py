@@ -1,6 +1,4 @@
-"""Which of a prompt's sampled completions are better than which, by their rewards: pairs for losses
-of preferences.
-"""
+"""Preference pairs from the rewards of a prompt's sampled completions."""
 
 from __future__ import annotations
 
@@ -22,28 +20,29 @@ Index = npt.NDArray[np.int64]
 @register_function("preferences_by_reward")
 @dataclass
 class PreferencesByReward(Stateless):
-    """Makes `rank` and `comparison` [1] of each completion, as `RowBatch.pairs` reads them, from
-    the rewards of its group.
+    """Make `rank` and `comparison` [1] of each completion from the rewards of its group.
+
+    `RowBatch.pairs` reads these keys.
 
     `pairs="best_worst"`: the best completion (rank 0) is compared with the worst one (rank 1);
-    every other one has a comparison of its own, so that it is in no pair. `pairs="all"`: the
+    every other completion has its own comparison, so that it is in no pair. `pairs="all"`: the
     completions of a prompt are one comparison, ranked by reward. Equal rewards have equal rank and
-    make no pair either way. Of several that are best the first is taken, of several that are worst
-    the last. With two completions both settings are the same.
+    make no pair in either setting. Of several best completions the first is taken, of several worst
+    ones the last. With two completions both settings are the same.
 
-    Rewards are shaped first (`RewardShape`): bias, scale and clip, and a penalty for completions
-    that were cut by their length.
+    Rewards are shaped first (`RewardShape`): bias, scale and clip, and a penalty for truncated
+    completions.
 
     Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792,
-    have two completions; the best against the worst of several is what Dong et al. 2024, "RLHF
-    Workflow", arXiv 2405.07863, do (of 8). TRL's OnlineDPOTrainer has two completions and calls the
-    first one better where rewards are equal.
+    use two completions; Dong et al. 2024, "RLHF Workflow", arXiv 2405.07863, compare the best of 8
+    with the worst. TRL's OnlineDPOTrainer uses two completions and treats the first as better if
+    rewards are equal.
 
-    Keys: completion (lengths), `rewards` [1], `finished` [1]. Metrics: `reward`, the mean as given;
-    `reward_margin`, the mean difference of the shaped rewards of a pair; `tied_fraction`, the share
-    of comparisons that make no pair because the rewards are equal (of prompts for best_worst, of
-    all C(n, 2) pairs for all). Raises `ConfigError` where a prompt has one completion only,
-    `DataError` for a reward that is not finite.
+    Keys: completion (lengths), `rewards` [1], `finished` [1]. Metrics: `reward`, the mean before
+    shaping; `reward_margin`, the mean difference of the shaped rewards of a pair; `tied_fraction`,
+    the share of comparisons that make no pair because the rewards are equal (of prompts for
+    best_worst, of all C(n, 2) pairs for all). Raises `ConfigError` if a prompt has only one
+    completion, `DataError` for a reward that is not finite.
     """
 
     pairs: str = "best_worst"
@@ -85,10 +84,10 @@ class PreferencesByReward(Stateless):
 
 
 def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """(rank, comparison, margin [1]) of one prompt's rewards [n]: the best against the worst, the
-    others by themselves.
+    """Return (rank, comparison, margin [1]) of one prompt's rewards [n] for best against worst.
 
-    `comparison` is 0 for the two and unlike every other for the rest; a margin of 0 is no pair.
+    `comparison` is 0 for these two and a distinct number for every other completion; a margin of 0
+    means no pair.
     """
     rank = np.zeros(len(rewards), np.int64)
     comparison = np.arange(1, len(rewards) + 1)
@@ -100,8 +99,9 @@ def best_and_worst(rewards: Vector) -> tuple[Index, Index, Vector]:
 
 
 def ranking(rewards: Vector) -> tuple[Index, Index, Vector]:
-    """(rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n]: one comparison of all,
-    equal rewards of equal rank.
+    """Return (rank, comparison, margins [C(n, 2)]) of one prompt's rewards [n] for `pairs="all"`.
+
+    All completions are in one comparison; equal rewards have equal rank.
     """
     rank = np.unique(-rewards, return_inverse=True)[1].astype(np.int64)
     one, other = np.triu_indices(len(rewards), 1)

@@ -1,5 +1,6 @@
-"""The host function `reward`: verifiers and users' functions on the text of completions, in
-processes of their own.
+"""The host function `reward`: verifiers and users' functions on the text of completions.
+
+The functions run in separate processes.
 """
 
 from __future__ import annotations
@@ -28,46 +29,49 @@ from weft.registry import register_function
 
 Vector = npt.NDArray[np.float64]
 MOST_WORKERS = 8
-CALLS_PER_WORKER = 4  # a hung call then loses a small part of the batch
-KEPT = 1  # batches that a head start outlives, for ids that come later than others
-SHOWN = 5  # ids in a message
+CALLS_PER_WORKER = 4  # so that a hung call loses only a small part of the batch
+KEPT = 1  # batches for which a head start is kept, for ids that come late
+SHOWN = 5  # most ids in a message
 CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
 @register_function("reward")
 @dataclass
 class RewardFunction(Stateless):
-    """`rewards` [1] of each completion: the weighted sum of `reward`'s parts, and of `scores` where
-    a reward model made some.
+    """Compute `rewards` [1] of each completion, the weighted sum of the parts of `reward`.
+
+    The `scores` of a reward model are added if present.
 
     `reward` is a verifier's name, `module:function`, `FILE.py:function`, `{NAME: WEIGHT, ..}`, or a
     list of these, of `[NAME, WEIGHT]` and of `{name, weight, args}`. A function `fn(prompts,
-    completions, *, completion_ids, **columns)` gets lists with one entry a completion (all
-    completions of a prompt in one call) and returns a number or None (it does not apply) for each;
-    it may be async. It is called on parts of the batch (`chunk_size` prompts at a time) in
+    completions, *, completion_ids, **columns)` gets lists with one entry per completion (all
+    completions of a prompt in one call) and returns a number or None (does not apply) for each; it
+    may be async. It is called on parts of the batch (`chunk_size` prompts at a time) in
     `num_workers` processes that live as long as the run. Without a `chunk_size` it is called on a
-    prompt as soon as all completions of it are there, while others are still sampled. It may return
-    `(rewards, metrics)`; metrics by name are summed over the batch.
+    prompt as soon as all its completions are available, while others are still being sampled. It
+    may return `(rewards, metrics)`; metrics are summed by name over the batch.
 
-    `column` names a column of the data whose rows say which verifiers reward them, in the forms of
-    `reward`; `reward` is for rows that say nothing. With `by_token` a completion's reward may be a
-    list, one number or None a token, or a mapping from where steps end (characters of the
-    completion) to rewards; the node then makes `token_rewards` [L], too, NaN where there is none,
-    and `rewards` counts them in. `keep_parts` also makes `reward_parts` [1, parts]: the parts
-    without their weights, the reward model's score last, NaN where a part does not apply.
+    `column` names a column of the data whose rows specify their verifiers, in the forms of
+    `reward`; `reward` then applies to rows with an empty entry. With `by_token` a completion's
+    reward may be a list, one number or None per token, or a mapping from the end positions of steps
+    (in characters of the completion) to rewards; the node then also makes `token_rewards` [L], NaN
+    for tokens without one, and `rewards` includes them. `keep_parts` also makes `reward_parts` [1,
+    parts]: the unweighted parts, the reward model's score last, NaN for parts that do not apply.
 
-    `timeout_s` is for the whole batch, from when all its completions are there. Completions whose
-    call has not come back by then stop the run, or get `on_timeout` for that part where it is set,
-    counted as the metric `timeouts`. The process is killed, with all that it started.
+    `timeout_s` is for the whole batch, measured from when all its completions are available.
+    Completions whose call has not returned by then stop the run or, if `on_timeout` is set, get
+    that value for that part and are counted in the metric `timeouts`. The process of the call is
+    killed with all its children.
 
     Metrics: `reward`; `reward_std`, the mean over prompts of the standard deviation among a
-    prompt's completions (of the whole batch, where prompts have one each); `frac_reward_zero_std`,
-    the share of prompts whose completions all have one reward; `reward/{part}`, the mean of a part
-    where it applies; `reward/{part}/{name}`, a metric of the part's own.
+    prompt's completions (of the whole batch, if prompts have one each); `frac_reward_zero_std`, the
+    share of prompts whose completions all have the same reward; `reward/{part}`, the mean of a part
+    over the completions that it applies to; `reward/{part}/{name}`, a metric that the part
+    returned.
 
-    Raises `UserError` when built for functions that cannot be found or imported; when called, for a
-    function that raises, hangs, or returns something else than finite numbers, with its name and
-    the samples' ids.
+    Raises `UserError` on construction for functions that cannot be found or imported; when called,
+    for a function that raises, hangs, or returns anything other than finite numbers, with its name
+    and the samples' ids.
     """
 
     reward: Any = None
@@ -101,11 +105,11 @@ class RewardFunction(Stateless):
         self.notes: Sequence[str] = ()
         if any(target.module == CODE for target in self.routes.targets):
             self.notes = described(protections())
-        self._begun: dict[str, Call] = {}  # by id, until the batch that holds it
-        self._batches = 0  # that were computed
+        self._begun: dict[str, Call] = {}  # head starts by id, until the batch with that id
+        self._batches = 0  # computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
-        """Have the rewards of these ids computed."""
+        """Start computing the rewards of these ids."""
         if self.chunk_size is not None:
             return
         texts = Texts.of(batch, context.require_tokenizer("reward"))
@@ -117,12 +121,14 @@ class RewardFunction(Stateless):
             )
 
     def __call__(self, batch: SequenceSample, context: HostContext) -> SequenceSample:
+        # Submit the calls, except those that `begin` has submitted, and wait for the replies.
         texts = Texts.of(batch, context.require_tokenizer("reward"))
         self.pool.start()
         calls = self._calls(texts, batch.ids)
         replies = iter(
             self.pool.collect([reply for call in calls for reply in call.replies], self.timeout_s)
         )
+        # Add up the weighted rewards; each call has one reply per function of its route.
         sums = Sums(texts, self.routes.labels)
         for call in calls:
             for use, reply in zip(
@@ -158,9 +164,9 @@ class RewardFunction(Stateless):
         return made
 
     def _check_size(self, rewards: Vector, texts: Texts) -> None:
-        """Raise `UserError` for a sum of parts that is too large, though none of them is.
+        """Raise `UserError` if the weighted sum is too large although no part is.
 
-        Scores that are not finite are the reward model's: training names them.
+        Scores of a reward model that are not finite are not checked here: training reports them.
         """
         large = np.flatnonzero(np.isfinite(rewards) & (np.abs(rewards) > MOST_REWARD))
         if len(large):
@@ -172,9 +178,10 @@ class RewardFunction(Stateless):
             )
 
     def _calls(self, texts: Texts, ids: Sequence[str]) -> list[Call]:
-        """All completions, those of consecutive prompts together that the same functions reward,
-        `chunk_size` prompts at a time; a prompt whose completions were begun with is a call of its
-        own.
+        """Return the calls for all completions, `chunk_size` prompts each.
+
+        A call covers consecutive prompts with the same route. A prompt that `begin` was called for
+        is a call by itself.
         """
         calls: list[Call] = []
         rest: dict[Route, list[list[int]]] = {}
@@ -187,6 +194,7 @@ class RewardFunction(Stateless):
                 calls.append(replace(self._begun.pop(id), places=places))
             else:
                 rest.setdefault(route, []).append(places)
+        # Cancel head starts of this batch that were not used, and those that are too old.
         self._batches += 1
         self._drop(
             [
@@ -198,6 +206,7 @@ class RewardFunction(Stateless):
                 ),
             ]
         )
+        # Submit the remaining prompts in chunks.
         left = sum(len(prompts) for prompts in rest.values())
         size = self.chunk_size or max(1, -(-left // (self.pool.size * CALLS_PER_WORKER)))
         for route, prompts in rest.items():
@@ -213,7 +222,7 @@ class RewardFunction(Stateless):
         return Call(places, route, texts.told(places), replies, self._batches)
 
     def _drop(self, ids: Iterable[str]) -> None:
-        """Head starts that nobody wants, as far as there are any."""
+        """Cancel the head starts of these ids, if any."""
         for id in ids:
             if (call := self._begun.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
@@ -221,7 +230,7 @@ class RewardFunction(Stateless):
     def _answer(
         self, reply: Reply, label: str, names: Sequence[str]
     ) -> tuple[Sequence[Value], Mapping[str, float]]:
-        """(rewards, metrics) of one call."""
+        """Return (rewards, metrics) of one call. Raises `UserError` or `RunError` if it failed."""
         if reply.status == "ok":
             values, metrics = reply.value
             return values, metrics
@@ -251,8 +260,9 @@ class RewardFunction(Stateless):
         return [self.on_timeout] * len(names), {}
 
     def _with_scores(self, sums: Sums, batch: SequenceSample, context: HostContext) -> Vector:
-        """The weighted sum over the parts that apply to each completion, and the reward model's
-        score.
+        """Return the weighted sum of each completion's parts and the reward model's score.
+
+        Raises `UserError` for completions that no part applies to, unless there are scores.
         """
         sums.record(context)
         if "scores" in batch.data:
@@ -278,17 +288,17 @@ class RewardFunction(Stateless):
 
 @dataclass(frozen=True)
 class Call:
-    """The completions at some places of a batch, and what each part will say of them."""
+    """Completions of a batch by position, and the pending replies of their reward functions."""
 
     places: list[int]
     route: Route
-    told: Any  # what the functions are told, as ids and columns
+    told: Any  # inputs of the functions, as ids and columns
     replies: list[Future[Reply]]
-    batches: int  # that were computed when it was begun
+    batches: int  # number of batches computed before this call was submitted
 
 
 class Sums:
-    """The rewards of a batch as they are added up."""
+    """Running sums of a batch's rewards."""
 
     def __init__(self, texts: Texts, labels: Sequence[str]) -> None:
         self.texts = texts
@@ -303,7 +313,7 @@ class Sums:
         self.timeouts = 0
 
     def add(self, part: int, weight: float, places: Sequence[int], values: Sequence[Value]) -> None:
-        """One call's rewards."""
+        """Add the rewards of one call."""
         for place, value in zip(places, values, strict=True):
             if value is None:
                 continue
@@ -324,12 +334,13 @@ class Sums:
         there[given] = np.nan_to_num(there[given]) + weight * rewards[given]
 
     def count(self, part: int, metrics: Mapping[str, float]) -> None:
-        """One call's metrics."""
+        """Add the metrics of one call."""
         for name, value in metrics.items():
             key = f"reward/{self.labels[part]}/{name}"
             self.metrics[key] = self.metrics.get(key, 0.0) + value
 
     def record(self, context: HostContext) -> None:
+        """Record the mean of each part and the metrics of the calls."""
         for label, part in zip(self.labels, self.parts, strict=True):
             if not np.isnan(part).all():
                 context.record(f"reward/{label}", float(np.nanmean(part)))
@@ -338,7 +349,7 @@ class Sums:
 
 
 def record_rewards(rewards: Vector, group: npt.NDArray[np.int64], context: HostContext) -> None:
-    """The metrics of any node that makes rewards; see `RewardFunction`."""
+    """Record the metrics of any node that makes rewards; see `RewardFunction`."""
     if (np.bincount(group) < 2).all():
         group = np.zeros_like(group)
     first = np.unique(group, return_index=True)[1]

@@ -1,4 +1,4 @@
-"""The host function that makes up for a sampler whose log-probs are not the trained network's."""
+"""Correction of the mismatch between the sampler's log-probs and those of the trained network."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from weft.registry import register_function
 @register_function("sampler_correction")
 @dataclass
 class SamplerCorrection(Stateless):
-    """`sampler_weights` [L] of each completion: what its tokens weigh in the policy loss
-    (`weft.algorithms.sampler`).
+    """Compute `sampler_weights` [L], the weights of tokens in the policy loss.
+
+    The method is in `weft.algorithms.sampler`.
 
     Keys: `logprobs` [L] as sampled, `old_logprobs` [L] by the trained network with the same
-    weights; `loss_mask`, `prompt` where there are any. Metrics over trained tokens: `weight` and
-    `weight_max` before the bound, `bounded_fraction` (truncated, or left out), `effective_fraction`
+    weights; `loss_mask` and `prompt` if present. Metrics over trained tokens: `weight` and
+    `weight_max` before the bound, `bounded_fraction` (truncated or excluded), `effective_fraction`
     = (sum of weights)^2 / (tokens * sum of squared weights).
     """
 

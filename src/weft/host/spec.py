@@ -1,4 +1,4 @@
-"""How the option `reward` is written: plain values, checked without importing anything heavy."""
+"""Parser of the option `reward`: plain values, checked without importing anything heavy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORM = (
 class RewardPart:
     """One of the functions whose weighted sum is the reward.
 
-    `args` are keyword arguments beside the data's columns.
+    `args` are keyword arguments in addition to the data's columns.
     """
 
     name: str
@@ -36,12 +36,12 @@ class RewardPart:
 
 @dataclass(frozen=True)
 class Target:
-    """Where another process finds a part's function: a module, or a file, and the function's name
-    in it.
+    """Location of a part's function: a module or a file, and the function's name in it.
 
-    A verifier's parameters with a default are its options, which `args` alone sets: a column of the
-    data that happens to have an option's name does not. A user's function may give a column a
-    default. `by_token`: it may return rewards of tokens.
+    Another process imports the function from there. A verifier's parameters with a default are its
+    options, which only `args` can set: a column of the data with the name of an option is ignored.
+    For a user's function, a parameter with a default can also be a column. `by_token`: the function
+    may return rewards of tokens.
     """
 
     label: str
@@ -54,9 +54,9 @@ class Target:
 
 
 def parse_reward(reward: Any) -> list[RewardPart]:
-    """The parts of the option `reward`.
+    """Return the parts of the option `reward`.
 
-    Raises `ConfigError` for another form; names are not looked up.
+    Raises `ConfigError` for an invalid form; names are not looked up.
     """
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
     if not entries or reward is None or reward == {}:
@@ -80,7 +80,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
 
 
 def _parts(entry: Any) -> list[RewardPart]:
-    """What one entry of the list means: one part, or those of a mapping from names to weights."""
+    """Return the parts of one list entry: one part, or one per name of a mapping to weights."""
     if isinstance(entry, RewardPart):
         return [entry]
     if isinstance(entry, str) and entry:
@@ -95,7 +95,7 @@ def _parts(entry: Any) -> list[RewardPart]:
 
 
 def _named(entry: Mapping[str, Any]) -> RewardPart:
-    """A part in its long form."""
+    """Return the part that a mapping with `name`, `weight` and `args` specifies."""
     if not isinstance(entry["name"], str) or set(entry) - {"name", "weight", "args"}:
         raise ConfigError(f"reward: {entry!r} cannot be read; give {FORM}")
     args = entry.get("args") or {}
@@ -119,10 +119,10 @@ def _is_number(value: Any) -> bool:
 
 
 def locate(part: RewardPart, *, checked: bool = True) -> Target:
-    """Where the part's function is.
+    """Return the location of the part's function.
 
-    Raises `ConfigError` for a name nobody registered, a missing file or module, and where it is
-    `checked` for options that a verifier does not take.
+    Raises `ConfigError` for an unregistered name, a missing file or module, and, if `checked`, for
+    options that a verifier does not take.
     """
     place, colon, attribute = part.name.rpartition(":")
     if not colon:
@@ -150,8 +150,8 @@ def locate(part: RewardPart, *, checked: bool = True) -> Target:
 def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
     """Raise `ConfigError` if a file cannot define the function.
 
-    The file is read and not run: it may import anything, and a dry run and `weft config validate`
-    run no code of a reward. What remains undecided, the reward's process decides.
+    The file is parsed, not run: it may import anything, and a dry run and `weft config validate`
+    run no code of a reward. Cases that remain undecided are checked by the reward's process.
     """
     try:
         tree = ast.parse(file.read_bytes())
@@ -178,8 +178,9 @@ def _check_defined(part: RewardPart, file: Path, attribute: str) -> None:
 
 
 def _locate_verifier(part: RewardPart, checked: bool) -> Target:
-    """A registered function may come from user code that another process has not imported; it is
-    found by its home.
+    """Return the location of a registered verifier, by the module or file that defines it.
+
+    A verifier can come from user code that another process has not imported.
     """
     if part.name.endswith(".py"):
         raise ConfigError(
@@ -205,8 +206,8 @@ def _locate_verifier(part: RewardPart, checked: bool) -> Target:
         and file is not None
         and Path(found.origin).samefile(file)
     )
-    # A file imported by path (`--import FILE.py`) is a module here only; elsewhere it is imported
-    # by path again.
+    # A file imported by path (`--import FILE.py`) is a module in this process only; other processes
+    # import it by path again.
     return Target(
         part.name,
         module if importable else None,
@@ -218,8 +219,9 @@ def _locate_verifier(part: RewardPart, checked: bool) -> Target:
 
 
 def _check_options(part: RewardPart, function: Callable[..., Any]) -> None:
-    """Refuse arguments that are no option of a verifier; a shipped one refuses wrong values when it
-    has nothing to verify.
+    """Raise `ConfigError` for arguments that are not options of a verifier.
+
+    A built-in verifier is also called without completions, so that it rejects invalid values.
     """
     parameters = inspect.signature(function).parameters.values()
     options = [p.name for p in parameters if p.default is not p.empty]

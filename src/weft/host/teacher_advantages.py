@@ -1,6 +1,4 @@
-"""Advantages of distillation by policy gradient: what a teacher thinks of each token that its
-student sampled.
-"""
+"""Advantages of policy-gradient distillation, from a teacher's log-probs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +17,22 @@ from weft.registry import register_function
 @register_function("teacher_advantages")
 @dataclass
 class TeacherAdvantages(Stateless):
-    """`advantages` [L] = sum over trained tokens s >= t of discount^(s - t) (log pi_teacher - log
-    pi_student)(token s).
+    """Compute `advantages` [L] from the difference of teacher's and student's log-probs.
+
+    The advantage of token t is the sum over trained tokens s >= t of discount^(s - t) (log
+    pi_teacher - log pi_student)(token s).
 
     The reward of a token is minus its sampled term of KL(student || teacher). With `discount` 0, as
-    in "On-Policy Distillation" (Thinking Machines Lab 2025), a token answers for itself alone, and
-    the expected gradient is that of each position's own KL. With 1 it answers for all that follows,
+    in "On-Policy Distillation" (Thinking Machines Lab 2025), only a token's own reward counts, and
+    the expected gradient is that of each position's own KL. With 1, all later rewards count too,
     and the gradient is that of the KL between whole completions, at a much larger variance: MiniLLM
-    (Gu et al. 2023, arXiv 2306.08543, section 2.2), which fights that by ways that are not here
-    (lengths normalised, the first step split off, samples mixed with the teacher's).
+    (Gu et al. 2023, arXiv 2306.08543, section 2.2), which reduces it by methods not implemented
+    here (normalised lengths, the first step split off, samples mixed with the teacher's).
 
     Keys: completion (lengths), `logprobs` [L] as sampled, `teacher_logprobs` [L]; `teacher_top1`
-    [L] (1 where the token is the teacher's likeliest), `loss_mask`, `prompt` where there are any.
-    Metrics over trained tokens: `kl_k1`, the mean of log pi_student - log pi_teacher, an unbiased
-    estimate of their KL that may be negative; `kl_k1_per_completion`, its sums;
+    [L] (1 if the token is the teacher's most likely), `loss_mask` and `prompt` if present. Metrics
+    over trained tokens: `kl_k1`, the mean of log pi_student - log pi_teacher, an unbiased estimate
+    of their KL that can be negative; `kl_k1_per_completion`, its sum per completion;
     `teacher_agreement`, the mean of `teacher_top1`; `advantage_std`.
     """
 
@@ -46,8 +46,8 @@ class TeacherAdvantages(Stateless):
         rows = Rows(batch)
         trained = rows.mask != 0.0
         apart = (rows.tokens("logprobs") - rows.tokens("teacher_logprobs"))[trained]
-        # Trained tokens only: what somebody else wrote in between is passed over, and takes no
-        # time.
+        # Trained tokens only: tokens that the policy did not write are skipped and take no time
+        # step.
         counts = segment_sums(trained.astype(np.float64), rows.lengths).astype(np.int64)
         found = reversed_discounted_sums(-apart, counts, self.discount)
         if len(apart):

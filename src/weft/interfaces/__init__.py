@@ -1,1 +1,1 @@
-"""interfaces"""
+"""Model interfaces: the implementations of model function calls on one role."""

@@ -1,5 +1,7 @@
-"""A batch in a role's own form: prompts and completions as the text that its model was trained on,
-in its own tokens.
+"""Conversion of a batch to the tokenizer and the prompt form of one role.
+
+A reward model or judge with another tokenizer or chat template than the data reads prompts and
+completions as the text that it was trained on, in its own tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ Ids = list[int]
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether the same ids mean the same tokens; chat templates and habits may differ."""
+    """Return whether two tokenizers map the same ids to the same tokens.
+
+    Chat templates and other settings may differ.
+    """
     return (
         one is other
         or one.fingerprint == other.fingerprint
@@ -30,8 +35,10 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
 
 
 def has_own_form(model: Model, batch: SequenceSample) -> bool:
-    """Whether a role reads another text than the batch's tokens: it has another vocabulary, or the
-    prompts are messages and its chat template is another one.
+    """Return whether a role needs the batch converted before it can read it.
+
+    True if the role's vocabulary differs from the data's, or if the prompts are messages and the
+    role has a chat template that differs from the data's.
     """
     if not same_tokens(model.tokenizer, model.data_tokenizer):
         return True
@@ -46,17 +53,19 @@ def has_own_form(model: Model, batch: SequenceSample) -> bool:
 def in_own_form(
     model: Model, batch: SequenceSample, prefix: str = "", suffix: str = ""
 ) -> SequenceSample:
-    """The batch in the role's own tokens: same ids, one prompt an id, as many completions.
+    """Return the batch in the role's own tokens, with the same ids and numbers of completions.
 
-    Prompts of messages are rendered with the role's chat template, a completion as the assistant's
-    turn. Others are text, with `prefix` and `suffix` around the prompt; where one of these is set,
-    so are messages. A completion that was cut by its length has no end token: `finished` says
-    which, or its last token where the batch has no such key.
+    Each id has one prompt. Prompts that are messages are rendered with the role's chat template,
+    and completions as the assistant's turn. Other prompts are plain text between `prefix` and
+    `suffix`; if either of these is set, prompts that are messages are also treated as plain text. A
+    completion that was truncated gets no end token; the key `finished` marks the completions that
+    ended, or, without that key, a stop token at the end.
 
-    The metadata `left_out` says for each id what of its messages the role's template does not
-    write. Raises `ConfigError` naming role and id where it refuses them, or leaves out what a reply
-    must know, and where the role has no template.
+    The metadata `left_out` lists, for each id, the parts of its messages that the role's template
+    does not render. Raises `ConfigError` with the role and the id if the template rejects the
+    messages or omits a part that a reply depends on, or if the role has no template.
     """
+    # Collect the completions of each id, and whether they ended.
     owner = batch.group_of("completion")
     if "finished" in batch.data:
         finished = batch.data["finished"].tolist()
@@ -68,6 +77,7 @@ def in_own_form(
         ids = sequence.tolist()
         ended = flag > 0 if flag is not None else bool(ids) and ids[-1] in stop_ids
         completions[int(index)].append((ids, ended))
+    # Encode each id's prompt and completions with the role's tokenizer.
     nothing = (None,) * batch.num_ids
     given = batch.metadata.get(MESSAGES, nothing), batch.metadata.get("tools", nothing)
     made = []
@@ -87,6 +97,7 @@ def in_own_form(
             context, missing = _context(model, id, messages, tools)
             made.append(_as_turns(model, context, messages, tools, said))
             left_out.append(sorted(missing))
+    # Pack the sequences into a new sample.
     lengths = {
         "prompt": [[len(prompt)] for prompt, _ in made],
         "completion": [[len(ids) for ids in group] for _, group in made],
@@ -99,7 +110,7 @@ def in_own_form(
 def _as_text(
     tokenizer: Tokenizer, prompt: str, said: Sequence[tuple[str, bool]]
 ) -> tuple[Ids, list[Ids]]:
-    """Prompt and completions as plain text; a completion that was ended gets the role's own EOS."""
+    """Encode a prompt and its completions as plain text; add the role's EOS to those that ended."""
     made = []
     for text, ended in said:
         own = tokenizer.encode(text, bos=False)
@@ -110,9 +121,9 @@ def _as_text(
 def _context(
     model: Model, id: str, messages: Sequence[Mapping[str, Any]], tools: Any
 ) -> tuple[Ids, frozenset[str]]:
-    """(a prompt as the role's template renders it, what of its messages is in no token).
+    """Return (prompt rendered with the role's template, parts of its messages in no token).
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if the role has no template or the template rejects the messages.
     """
     if model.tokenizer.chat_template is None:
         raise ConfigError(
@@ -140,11 +151,10 @@ def _as_turns(
     tools: Any,
     said: Sequence[tuple[str, bool]],
 ) -> tuple[Ids, list[Ids]]:
-    """Prompt and completions as the role's template renders them, up to the end of the assistant's
-    turn.
+    """Render a prompt and its completions with the role's template, to the end of the last turn.
 
-    Blanks that the template of the data's tokenizer writes around a reply are its own, and no part
-    of what was said.
+    White space that the template of the data's tokenizer writes around a reply belongs to that
+    template and is removed from the completions.
     """
     tokenizer = model.tokenizer
     before, after = _blanks(model.data_tokenizer)
@@ -159,16 +169,14 @@ def _as_turns(
 
 
 def _blanks(tokenizer: Tokenizer) -> tuple[str, str]:
-    """White space that a chat template writes before a reply, and between the reply and the token
-    that ends it.
-    """
+    """Return the white space that a chat template writes (before a reply, before its end token)."""
     before, after = tokenizer.around_reply
     after = after.partition(tokenizer.turn_end)[0] if tokenizer.turn_end else ""
     return (before if before.isspace() else ""), (after if after.isspace() else "")
 
 
 def _up_to_end(tokenizer: Tokenizer, ids: Ids, start: int, *, ended: bool) -> Ids:
-    """The conversation up to the token that ends its last turn, with it where the turn was ended."""
+    """Cut a conversation at the end token of its last turn; keep that token if the turn `ended`."""
     if tokenizer.turn_end is None:
         stop = None
     else:

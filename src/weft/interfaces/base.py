@@ -1,6 +1,6 @@
-"""What an interface receives and returns.
+"""The protocol of model interfaces, their arguments and their results.
 
-An interface implements the methods it needs and no others.
+An interface implements only the methods that it supports.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ T = TypeVar("T")
 
 
 class Updates(Protocol):
-    """What is asked of a role's devices while one of its calls is under way: new weights above all.
+    """Requests to a role's devices that arrive during one of its calls, above all new weights.
 
-    A call that can stop in the middle asks between its steps; whatever it does not take happens
-    after it. Ranks that step together ask together, and are told the same.
+    An interruptible call polls for requests between its steps; requests that it does not handle are
+    handled after the call. Ranks that step together poll together and get the same answer.
     """
 
     def are_waiting(self) -> bool: ...
     def take(self, *, left: bool) -> bool:
-        """Asked by all ranks once nothing of the engine is open, no generator.
+        """Run the waiting requests if work remains, and return whether the call continues.
 
-        Where something is `left` to do on any of them: have it done, and True, so that all of them
-        go on. Else False.
+        All ranks call it together, with no generator or other engine resource open. If work is
+        `left` on any rank, all ranks run the requests and return True; otherwise all return False.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Model:
-    """The handle of a role.
+    """Handle of a role, passed to the methods of its interfaces.
 
-    `tokenizer` is the role's own; `data_tokenizer` is the one that made the batch's token ids (they
-    are the same object unless the role has another tokenizer).
+    `tokenizer` is the role's own; `data_tokenizer` made the token ids of the batch. They are the
+    same object unless the role has another tokenizer.
     """
 
     role: str
@@ -50,24 +50,26 @@ class Model:
     data_tokenizer: Tokenizer
     device: str
     dtype: str
-    step: int = 0  # the firing's index, counted from 0; seeds generation
+    step: int = 0  # index of the node's firing, from 0; seeds generation
     seed: int = 0
     schedule: Schedule | None = None  # of a trained role, in optimizer steps of the real run
-    # Takes the outputs of ids that are complete before the call ends, so that host functions can
-    # begin with them; the call returns them all the same. None where nobody can.
+    # Publishes the outputs of completed ids during the call, so that host functions can start on
+    # them; the call returns them as well. None if no host function can start early.
     announce: Callable[[SequenceSample], None] | None = None
-    # of one forward pass; an interface hands it on to the engine
+    # limit of one forward pass, passed on to the engine
     max_tokens: int = DEFAULT_MAX_TOKENS
-    updates: Updates | None = None  # None where nothing can be taken in the middle of a call
+    updates: Updates | None = None  # None if the call cannot be interrupted
 
     @property
     def version(self) -> int:
-        """Completed train steps."""
+        """Number of completed train steps of the role."""
         return self.engine.version
 
     def gather(self, own: T) -> list[T]:
-        """Plain values of every rank that has a part of the batch, in the order of parts, for
-        metrics that are of all of it. Every rank calls it; on one device it gives `own` alone.
+        """Return the values of all ranks that have a part of the batch, in the order of the parts.
+
+        For metrics over the whole batch. Every rank calls it with plain values; on one device it
+        returns [own].
         """
         gather: Callable[[T], list[T]] | None = getattr(self.engine, "gather", None)
         return [own] if gather is None else gather(own)
@@ -75,9 +77,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Minibatches:
-    """How a training call wants its batch: as `count` minibatches, or as minibatches of `size`
-    completions, and all of them `epochs` times. A `unit` of "group" keeps all completions of an id
-    together.
+    """Division of a training call's batch into minibatches.
+
+    The batch is split into `count` minibatches, or into minibatches of `size` completions, and
+    trained on for `epochs` epochs. With `unit` "group" all completions of an id stay in one
+    minibatch.
     """
 
     count: int = 1
@@ -86,12 +90,13 @@ class Minibatches:
     unit: Unit = "group"
 
     def asked(self, completions: int) -> int:
-        """Minibatches of so many completions, in an epoch, where none is short of ids."""
+        """Return the number of minibatches per epoch for `completions`, if there are enough ids."""
         return self.count if self.size is None else -(-completions // self.size)
 
     def of(self, batch: SequenceSample) -> int:
-        """Minibatches of this batch: fewer than asked for where it holds less than one thing for
-        each.
+        """Return the number of minibatches per epoch that this batch is split into.
+
+        It is smaller than `asked` if the batch has fewer ids (or completions, per `unit`).
         """
         if self.count == 1 and self.size is None:
             return 1
@@ -101,8 +106,11 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class MFCResult:
-    """New keys by id (None where a call makes none), metrics, logged as `{node}/{metric}`, and what
-    the network made of a few ids (`StepStats.seen`), which is shown with the samples of a step.
+    """Result of a model function call.
+
+    `outputs` are the new keys by id (None if the call makes none), `metrics` are logged as
+    `{node}/{metric}`, and `seen` is the network's output for a few ids (`StepStats.seen`), shown
+    with the samples of a step.
     """
 
     outputs: SequenceSample | None = None
@@ -111,14 +119,14 @@ class MFCResult:
 
 
 class ModelInterface(Protocol):
-    """Built as `cls(**args)` with the node's args.
+    """Protocol of model interfaces, constructed as `cls(**args)` with the node's args.
 
-    A graph that calls a method its interface lacks is refused.
+    A graph is rejected if it calls a method that its interface does not implement.
 
-    `check_tokens` is asked before the start, of the role's tokenizer and the data's, and raises
-    `UserError` where the call needs others. `train_step` gets its batch cut already: as
-    `minibatches` says, in the order in which the optimizer is to step, or whole where the interface
-    does not say.
+    `check_tokens` is called before the start with the role's tokenizer and the data's, and raises
+    `UserError` if the call does not support them. `train_step` gets the minibatches in the order of
+    the optimizer steps, split as `minibatches` specifies, or the whole batch if the interface does
+    not define `minibatches`.
     """
 
     def minibatches(self) -> Minibatches: ...

@@ -1,8 +1,7 @@
-"""The generic generation call: samples completions of the prompts, with their log-probs as sampled
-and weight versions.
+"""The interface `generate`: sample completions of prompts, with log-probs and weight versions.
 
-Several nodes may generate with one role: ReMax's greedy baseline is a second node with
-`greedy=true`, `samples_per_prompt=1` and its outputs remapped to names of their own.
+Several nodes can generate with one role: ReMax's greedy baseline is a second node with
+`greedy=true`, `samples_per_prompt=1` and its outputs mapped to other key names.
 """
 
 from __future__ import annotations
@@ -30,13 +29,15 @@ from weft.registry import register_interface
 
 @register_interface("generate")
 class Generate:
-    """`samples_per_prompt` completions of every prompt; the other arguments are those of
-    `GenerationSpec` (`gen.*`).
+    """Sample `samples_per_prompt` completions of every prompt.
 
-    With a `share` below 1 only so many ids, chosen by chance, are sampled; the others keep the
-    completions of their rows. Where the call is interruptible, new weights are taken up between two
-    tokens: completions go on where they were, and `versions` says which token came of which. Draws
-    depend on the run's seed, the firing's index, the id and the completion's index alone.
+    The other arguments are the fields of `GenerationSpec` (`gen.*`).
+
+    With a `share` below 1 only that share of the ids, chosen at random, is sampled; the others keep
+    the completions of their rows. If the call is interruptible, new weights are loaded between two
+    tokens: completions continue at the same position, and `versions` records the weights that
+    sampled each token. Random draws depend only on the run's seed, the index of the firing, the id
+    and the index of the completion.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Generate:
         self.spec = replace(spec, record_support=record_support)
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raises `ConfigError` where the role reads other token ids than the data's."""
+        """Raise `ConfigError` if the token ids of the role differ from the data's."""
         if not same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} generates with another tokenizer than the one that made the "
@@ -73,20 +74,20 @@ class Generate:
             )
 
     def generate(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Reads `prompt`. Makes K completions an id.
+        """Sample K completions of each id's `prompt`.
 
-        One value a token, the end token included: `completion` int64, `logprobs` float32,
-        `versions` int64, `loss_mask` float32 (1). One a completion: `finished` float32 (1 ended by
-        itself, 0 cut by length). With `record_support` also `support` int64 (the ids that a limit
-        kept, all tokens of a completion together) and `support_counts` int64 (how many at each
-        token; 0 where nothing was left out). Announces ids as soon as their completions have all
-        ended.
+        Keys with one value per token, including the end token: `completion` int64, `logprobs`
+        float32, `versions` int64, `loss_mask` float32 (1). Key with one value per completion:
+        `finished` float32 (1 ended by itself, 0 truncated at the length limit). With
+        `record_support` also `support` int64 (the ids within the sampling limits, concatenated over
+        the tokens of a completion) and `support_counts` int64 (their number at each token; 0 if no
+        id was excluded). Announces ids as soon as all their completions have ended.
 
-        With a `share` below 1 it reads `completion` too, and `loss_mask` where there is one, and
-        makes these two, the rows' own where nothing is sampled, and `sampled` float32, one a
-        completion: 1 where it was. Nothing is announced.
+        With a `share` below 1 it also reads `completion`, and `loss_mask` if present, and returns
+        only these two keys and `sampled` float32 per completion: 1 if sampled, 0 if taken from the
+        row. Nothing is announced.
 
-        Raises `ConfigError` where the role reads other token ids than the batch holds.
+        Raises `ConfigError` if the token ids of the role differ from the batch's.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         if self.share < 1.0:
@@ -95,7 +96,7 @@ class Generate:
         return MFCResult(made, _metrics(model.gather(own)))
 
     def _mixed(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Completions of a share of the ids, and the rows' own of the others."""
+        """Sample completions of a share of the ids and keep the rows' own for the others."""
         purpose = f"share/{model.role}"
         draws = [randomness.uniform(model.seed, purpose, model.step, id, 0, 0) for id in batch.ids]
         chosen = [id for id, draw in zip(batch.ids, draws, strict=True) if draw < self.share]
@@ -109,7 +110,7 @@ class Generate:
             "sampled_fraction": sum(count for count, _ in counts)
             / sum(count for _, count in counts)
         }
-        # then on every rank, since they bring their weights together
+        # On every rank, even without chosen ids: gathering the weights is a collective operation
         if metrics["sampled_fraction"]:
             made, own = self._sample(
                 replace(model, announce=None), batch.select(ids=chosen, keys=["prompt"])
@@ -119,9 +120,10 @@ class Generate:
         return MFCResult(SequenceSample.gather(parts).select(ids=batch.ids), metrics)
 
     def _sample(self, model: Model, batch: SequenceSample) -> tuple[SequenceSample, Sampled]:
-        """(the completions of every prompt, what metrics are made of)."""
+        """Return (completions of every prompt, counts for the metrics)."""
         stop_ids = [*self.spec.stop_ids, *model.tokenizer.stop_ids()]
         spec = replace(self.spec, seed=model.seed, stop_ids=stop_ids, tokenizer=model.tokenizer)
+        # One request per completion.
         requests = [
             Request(id, k, prompt.tolist(), step=model.step)
             for id, prompt in zip(batch.ids, batch.sequences("prompt"), strict=True)
@@ -133,12 +135,13 @@ class Generate:
         started = time.perf_counter()
         left = requests
         interruptions = 0
-        # with nothing to sample too: ranks may have to bring their weights together for others
+        # At least once, even with nothing to sample: other ranks may need this one's weights
         goes_on = True
         while goes_on:
             with model.engine.generating(spec) as generator:
                 generator.submit(left)
                 partials = self._run(model, generator, progress)
+            # After an interruption, apply the updates and resume the unfinished completions.
             interruptions += bool(partials)
             parts = {(partial.id, partial.k): partial for partial in partials}
             left = [
@@ -157,7 +160,7 @@ class Generate:
         return self._outputs(batch.ids, completions), sampled
 
     def _run(self, model: Model, generator: Generator, progress: _Progress) -> list[Partial]:
-        """Sample until all completions have ended, or new weights wait: then what is left of them."""
+        """Sample until all completions have ended or updates wait; return the unfinished ones."""
         partials: list[Partial] = []
         while not generator.idle:
             complete = []
@@ -175,11 +178,11 @@ class Generate:
             if partials or generator.idle or model.updates is None:
                 continue
             if model.updates.are_waiting():
-                partials = generator.abort(progress.ended)  # steps under way may yet give tokens
+                partials = generator.abort(progress.ended)  # steps in flight can still yield tokens
         return partials
 
     def _outputs(self, ids: Sequence[str], rows: Sequence[Sequence[TokenEvent]]) -> SequenceSample:
-        """The completions, K by K in order of `ids`, as keys of a sample."""
+        """Return the completions as keys of a sample, K per id in the order of `ids`."""
         events = [event for row in rows for event in row]
         tokens = [len(row) for row in rows]
         single = [1] * len(rows)
@@ -204,7 +207,7 @@ class Generate:
 
 
 def _own(batch: SequenceSample) -> SequenceSample:
-    """The rows' own completions, every token trained where nothing is said."""
+    """Return the rows' own completions; every token is trained unless they have a `loss_mask`."""
     keys = ["completion", *(["loss_mask"] if "loss_mask" in batch.data else [])]
     kept = batch.select(keys=keys)
     if len(keys) > 1:
@@ -216,7 +219,7 @@ def _own(batch: SequenceSample) -> SequenceSample:
 
 
 def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
-    """`completion` and `loss_mask`, with `sampled` at every completion."""
+    """Return `completion` and `loss_mask`, and `sampled` with the given value per completion."""
     marks = np.full(made.num_sequences(), sampled, dtype=np.float32)
     return made.select(keys=["completion", "loss_mask"]).update(
         made.one_per("completion", sampled=marks)
@@ -225,7 +228,7 @@ def _marked(made: SequenceSample, sampled: float) -> SequenceSample:
 
 @dataclass(frozen=True)
 class _Progress:
-    """The tokens of each completion so far, and how many completions of each id have ended."""
+    """Tokens of each completion so far, and the number of ended completions of each id."""
 
     rows: dict[tuple[str, int], list[TokenEvent]]
     ended: dict[str, int]
@@ -233,8 +236,10 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one rank sampled: tokens of each completion, how many were cut by length, how long it
-    took, and how often it was interrupted, where it may be.
+    """Counts of one rank's generation, for the metrics.
+
+    Tokens of each completion, number of truncated completions, duration, and number of
+    interruptions (None if the call is not interruptible).
     """
 
     lengths: list[int]
@@ -244,9 +249,11 @@ class Sampled:
 
 
 def _metrics(ranks: Sequence[Sampled]) -> dict[str, float]:
-    """`response_length` and `response_length_max` in tokens, `truncated_fraction` (cut by length),
-    `tokens_per_second`, and `interruptions_max` of a rank where there may be any; none where
-    nothing was sampled.
+    """Return the metrics of a generation over all ranks, or none if nothing was sampled.
+
+    `response_length` and `response_length_max` in tokens, `truncated_fraction` (truncated at the
+    length limit), `tokens_per_second`, and, for interruptible calls, `interruptions_max` over the
+    ranks.
     """
     lengths = [length for rank in ranks for length in rank.lengths]
     if not lengths:

@@ -1,9 +1,8 @@
-"""The generic inference call: log-probs, entropy, values or scores of given completions, by a
-role's network.
+"""The interface `infer`: log-probs, entropy, values or scores of given completions.
 
-A role whose tokenizer is not the one that made the batch, or that has a prompt form of its own,
-reads the *text*, put into that form and tokenized again (`_own_form.py`). Such a role returns one
-score a completion, no value a token.
+A role with another tokenizer than the one that made the batch, or with its own prompt form, reads
+the *text*, converted to that form and tokenized again (`_own_form.py`). Such a role returns one
+score per completion and no values per token.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ TOKENWISE = ("logprobs", "entropy", "values", "top1", *sorted(LIKELIEST))
 
 @register_interface("infer")
 class Infer:
-    """`outputs`: what the network is asked for; each becomes a key of that name.
+    """Compute `outputs` of the role's network; each becomes a key of that name.
 
-    `temperature`: as in the sampler. `top_k`: how many ids at each token `top_ids` and
-    `top_logprobs` are of.
+    `temperature` is that of the sampler. `top_k` is the number of ids per token in `top_ids` and
+    `top_logprobs`.
 
-    `prompt_prefix` and `prompt_suffix` stand around the prompt's text in the form that the role's
-    model was trained on; without them prompts that are messages are rendered with the role's own
-    chat template. `finished` says which completions were ended; without that key their last tokens
-    do.
+    `prompt_prefix` and `prompt_suffix` surround the prompt's text, to give the form that the role's
+    model was trained on. Without them, prompts that are messages are rendered with the role's own
+    chat template. The key `finished` marks completions that ended; without that key, their last
+    tokens decide.
     """
 
     def __init__(
@@ -63,8 +62,10 @@ class Infer:
         self.prompt_suffix = prompt_suffix
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raises `ConfigError` where a role with another tokenizer or prompt form is asked for a
-        value a token.
+        """Raise `ConfigError` if an output per token needs the data's tokenizer and prompt form.
+
+        That is, if a role with another tokenizer or prompt form has an output with values per
+        token.
         """
         tokenwise = sorted(self.outputs.intersection(TOKENWISE))
         if tokenwise and (self._has_form or not same_tokens(own, data)):
@@ -76,9 +77,11 @@ class Infer:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `[L]` log-probs, entropy and top1, `[L + 1]` values, one score a completion,
-        `[L, K]` top_ids and `[L, K + 1]` top_logprobs of the ids that the data's tokenizer knows.
-        Raises `ConfigError` as `check_tokens` does.
+        """Return the outputs as keys by id.
+
+        `[L]` log-probs, entropy and top1, `[L + 1]` values, one score per completion, `[L, K]`
+        top_ids and `[L, K + 1]` top_logprobs over the ids of the data's tokenizer. Raises
+        `ConfigError` like `check_tokens`.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
         read = batch
@@ -97,9 +100,10 @@ class Infer:
         )
 
     def _top(self, model: Model) -> TopIds | None:
-        """Networks of one tokenizer may have more outputs than it has tokens, and not equally many.
+        """Return the number of top ids and the bound of the ids to choose from, or None.
 
-        All tokens but one are as good as all, and leave something over in every network.
+        Networks of one tokenizer can have different numbers of outputs, more than the tokenizer has
+        tokens. K is at most the number of tokens minus 1, so that every network has a remainder.
         """
         known = model.data_tokenizer.vocab_size
         if self.top_k is None:
@@ -113,9 +117,10 @@ class Infer:
 
 @dataclass(frozen=True)
 class Part:
-    """What metrics are made of, of one rank's part of the batch: (sum, number) of tokenwise
-    outputs, scores with the id that each is of, and how many ids' prompts the role's template cuts,
-    where there is such a template.
+    """Sums of one rank's part of the batch, for the metrics.
+
+    `sums` has (sum, count) of each tokenwise output, `owners` the id of each score, and `cut` the
+    number of ids whose prompt the role's template cuts, or None if it cuts none.
     """
 
     sums: Mapping[str, tuple[float, int]]
@@ -126,6 +131,7 @@ class Part:
 
     @classmethod
     def of(cls, made: SequenceSample, left_out: Sequence[Sequence[str]]) -> Part:
+        """Return the sums of the outputs of one rank."""
         values = {
             key: host_array(made.data[key]).astype(np.float64)
             for key in ("entropy", "values")
@@ -146,10 +152,10 @@ class Part:
 
 
 def _metrics(parts: Sequence[Part]) -> Mapping[str, float]:
-    """The mean of what was computed; of scores also the spread, under the names of reward nodes.
+    """Return the means of the outputs over all ranks.
 
-    `prompts_in_part`: the share of prompts of which the role's template leaves out something, where
-    there are such.
+    Scores also have their spread, under the names of reward nodes. `prompts_in_part` is the share
+    of prompts of which the role's template omits something; it is absent if there are none.
     """
     context = HostContext()
     for key in parts[0].sums:

@@ -1,5 +1,6 @@
-"""A reward for every step of a completion, by a process reward model: what its head says at the
-token that ends the step.
+"""The interface `process_reward`: a reward for every step of a completion.
+
+The reward of a step is the output of a process reward model's head at the step's last token.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from weft.registry import register_interface
 
 @register_interface("process_reward")
 class ProcessReward:
-    """`step`: the text that a step ends with; the completion's own end ends the last one.
+    """Compute the rewards of steps by a role whose head has one value per token.
 
-    For roles with a head of one value a token (Lightman et al. 2023, "Let's Verify Step by Step",
-    arXiv 2305.20050).
+    `step` is the text that ends a step; the last step ends with the completion.
+
+    Lightman et al. 2023, "Let's Verify Step by Step", arXiv 2305.20050.
     """
 
     def __init__(self, step: str) -> None:
@@ -36,7 +38,7 @@ class ProcessReward:
         self.step = step
 
     def check_tokens(self, role: str, own: Tokenizer, data: Tokenizer) -> None:
-        """Raises `ConfigError` for a role with another tokenizer than the data's."""
+        """Raise `ConfigError` if the role's tokenizer is not the data's."""
         if not same_tokens(own, data):
             raise ConfigError(
                 f"role {role!r} has another tokenizer than the data, so it cannot give rewards at "
@@ -45,22 +47,26 @@ class ProcessReward:
             )
 
     def inference(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """Keys by id: `token_rewards` [L], NaN but at the last token of each step, and `scores`
-        [1], their sum (0 for a completion without steps). Raises `ConfigError` as `check_tokens`
-        does.
+        """Return the keys `token_rewards` and `scores` by id.
+
+        `token_rewards` [L] is NaN except at the last token of each step. `scores` [1] is the sum (0
+        for a completion without steps). Raises `ConfigError` like `check_tokens`.
         """
         self.check_tokens(model.role, model.tokenizer, model.data_tokenizer)
+        # Forward pass: one value before each token and one after the last.
         made = model.engine.forward(batch, frozenset({"values"}), max_tokens=model.max_tokens)
         lengths = batch.lengths["completion"].astype(np.int64)
         values = host_array(made.data["values"]).astype(np.float64)
         ends = np.cumsum(lengths + 1)
-        # [L]: what the head says at each token of a completion
+        # [L]: output of the head at each token of a completion
         after = np.delete(values, ends - lengths - 1)
+        # Keep the values at the last tokens of steps.
         rewards = np.full(len(after), np.nan)
         steps = self._last_tokens(model, batch)
         rewards[steps] = after[steps]
         scores = segment_sums(np.nan_to_num(rewards), lengths)
         counted = segment_sums((~np.isnan(rewards)).astype(float), lengths)
+        # Record the metrics over all ranks.
         owners = [batch.ids[group] for group in batch.group_of("completion")]
         parts = model.gather((counted, scores, owners))
         context = HostContext()
@@ -70,7 +76,7 @@ class ProcessReward:
         return MFCResult(_sample(batch, rewards, scores), context.metrics)
 
     def _last_tokens(self, model: Model, batch: SequenceSample) -> list[int]:
-        """Rows of the tokens that end a step."""
+        """Return the indices of the tokens that end a step, over all completions concatenated."""
         found = []
         start = 0
         prompts = [ids.tolist() for ids in batch.sequences("prompt")]

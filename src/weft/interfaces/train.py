@@ -1,6 +1,4 @@
-"""The generic training call: every minibatch of a batch is one optimizer step on a loss: the
-algorithm.
-"""
+"""The interface `train`: one optimizer step on a loss for every minibatch of a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from weft.errors import ConfigError
 from weft.interfaces.base import MFCResult, Minibatches, Model
 from weft.registry import losses, register_interface
 
-# mean something before the first update of a batch only
+# Metrics that are only meaningful before the first update of a batch
 FIRST = ("sampler_logprob_diff", "sampler_logprob_diff_max")
 LAST = ("learning_rate",)
 ADDED = ("num_tokens", "seconds")
@@ -25,14 +23,14 @@ ADDED = ("num_tokens", "seconds")
 
 @register_interface("train")
 class Train:
-    """`loss` is a registered loss, built with `loss_args`.
+    """Train a role on a registered loss, constructed with `loss_args`.
 
-    A batch is cut into `num_minibatches`, or into minibatches of `mini_batch_size` completions, and
-    gone through `epochs` times. `temperature` divides the logits, as in the sampler.
+    A batch is split into `num_minibatches`, or into minibatches of `mini_batch_size` completions,
+    for `epochs` epochs. `temperature` divides the logits, as in the sampler.
 
-    A role whose schedule has frozen steps sits out its first calls. Where a batch holds `versions`
-    [L], those of the weights that sampled its tokens, the metrics `staleness` (a mean over trained
-    tokens) and `staleness_max` say by how many train steps the trained weights are newer.
+    A role whose schedule has frozen steps skips its first calls. If a batch has `versions` [L] (of
+    the weights that sampled its tokens), the metrics `staleness` (mean over trained tokens) and
+    `staleness_max` are the number of train steps by which the trained weights are newer.
     """
 
     def __init__(
@@ -56,13 +54,14 @@ class Train:
         self.temperature = temperature
 
     def minibatches(self) -> Minibatches:
+        """Return the division of a batch into minibatches."""
         return self._cut
 
     def train_step(self, model: Model, minibatches: Sequence[SequenceSample]) -> MFCResult:
-        """An optimizer step on each; metrics of all of them together, no outputs."""
+        """Take an optimizer step on each minibatch; return metrics over all, and no outputs."""
         frozen = model.schedule.frozen_steps if model.schedule else 0
-        # The schedule counts whole batches, so a short one stands for as many steps; a warm-up that
-        # has ended stays ended.
+        # The schedule counts whole batches, so a short batch counts as many steps as a whole one;
+        # frozen steps that have ended do not resume.
         if model.version == 0 and model.step * self._asked(minibatches) < frozen:
             return MFCResult(metrics={"frozen": 1.0})
         lag = staleness(model, minibatches)
@@ -76,14 +75,14 @@ class Train:
         return MFCResult(metrics={**merged(steps), **lag}, seen=steps[0].seen if steps else None)
 
     def evaluate(self, model: Model, batch: SequenceSample) -> MFCResult:
-        """The loss and its statistics on a batch, without a step."""
+        """Return the loss and its statistics on a batch, without an optimizer step."""
         metrics = model.engine.evaluate(
             batch, self.loss, temperature=self.temperature, max_tokens=model.max_tokens
         )
         return MFCResult(metrics=metrics)
 
     def _asked(self, minibatches: Sequence[SequenceSample]) -> int:
-        """Optimizer steps that a whole batch makes."""
+        """Return the number of optimizer steps on a whole batch."""
         if self._cut.size:
             completions = sum(part.num_sequences() for part in minibatches) // self._cut.epochs
         else:
@@ -92,8 +91,10 @@ class Train:
 
 
 def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, float]:
-    """By how many train steps the role's weights are newer than those that sampled the trained
-    tokens: mean and largest.
+    """Return the mean and largest staleness of the trained tokens, or {} without `versions`.
+
+    Staleness is the number of train steps by which the role's weights are newer than the weights
+    that sampled a token.
     """
     if not all("versions" in part.data for part in minibatches):
         return {}
@@ -112,15 +113,17 @@ def staleness(model: Model, minibatches: Sequence[SequenceSample]) -> dict[str, 
 
 
 def _trained(part: SequenceSample) -> npt.NDArray[np.bool_]:
-    """Which tokens are."""
+    """Boolean mask of the trained tokens."""
     if "loss_mask" not in part.data:
         return np.ones(len(part.data["versions"]), bool)
     return host_array(part.data["loss_mask"]) != 0
 
 
 def merged(steps: Sequence[StepStats]) -> dict[str, float]:
-    """Metrics of several optimizer steps as one: sums of tokens, largest of `*_max`, means of the
-    rest.
+    """Combine the metrics of several optimizer steps into one value each.
+
+    Sums of `ADDED`, the first value of `FIRST`, the last of `LAST`, the largest of `*_max`, means
+    of the rest.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for step in steps for name in step.metrics):

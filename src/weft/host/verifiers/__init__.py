@@ -1,1 +1,1 @@
-"""host/verifiers"""
+"""Verifiers: reward functions that are registered by name."""

@@ -1,10 +1,11 @@
-"""A process that compares answers by `math_verify`: `python -m weft.host.verifiers._algebra FD`,
-started by `_symbolic`.
+"""A process that compares answers by `math_verify`, started by `_symbolic`.
 
-It forks a child that takes questions (number, reference, answer, seconds) from the connection and
-answers each with (number, whether they are the same, seconds it took). When the processor seconds
-of a question are over the kernel ends the child, in whatever loop of whatever library it is; (None,
-False, 0) is then the answer, and another child is forked.
+Usage: `python -m weft.host.verifiers._algebra FD`.
+
+It forks a child that reads questions (number, reference, answer, seconds) from the connection and
+answers each with (number, whether they are equal, seconds used). When a question exceeds its
+processor time, the kernel ends the child, whatever loop of whatever library it is in; the answer is
+then (None, False, 0), and another child is forked.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ TARGETS = (
 
 
 def main(descriptor: int) -> None:
+    """Answer questions on the connection `descriptor`, in forked children."""
     connection = Connection(descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks decides when to end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     for name in (
         "math_verify",
         "latex2sympy2_extended",
-    ):  # what they say of texts that are no mathematics is for nobody
+    ):  # their warnings about texts that are not mathematics are of no use
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    same("$1$", "$1$")  # loads what is loaded late
+    same("$1$", "$1$")  # triggers lazy imports
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         connection.send("ready")
         while True:
@@ -55,7 +57,7 @@ def main(descriptor: int) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Answer until nobody asks; ends the process."""
+    """Answer questions until the connection closes; ends the process."""
     try:
         while True:
             number, reference, answer, seconds = connection.recv()
@@ -72,8 +74,9 @@ def _serve(connection: Connection) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def same(reference: str, answer: str) -> bool:
-    """Return whether two texts, formulas or sentences that hold one, are equal to the library and
-    it dropped nothing.
+    """Return whether the library finds two texts equal without having dropped anything.
+
+    The texts are formulas, or sentences that contain one.
     """
     return alike(reference, answer) and survives(reference, answer, alike, parsed)
 
@@ -93,9 +96,9 @@ def alike(reference: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> tuple[Any, ...]:
-    """What a text says: its last boxed answer, or its last formula or number.
+    """Return the parsed answer of a text: its last boxed answer, or its last formula or number.
 
-    Empty where there is none.
+    Empty if there is none.
     """
     return tuple(math_verify.parse(text, TARGETS, parsing_timeout=None))
 

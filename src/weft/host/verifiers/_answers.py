@@ -1,4 +1,4 @@
-"""What verifiers share: the column that holds the right answer, and numbers in text."""
+"""Shared parts of verifiers: the column with the right answer, and numbers in text."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 COLUMNS = ("answer", "ground_truth", "solution", "target")
-MOST_EXPONENT = 400  # of a power or of scientific notation
-MOST_DIGITS = 1000  # of one number
+MOST_EXPONENT = 400  # largest exponent of a power or of scientific notation
+MOST_DIGITS = 1000  # longest number
 
 SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 SUPERSCRIPT = re.compile("(?<=[0-9)])[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -33,13 +33,15 @@ VULGAR = {
 FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)\s*(\d))")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
-# A sign counts where no word, digit or bracket stands before it ("5-3" is a difference). Commas,
+# A minus is a sign unless it follows a word, digit or bracket ("5-3" is a difference). Commas,
 # blanks, apostrophes and LaTeX's spaces group three digits ("1,000", "1 000", "1{,}000",
 # "1\\,000").
 GROUP = r"(?:,|\{,\}|\\,|\\ |,\\!|['’]|[ \u00a0\u2007\u2009\u202f])"
 GROUPED = rf"[1-9]\d{{0,2}}(?P<group>{GROUP})\d{{3}}(?:(?P=group)\d{{3}})*(?!\d)"
 POWER = r"\s*(?:\^|\*\*)\s*(?:\{{\s*(?P<{0}_braced>[-+]?\d+)\s*\}}|(?P<{0}>[-+]?\d+))"
-UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)")  # cm^2 holds no number
+UNIT_POWER = re.compile(
+    r"(?<=[A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)"
+)  # the 2 of cm^2 is not a number
 NUMBER = re.compile(
     rf"(?P<root>(?:√|\\sqrt|\bsqrt)\s*[({{]?\s*)?"
     rf"(?P<sign>(?<![\w.)])-)?(?:\\?\$(?P<inner>-(?=\d))?)?"
@@ -56,8 +58,9 @@ NUMBER = re.compile(
 def references(
     columns: Mapping[str, Sequence[Any]], column: str | None, count: int
 ) -> Sequence[Any]:
-    """The right answers: the named column, or the first of `COLUMNS` there is; None for rows that
-    have none.
+    """Return the right answers: the given column, or the first of `COLUMNS` that is present.
+
+    None for rows without one.
     """
     for name in (column,) if column else COLUMNS:
         if name in columns:
@@ -66,23 +69,23 @@ def references(
 
 
 def numbers(text: str) -> list[Fraction | None]:
-    """Every number in a text, in order; None for one that cannot be read, such as 1/0 or a root.
+    """Return all numbers in a text in order; None for unsupported ones, such as 1/0 or a root.
 
-    Read as one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3, \\frac{1}{2},
-    5 million. A minus may be the sign U+2212.
+    Each of these is one number: 1,234.50, 1 000, $5, -7, 3/4, 1 1/2, 1e-05, 10^3, 2.5 x 10^3,
+    \\frac{1}{2}, 5 million. A minus can be the sign U+2212.
     """
     return [_value(match) for match in NUMBER.finditer(_spelled_plainly(text))]
 
 
 def whole_number(text: str) -> Fraction | None:
-    """The value of a text that is one number and nothing else; None for any other text."""
+    """Return the value of a text that consists of one number; None for any other text."""
     plain = _spelled_plainly(text).strip()
     match = NUMBER.fullmatch(plain)
     return _value(match) if match else None
 
 
 def _spelled_plainly(text: str) -> str:
-    """The text with one spelling for minus signs, raised digits and fractions."""
+    """Normalise the spelling of minus signs, superscript digits and fractions in a text."""
     text = text.replace("\u2212", "-")
     text = SUPERSCRIPT.sub(lambda match: f"^{match.group().translate(SUPERSCRIPTS)}", text)
     text = UNIT_POWER.sub(" ", text)

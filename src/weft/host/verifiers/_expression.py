@@ -1,4 +1,4 @@
-"""Expressions in plain form (`_latex.plain`), read into trees."""
+"""Parser of expressions in plain form (`_latex.plain`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Node = tuple[Any, ...]
 
 MOST_CHARACTERS = 1000
 MOST_DEEP = 50
-MOST_EXPONENT = 400  # of a number such as 1e400
+MOST_EXPONENT = 400  # largest exponent of a number such as 1e400
 FUNCTIONS = (
     "sin",
     "cos",
@@ -64,9 +64,16 @@ GREEK = (
     "Psi",
     "Omega",
 )
-BARE = ("sin", "cos", "tan", "ln", "log", "exp")  # functions that count without a backslash, too
-# What letters in a row are cut into; the names of hyperbolic functions keep `\sinh` from being
-# `\sin h`.
+BARE = (
+    "sin",
+    "cos",
+    "tan",
+    "ln",
+    "log",
+    "exp",
+)  # functions that are also recognised without a backslash
+# Names that runs of letters are split into; hyperbolic functions are included so that `\sinh` is
+# not read as `\sin h`.
 KNOWN = sorted(
     [
         rf"\{name}"
@@ -94,8 +101,10 @@ ENDS = {"+", "-", *CLOSING.values()}
 
 @dataclass(frozen=True)
 class Expression:
-    """A tree, the letters in it (but e and i), and whether a number in it has digits behind its
-    point.
+    """Parsed expression.
+
+    `letters` are its variables (without e and i); `decimal`: a number in it has digits after the
+    decimal point.
     """
 
     root: Node
@@ -105,7 +114,7 @@ class Expression:
 
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Expression | None:
-    """The expression a text is; None where it is none."""
+    """Return the expression that a text is, or None if it is not one."""
     if len(text) > MOST_CHARACTERS:
         return None
     try:
@@ -118,11 +127,14 @@ def parse(text: str) -> Expression | None:
 
 
 class _Syntax(Exception):
-    """The text is no expression."""
+    """Error of a text that is not an expression."""
 
 
 class _Parser:
-    """sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?."""
+    """Recursive-descent parser.
+
+    sum = product (+|- product)*; product = power ((*|/)? power)*; power = atom !? (^ atom)?.
+    """
 
     def __init__(self, text: str) -> None:
         self._tokens = [
@@ -145,12 +157,13 @@ class _Parser:
         return token
 
     def need(self, wanted: str) -> None:
-        """This sign comes next ("": none does)."""
+        """Consume this token, or the end if `wanted` is ""; raise `_Syntax` for another one."""
         if self._peek() != wanted:
             raise _Syntax
         self._at += 1
 
     def sum(self, depth: int) -> Node:
+        """Parse a sum. Raises `_Syntax`, also for nesting deeper than `MOST_DEEP`."""
         if depth > MOST_DEEP:
             raise _Syntax
         parts = [(1, self._product(depth))]
@@ -181,7 +194,7 @@ class _Parser:
         base = self._atom(depth)
         if self._take("!"):
             if self._peek() == "!":
-                raise _Syntax  # of every second number
+                raise _Syntax  # double factorials are not supported
             base = ("factorial", base)
         return ("power", base, self._exponent(depth)) if self._take("^") else base
 
@@ -238,8 +251,9 @@ class _Parser:
         return number
 
     def _function(self, name: str, depth: int) -> Node:
-        """`\\sin^2 x`, `\\log_2 8`, `\\sin 2x`: an argument without brackets goes on to the next
-        sign or function.
+        """Parse the rest of `\\sin^2 x`, `\\log_2 8` or `\\sin 2x`.
+
+        An argument without brackets extends to the next sign or function.
         """
         if name == "log" and self._peek().startswith("_{"):
             base = self._peek()
@@ -275,7 +289,7 @@ class _Parser:
             and not _is_function(token)
         ):
             if token == "/":
-                raise _Syntax  # of the function or of its argument
+                raise _Syntax  # ambiguous: it divides the function or its argument
             parts.append((1, self._power(depth + 1)))
         return parts[0][1] if len(parts) == 1 else ("product", *parts)
 
@@ -285,8 +299,9 @@ def _is_function(token: str) -> bool:
 
 
 def _letters(token: str) -> list[str]:
-    """Letters in a row, cut into names that are known and variables: xy is x times y, and \\sinx
-    the sine of x.
+    """Split a run of letters into known names and variables.
+
+    xy is x times y, and \\sinx is the sine of x.
     """
     if not token.lstrip("\\").isalpha():
         return [token]

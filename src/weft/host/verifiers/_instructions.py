@@ -1,9 +1,10 @@
-"""The 25 verifiable instructions of IFEval (Zhou et al. 2023, "Instruction-Following Evaluation for
-Large Language Models").
+"""The 25 verifiable instructions of IFEval.
 
-Each check answers whether a response follows an instruction with its arguments. They keep the
-published evaluation's definitions; sentences and words are cut by rules here, where that uses nltk,
-and languages told by `_language`.
+Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models".
+
+Each check returns whether a response follows an instruction with its arguments. The definitions are
+those of the published evaluation, except that sentences and words are split by rules here instead
+of nltk, and languages are detected by `_language`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ TOKEN = re.compile(r"\w+(?:[-'.]\w+)*")
 
 
 def count_sentences(text: str) -> int:
-    """Runs of text that end in . ! or ? before a blank (not after an abbreviation), and what is
-    left after the last one.
+    """Return the number of sentences in a text.
+
+    A sentence ends in . ! or ? before white space (not after an abbreviation); the text after the
+    last end is a sentence, too.
     """
     protected = ABBREVIATIONS.sub(lambda match: match.group().replace(".", "·"), text)
     parts = SENTENCE_END.split(protected)
@@ -37,11 +40,12 @@ def count_sentences(text: str) -> int:
 
 
 def count_words(text: str) -> int:
+    """Return the number of runs of word characters."""
     return len(WORD.findall(text))
 
 
 def related(count: int, relation: str, bound: Any) -> bool:
-    """`count` "at least" or "less than" `bound`."""
+    """Return whether `count` is "at least" or "less than" `bound`."""
     if relation == "at least":
         return count >= int(bound)
     if relation == "less than":
@@ -50,7 +54,7 @@ def related(count: int, relation: str, bound: Any) -> bool:
 
 
 def _paragraphs(text: str, a: Arguments) -> bool:
-    """Exactly so many paragraphs between *** dividers; an empty one may stand only at an end."""
+    """Check the number of paragraphs between *** dividers; only the first and last may be empty."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if any(not part for part in parts[1:-1]):
         return False
@@ -58,7 +62,7 @@ def _paragraphs(text: str, a: Arguments) -> bool:
 
 
 def _nth_paragraph(text: str, a: Arguments) -> bool:
-    """Exactly so many paragraphs between blank lines, the nth beginning with a given word."""
+    """Check the number of paragraphs between blank lines and the first word of the nth one."""
     parts = re.split(r"\n\n", text)
     count = sum(bool(part.strip()) for part in parts)
     nth = int(a["nth_paragraph"])

@@ -1,9 +1,9 @@
 """Linux protections around a process that runs untrusted code, through `ctypes`.
 
-Imports nothing of weft: the launcher loads this file by its path.
+Imports nothing of weft, since the launcher loads this file by its path.
 
-`enter` puts the calling process behind the protections it is asked for and raises `OSError` for one
-that the system refuses; `weft.host.verifiers._sandbox` finds out once which ones work.
+`enter` puts the calling process behind the requested protections and raises `OSError` for one that
+the system refuses; `weft.host.verifiers._sandbox` determines once which ones work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NOBODY = 65534  # the other user, who owns nothing
+NOBODY = 65534  # user without files of its own
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -47,8 +47,8 @@ CALLS: Mapping[str, tuple[int, int]] = {
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
-# What a program that computes never needs. With these refused it opens no socket, reaches no other
-# process, leaves its process group not, and gets no new namespace, mount, key, or memory that
+# System calls that a computation never needs. Without them a program cannot open a socket, access
+# another process, leave its process group, or get a new namespace, mount, key, or memory that
 # outlives it.
 DENIED: Mapping[str, tuple[int, int]] = {
     "socket": (41, 198),
@@ -92,17 +92,17 @@ DENIED: Mapping[str, tuple[int, int]] = {
     "memfd_create": (319, 279),
 }
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-X32 = 0x40000000  # from here on x86-64 has the same calls again, under other numbers
+X32 = 0x40000000  # x86-64 has the same calls again from this number on
 
-# Landlock's rights: execute 1, write 2, read a file 4, read a folder 8, then all that makes and
-# removes.
+# Landlock's rights: execute 1, write 2, read a file 4, read a folder 8; higher bits create and
+# remove files.
 LANDLOCK_READ = 1 | 4 | 8
 LANDLOCK_DEVICE = 2 | 4
 LANDLOCK_ALL = {
     1: (1 << 13) - 1,
     2: (1 << 14) - 1,
     3: (1 << 15) - 1,
-}  # by version; later ones add what is not needed here
+}  # by version; later versions add rights that are not needed here
 O_PATH = 1 << 21
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -122,10 +122,10 @@ SYSTEM = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The protections to put up, by name, and what they need.
+    """Protections to enter, by name, and their parameters.
 
-    `folder` is an empty one; with `files` it is where the new root is mounted, and the program
-    works in `/tmp`, of `disk_mb` at most.
+    `folder` is an empty folder. With the protection `files` the new root is mounted there, and the
+    program works in `/tmp`, of at most `disk_mb`.
     """
 
     protections: frozenset[str]
@@ -135,8 +135,9 @@ class Wanted:
 
 
 def readable() -> list[str]:
-    """Folders and files a Python program needs: the system's libraries, and the installation it
-    runs in.
+    """Return the folders and files that a Python program needs to read.
+
+    These are the system's libraries and the Python installation of this process.
     """
     found: list[str] = []
     for path in [
@@ -156,16 +157,17 @@ def readable() -> list[str]:
 
 
 def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends, so that none can leave."""
+    """Become the parent of all descendants whose parent ends, so that none can escape."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children() -> list[int]:
-    """Process ids of this process's children; none where the system does not list them."""
+    """Return the process ids of this process's children; empty if the system does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
             return [int(number) for number in file.read().split()]
@@ -174,7 +176,10 @@ def children() -> list[int]:
 
 
 def hide_memory() -> None:
-    """Let no process of the same user read this one's memory and environment, or trace it."""
+    """Prevent processes of the same user from reading this one's memory or tracing it.
+
+    This also covers its environment.
+    """
     with contextlib.suppress(OSError):
         _prctl(PR_SET_DUMPABLE, 0)
 
@@ -182,8 +187,8 @@ def hide_memory() -> None:
 def enter(wanted: Wanted) -> None:
     """Put this process behind the protections.
 
-    With `namespaces` it goes on as a grandchild, behind the first process of the new PID namespace;
-    the processes in between wait, and the first one's end kills all the others.
+    With `namespaces` the caller continues as a grandchild, below the first process of the new PID
+    namespace; the processes in between wait, and the end of the first one kills all others.
     """
     if "namespaces" in wanted.protections:
         _unshare()
@@ -202,13 +207,13 @@ def enter(wanted: Wanted) -> None:
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     if sys.platform == "linux":
-        die_with_parent()  # a change of the user has ended this
+        die_with_parent()  # again, since changing the user resets it
         _prctl(PR_SET_NO_NEW_PRIVS, 1)
         _drop_capabilities()
     if "seccomp" in wanted.protections:
         _refuse_calls()
     for name, value in wanted.limits.items():
-        with contextlib.suppress(ValueError, OSError):  # a lower hard limit holds already
+        with contextlib.suppress(ValueError, OSError):  # a lower hard limit is in force
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
@@ -232,7 +237,7 @@ def _unshare() -> None:
 
 
 def _fork_and_wait() -> None:
-    """Go on in a child; the parent ends with it."""
+    """Continue in a child; the parent exits when the child does."""
     child = os.fork()
     if child:
         with contextlib.suppress(OSError):
@@ -242,12 +247,14 @@ def _fork_and_wait() -> None:
 
 
 def _own_files(wanted: Wanted) -> None:
-    """Change to a new root: the readable folders, read-only, four devices and an empty /tmp of
-    limited size; no /proc.
+    """Change to a new root without /proc.
+
+    It has the readable folders, read-only, four devices and an empty /tmp of limited size.
     """
     root = wanted.folder
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    # Bind-mount the readable folders and the devices.
     for path in (*readable(), *DEVICES):
         place = root + path
         os.makedirs(os.path.dirname(place), exist_ok=True)
@@ -259,6 +266,7 @@ def _own_files(wanted: Wanted) -> None:
         else:
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
         _mount(path, place, "", MS_BIND | MS_REC)
+    # Remount all of them read-only, except the devices; a bind mount ignores this flag.
     os.mkdir(f"{root}/tmp")
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         places = [
@@ -275,6 +283,7 @@ def _own_files(wanted: Wanted) -> None:
                 "",
                 MS_REMOUNT | MS_BIND | MS_NOSUID | kept | (0 if device else MS_RDONLY),
             )
+    # Mount /tmp, and make the new root the only one.
     size = f"size={wanted.disk_mb}m,nr_inodes=4096,mode=1777"
     _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     os.chdir(root)
@@ -284,7 +293,7 @@ def _own_files(wanted: Wanted) -> None:
 
 
 def _landlock(work: str) -> None:
-    """Let this process read the readable folders, write in `work`, and open no other file."""
+    """Restrict file access to reading the readable folders and writing in `work`."""
     version = _call("landlock_create_ruleset", None, 0, 1)
     rights = LANDLOCK_ALL[min(version, 3)]
     fields = [rights]
@@ -313,8 +322,9 @@ def _drop_capabilities() -> None:
 
 
 def _refuse_calls() -> None:
-    """A seccomp filter that answers the calls in `DENIED` with EPERM, and calls of another
-    architecture with death.
+    """Install a seccomp filter that answers the calls in `DENIED` with EPERM.
+
+    Calls of another architecture kill the process.
     """
     machine = platform.machine()
     column = list(AUDIT).index(machine)
@@ -329,7 +339,7 @@ def _refuse_calls() -> None:
     tests = [(at_least, X32)] * (machine == "x86_64") + [(equal, number) for number in numbers]
     code = [(load, 0, 0, 4), (equal, 1, 0, AUDIT[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
     for left, (kind, value) in zip(range(len(tests), 0, -1), tests, strict=True):
-        code.append((kind, left, 0, value))  # to the last line, behind the one that allows
+        code.append((kind, left, 0, value))  # jump to the last line, which refuses
     code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
     lines = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *line) for line in code))
     filter_ = struct.pack("@HP", len(code), ctypes.addressof(lines))
@@ -350,7 +360,7 @@ def _prctl(option: int, *values: object) -> None:
 
 
 def _call(name: str, *values: object) -> int:
-    """A system call without a function in the C library."""
+    """Make a system call that has no function in the C library."""
     column = list(AUDIT).index(platform.machine())
     given: list[object] = [
         ctypes.c_long(value) if isinstance(value, int) else value for value in values

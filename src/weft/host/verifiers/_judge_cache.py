@@ -1,4 +1,4 @@
-"""Answers of judges, kept in an SQLite file that several processes share."""
+"""Cache of judges' answers in an SQLite file that several processes share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from weft.writing import destination
 
 FILE = "answers.sqlite"
 ENDINGS = (".sqlite", ".sqlite3", ".db")
-BUSY_S = 5.0  # that one process waits for another's write
-FORM = 1  # of the keys
+BUSY_S = 5.0  # time that a process waits for another's write
+FORM = 1  # version of the keys
 
 
 def place(cache: str | bool | None) -> Path | None:
-    """The file that the option `cache` means: None and True are `weft/judge` in `$XDG_CACHE_HOME`,
-    else in `~/.cache`; a text is a folder or a file; False and "" are no file. Raises `ConfigError`
-    for anything else.
+    """Return the file that the option `cache` specifies, or None for no cache.
+
+    None and True mean `weft/judge` in `$XDG_CACHE_HOME` or else in `~/.cache`; a text is a folder
+    or a file; False and "" mean no file. Raises `ConfigError` for anything else.
     """
     if cache is False or cache == "":
         return None
@@ -43,8 +44,9 @@ def place(cache: str | bool | None) -> Path | None:
 
 
 def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
-    """A hash of all that determines an answer: the server, the request's body, and which of several
-    votes it is.
+    """Return a hash of everything that determines an answer.
+
+    That is the server, the body of the request, and the index of the vote.
     """
     told = json.dumps([FORM, url, body, vote], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
@@ -52,15 +54,15 @@ def key_of(url: str, body: Mapping[str, Any], vote: int) -> str:
 
 @functools.cache
 def cache_at(file: Path) -> Cache:
-    """One connection a process and file."""
+    """Return the cache in this file, with one connection per process and file."""
     return Cache(file)
 
 
 class Cache:
-    """Texts by key.
+    """Persistent mapping from keys to texts.
 
-    A file that cannot be used is told of once, as a warning; then nothing is found and nothing is
-    kept.
+    If the file cannot be used, a warning is issued once; after that, lookups find nothing and
+    nothing is stored.
     """
 
     def __init__(self, file: Path) -> None:
@@ -77,7 +79,7 @@ class Cache:
         database = sqlite3.connect(
             self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
-        # another process is changing the mode just now
+        # Fails if another process is changing the mode at the same time
         with contextlib.suppress(sqlite3.OperationalError):
             database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=NORMAL")
@@ -88,6 +90,7 @@ class Cache:
         return database
 
     def get(self, key: str) -> str | None:
+        """Return the text of a key, or None."""
         if self._database is None:
             return None
         try:
@@ -100,6 +103,7 @@ class Cache:
         return None if row is None else str(row[0])
 
     def put(self, key: str, text: str) -> None:
+        """Store the text of a key."""
         if self._database is None:
             return
         try:

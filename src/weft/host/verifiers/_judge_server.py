@@ -1,6 +1,4 @@
-"""Requests to an OpenAI-compatible server: where it is, what may be sent to it, how often it is
-asked again.
-"""
+"""Client of an OpenAI-compatible server: validated URL and key, limits and retries."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server, and the key that it is sent. Make it with `of`, which checks both."""
+    """Server and API key. Construct it with `of`, which validates both."""
 
     url: str  # without credentials
     key: str | None = field(repr=False)
@@ -42,9 +40,9 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str | None, key_variable: str | None, insecure: bool) -> Endpoint:
-        """The options `url`, `api_key_env` and `insecure`, with what the environment says.
+        """Return the endpoint given by `url`, `api_key_env`, `insecure` and the environment.
 
-        Raises `ConfigError`; no message holds a key, or credentials out of a URL.
+        Raises `ConfigError`; no message contains a key or the credentials of a URL.
         """
         base = url or os.environ.get(URL_VARIABLE)
         if not base:
@@ -69,13 +67,13 @@ class Endpoint:
         return cls(base.rstrip("/").removesuffix(PATH) + PATH, key, loopback)
 
     def without_key(self, text: str) -> str:
-        """What a server said, which may repeat the key."""
+        """Return a server's response with the key masked."""
         return http.without(text, self.key)
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How many requests are in flight, how long one may take, and how often it is sent again."""
+    """Limits of requests: number in flight, timeout, and number of retries."""
 
     concurrency: int
     timeout_s: float
@@ -89,7 +87,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the judge wrote, and the tokens that were paid for. `cut`: it ended at `max_tokens`."""
+    """Judge's text and the numbers of billed tokens. `cut`: truncated at `max_tokens`."""
 
     text: str
     input_tokens: int
@@ -98,9 +96,9 @@ class Answer:
 
 
 class Unanswered(UserError):
-    """A request that got no answer in all its attempts.
+    """Request that got no answer in any of its attempts.
 
-    `what`: why, without what the server said.
+    `what` is the cause, without the server's response.
     """
 
     def __init__(self, message: str, what: str) -> None:
@@ -109,14 +107,18 @@ class Unanswered(UserError):
 
 
 class Session:
-    """The open connections to a server: `async with Session(..) as session: await
-    session.ask(body)`.
+    """Open connections to a server, used as an async context manager.
+
+    Usage:
+
+        async with Session(endpoint, policy) as session:
+            answer = await session.ask(body)
     """
 
     def __init__(self, endpoint: Endpoint, policy: Policy) -> None:
         self.endpoint = endpoint
         self.policy = policy
-        self.sent = 0  # requests
+        self.sent = 0  # number of requests
         self._slots = asyncio.Semaphore(policy.concurrency)
         self._jitter = random.Random()
         headers = {"Content-Type": "application/json"}
@@ -125,9 +127,9 @@ class Session:
         self._client = httpx.AsyncClient(
             headers=headers,
             timeout=policy.timeout_s,
-            # requests are counted by `_slots`
+            # The number of requests in flight is limited by `_slots`
             limits=httpx.Limits(max_keepalive_connections=policy.concurrency),
-            follow_redirects=False,  # another host would get the key
+            follow_redirects=False,  # a redirect would send the key to another host
             trust_env=not endpoint.loopback,  # a proxy cannot reach this machine's own ports
         )
 
@@ -138,13 +140,13 @@ class Session:
         await self._client.aclose()
 
     async def ask(self, body: Mapping[str, Any]) -> Answer:
-        """The answer to a chat completion request.
+        """Return the answer to a chat completion request.
 
-        Raises `Unanswered` with url, what came back, and the fix.
+        Raises `Unanswered` with the URL, the response and the fix.
         """
         content = json.dumps(body).encode()
         attempt = 0
-        # also while it waits: a busy server is not asked for more meanwhile
+        # The slot is kept during the waits, so that a busy server gets no further requests
         async with self._slots:
             while isinstance(came := await self._send(content), Trouble):
                 if not came.again or came.after > http.LONGEST_S or attempt == self.policy.retries:
@@ -181,11 +183,11 @@ class Session:
 
 
 def _answer(said: str) -> Answer | Trouble:
-    """A chat completion, read."""
+    """Parse the JSON of a chat completion."""
     try:
         answer = json.loads(said)
         choice = answer["choices"][0]
-        text = choice["message"]["content"] or ""  # null where a model only thought, or refused
+        text = choice["message"]["content"] or ""  # null if the model only reasoned, or refused
         usage = answer.get("usage") or {}
         paid = int(usage.get("prompt_tokens") or 0)
         made = int(usage.get("completion_tokens") or 0)
@@ -197,9 +199,9 @@ def _answer(said: str) -> Answer | Trouble:
 
 
 def _refusal(status: int, said: str, retry_after: str | None) -> Trouble:
-    """What another status than 200 means.
+    """Return the cause and the fix of a status other than 200.
 
-    What comes with 401 and 403 is not shown: it may hold a part of the key.
+    The response to 401 and 403 is not shown: it may contain a part of the key.
     """
     shown = "" if status in (401, 403) else said
     if 300 <= status < 400:

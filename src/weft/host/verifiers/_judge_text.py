@@ -1,6 +1,4 @@
-"""What a judge is asked and how its answer is read: a template filled from a row, and the score in
-a text.
-"""
+"""Prompts and answers of judges: a template filled from a row, and the score in a text."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ score that it states.
 Judge how correct, complete and helpful the answer is. Give your reasons in at most three sentences. Then end with one line \
 "Score: N", where N is a number from {low} (useless) to {high} (as good as an answer can be)."""
 
-# "Score: 7", "**Rating (1-10):** 7/10", {"final_score": 7}, "[[7]]", or an answer that is nothing
-# but a number.
+# Matches "Score: 7", "**Rating (1-10):** 7/10", {"final_score": 7}, "[[7]]", or an answer that is
+# only a number.
 SCORE = (
     r"(?i)(?:(?<![^\W_])(?:score|rating|grade)(?![^\W_])[\"'*_\s]{0,4}(?:\([^()\n]{0,40}\))?[\"'*_\s]{0,4}"
     r"(?:is|of|[:=]|[-\u2013\u2014](?=\s))?[\"'*_\s]{0,8}(?:\[\[)?"
@@ -39,36 +37,34 @@ SCORE = (
 )
 
 PLACE = re.compile(r"\{\{([^\W\d][\w.-]*)\}\}|\{([^\W\d][\w.-]*)\}")
-OWN = ("prompt", "completion", "low", "high")  # placeholders that are no columns
-SHOWN = 200  # characters of an answer in a message
+OWN = ("prompt", "completion", "low", "high")  # placeholders that are not columns
+SHOWN = 200  # most characters of an answer in a message
 
 
 def number(
     name: str, value: Any, rule: str, *, least: float = -math.inf, above: float = -math.inf
 ) -> None:
-    """Raises `ConfigError` where an option is no finite number, or one below `least` or not above
-    `above`.
-    """
+    """Raise `ConfigError` unless an option is a finite number >= `least` and > `above`."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or value < least or value <= above:
         raise ConfigError(f"judge: {name}={value!r} must be {rule}")
 
 
 def whole(name: str, value: Any, least: int) -> None:
-    """Raises `ConfigError` where an option is no whole number of at least `least`."""
+    """Raise `ConfigError` unless an option is an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"judge: {name}={value!r} must be a whole number of at least {least}")
 
 
 def shortened(text: str) -> str:
-    """A text for a message, on one line, its end cut off."""
+    """Return a text on one line, truncated for a message."""
     text = " ".join(text.split())
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How a score is found in an answer, and which scores become the rewards 0 and 1."""
+    """Pattern of a score in an answer, and the scores that become the rewards 0 and 1."""
 
     pattern: str
     low: float
@@ -91,13 +87,14 @@ class Scale:
             )
 
     def reward(self, answer: str) -> float | None:
-        """From 0 to 1: the last match's score on the scale; None where there is none, or one
-        outside the scale.
+        """Return the score of the pattern's last match, mapped to 0..1.
+
+        None if nothing matches or the score is outside the scale.
         """
         found = list(re.finditer(self.pattern, answer))
         try:
             score = float(found[-1][1]) if found else math.nan
-        except (TypeError, ValueError):  # the group took no part, or holds no number
+        except (TypeError, ValueError):  # the group did not match, or is no number
             return None
         if self.low <= score <= self.high:
             return (score - self.low) / (self.high - self.low)
@@ -106,9 +103,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Template:
-    """A text with `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
+    """Text with `{prompt}`, `{completion}`, `{low}`, `{high}` and `{COLUMN}`.
 
-    `{{NAME}}` stands for the text `{NAME}`; other braces are what they are.
+    `{{NAME}}` is the literal text `{NAME}`; other braces are literal, too.
     """
 
     text: str
@@ -127,7 +124,7 @@ class Template:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the placeholders."""
+        """Names of the placeholders."""
         return [name for _, name in PLACE.findall(self.text) if name]
 
     def messages(
@@ -136,10 +133,10 @@ class Template:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> list[list[dict[str, str]] | None]:
-        """The chat messages for each completion; None where a column that the template names has no
-        value in the row.
+        """Return the chat messages for each completion.
 
-        Raises `DataError` for a placeholder that is no column.
+        None for a row in which a column that the template names is null. Raises `DataError` for a
+        placeholder that is no column.
         """
         used = [name for name in dict.fromkeys(self.names) if name not in OWN]
         for name in used:
@@ -157,7 +154,7 @@ class Template:
         return made
 
     def _chat(self, texts: Mapping[str, str]) -> list[dict[str, str]]:
-        """One pass, so that braces in the data are not looked at."""
+        """Fill the template in one pass, so that braces in the data are not interpreted."""
         asked = PLACE.sub(
             lambda found: texts[found[2]] if found[2] else "{" + found[1] + "}", self.text
         )

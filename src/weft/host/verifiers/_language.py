@@ -1,7 +1,7 @@
-"""Which language a text is in: by its script, then by letters or frequent words that tell languages
-of one script apart.
+"""Detection of the language of a text.
 
-Light on purpose (no model, no download): meant for whole answers of a few sentences, not for single
+By its script, and then by letters or frequent words that distinguish the languages of a script.
+Deliberately light (no model, no download): intended for answers of a few sentences, not for single
 words.
 """
 
@@ -11,8 +11,8 @@ import re
 import unicodedata
 from collections import Counter
 
-# First words of Unicode letter names -> the languages written with them; several need a second
-# look.
+# First words of Unicode letter names -> default language of the script; scripts of several
+# languages are examined further.
 SCRIPTS = {
     "DEVANAGARI": "hi",
     "BENGALI": "bn",
@@ -125,14 +125,15 @@ WORDS = {
     ),
 }
 
-# the other word lists are Latin
+# Languages not listed here are written in Latin letters
 SCRIPT_OF = {"hi": "DEVANAGARI", "mr": "DEVANAGARI", "ne": "DEVANAGARI"}
 WORD = re.compile(r"[^\W\d_]+(?:[\u0900-\u0963\u0966-\u097F]+)?")
 
 
 def detect(text: str) -> str:
-    """The ISO 639-1 code of the language a text is in; "en" for Latin letters that say nothing
-    else, "" without letters.
+    """Return the ISO 639-1 code of a text's language.
+
+    "en" for Latin letters without evidence of another language, "" without letters.
     """
     folded = text.casefold()
     scripts = Counter(_script(sign) for sign in folded if sign.isalpha())
@@ -157,7 +158,7 @@ def _script(sign: str) -> str:
 
 
 def _by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
-    """The first candidate that has at least one letter of its own in a hundred."""
+    """Return the first candidate whose own letters are at least 1% of the letters."""
     letters = sum(sign.isalpha() for sign in text)
     for language in candidates:
         if sum(text.count(sign) for sign in LETTERS[language]) >= 0.01 * letters:
@@ -166,7 +167,7 @@ def _by_letters(text: str, candidates: tuple[str, ...], default: str) -> str:
 
 
 def _by_words(text: str, script: str) -> str:
-    """The language whose frequent words cover most of the text; its own letters count as well."""
+    """Return the language whose frequent words and own letters occur most in the text."""
     tokens = text.split() if script == "DEVANAGARI" else WORD.findall(text)
     words = Counter(token.strip("।,.!?;:()\"'") for token in tokens)
     scores = {}

@@ -1,4 +1,4 @@
-"""Mathematical answers as people and models write them in LaTeX: one plain form for each."""
+"""Normalisation of mathematical answers in LaTeX to one plain form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = re.compile(
 SUCH_THAT = re.compile(
     r"^\\\{\s*[a-z]\s*(?:\\in\s*\\mathbb\{?R\}?\s*)?(?:\\mid|:|\|)\s*(.+?)\s*\\\}$"
 )
-# Words: three letters in a row, or a short word of English.
+# Words: three letters in a row, or a short English word.
 WORD = re.compile(
     r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|(?:am|an|as|at|be|by|do|he|if|in|is|it|me|my|no|of|on|or|so|to|up|us|we)(?![A-Za-z]))",
     re.IGNORECASE,
@@ -28,13 +28,13 @@ CHOOSE = re.compile(r"\{([^{}]*?)\s*\\choose\s*([^{}]*)\}|^([^{}\\]*?)\s*\\choos
 SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])\.?")
 NUMBER = re.compile(r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?)(?:/(\d+))?")
 HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,200}")
-MOST_DIGITS = 1000  # of a number
+MOST_DIGITS = 1000  # longest number
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))")
 FUNCTION_OF_DEGREES = re.compile(
     r"\\?(sin|cos|tan|sec|csc|cot)\s*[({]?\s*([\d.]+)\s*(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[)}]?"
 )
 DROPPED = re.compile(rf"(?<!\\)\\(?:(?:{WORDS})(?![A-Za-z])|boxed|[\s!,;:])|~|\\?\$|\\?%")
-# Words that change what an answer says; a unit holds none of them.
+# Words that change the meaning of an answer; a unit contains none of them.
 MEANT = (
     r"(?![^{}]*\b(?:half|halves|thirds?|quarters?|and|or|if|when|where|for|is|are|not|mod|remainder|R|even|odd|dozens?|"
     r"matrix|matrices|more|less|than)\b)"
@@ -53,7 +53,7 @@ UNITS = (
     "units?|square|cubic|meters?|metres?|inch(?:es)?|feet|foot|miles?|yards?|hours?|minutes?|seconds?|days?|weeks?|months?|"
     "years?|times|people|ways|sq|th|st|nd|rd"
 )
-# One spelling of units that have several; answers in two different ones of these differ.
+# Standard spelling of each unit -> its other spellings. Answers in different units differ.
 SPELLINGS = {
     "cm": "centimeters? centimetres?",
     "mm": "millimeters? millimetres?",
@@ -90,8 +90,8 @@ MEASURE = re.compile(
     r"(?<=[\d})])\s*(square|sq|cubic)?\.?\s*([A-Za-z]+)\s*(?:\^\s*\{?\s*(\d)\s*\}?)?\.?$"
 )
 RATES = r"(?:[kcm]?m|ft|mi|[km]?g|l|L|mol|rad|J|N|V|W)\s*/\s*(?:s|h|hr|min|[cm]?m|k?g|l|L|mol|K)"
-# A unit stands behind a number: a known one, or behind a blank a rate or a word of four letters or
-# more.
+# A unit follows a number: a known unit, or, after a blank, a rate or a word of at least four
+# letters.
 PLAIN_UNIT = re.compile(
     rf"(?<=\d){MEANT}(?:\s*(?:{UNITS})(?![A-Za-z])|\s+(?:{RATES}|[A-Za-z]{{4,}})(?![A-Za-z]))[A-Za-z ./]*(?:\^\{{?\d\}}?)?$"
 )
@@ -135,7 +135,7 @@ NAME = re.compile(
 
 
 def braced(text: str) -> str | None:
-    """What stands between the brace that a text begins with and the one that closes it."""
+    """Return the text between the brace that a text begins with and its closing brace, or None."""
     depth = 0
     for index, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -145,8 +145,10 @@ def braced(text: str) -> str | None:
 
 
 def tidy(answer: str) -> str:
-    """An answer in its own LaTeX, without what says nothing: dollar signs, sizes of brackets, bold
-    type, spacing. Commas part members only, as do "and" and "or" between them.
+    """Return an answer in its own LaTeX, without marks that have no meaning.
+
+    Dollar signs, sizes of brackets, bold type and spacing are removed. Commas then only separate
+    members, and so do "and" and "or" between members, which become commas.
     """
     text = answer.strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
@@ -171,13 +173,13 @@ def tidy(answer: str) -> str:
 
 
 def _scaled(match: re.Match[str]) -> str:
-    r"""`5\text{ million dollars}` is 5 \cdot 10^6 dollars."""
+    r"""Replace the word of a scale: `5\text{ million dollars}` becomes 5 \cdot 10^6 dollars."""
     rest = (match[2] or "").removesuffix("}").strip()
     return rf" \cdot 10^{SCALE[match[1].lower()]}" + (rf"\text{{ {rest}}}" if rest else "")
 
 
 def _without_style(text: str) -> str:
-    r"""`\boldsymbol{7}` and `\bm 7` are 7."""
+    r"""Remove bold and italic type: `\boldsymbol{7}` and `\bm 7` become 7."""
     match = STYLE.search(text)
     while match:
         rest = text[match.end() :]
@@ -190,9 +192,7 @@ def _without_style(text: str) -> str:
 
 
 def named(text: str) -> tuple[str | None, str]:
-    """(what stands before "=" or "is in", in plain form, what stands behind it): x=5 answers with
-    5.
-    """
+    """Split `x=5` or `x \\in A` into (name in plain form, value); the name is None without one."""
     match = NAMED.match(text)
     if match and match[1].count("{") != match[1].count("}"):
         return None, text  # the bound of a sum
@@ -202,14 +202,14 @@ def named(text: str) -> tuple[str | None, str]:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text holds no words beside the names of functions."""
+    """Return whether a text contains no words other than names of functions."""
     return not any(
         word not in FUNCTIONS and word not in ("sqrt", "pi", "inf") for word in WORD.findall(text)
     )
 
 
 def quantities(text: str) -> list[tuple[Fraction, str]] | None:
-    """(number, unit) of each part of "3 hours 20 minutes"; None for anything but two parts or more."""
+    """Return (number, unit) of each part of "3 hours 20 minutes"; None for fewer than two parts."""
     rest = WRAPPED.sub(r" \1 ", text).strip()
     parts = []
     at = 0
@@ -220,8 +220,9 @@ def quantities(text: str) -> list[tuple[Fraction, str]] | None:
 
 
 def measure(text: str) -> tuple[str, int] | None:
-    """(unit in one spelling, its power) of a tidy answer that ends in a unit of measure; None for
-    any other.
+    """Return (standard spelling of the unit, its power) of a tidy answer that ends in a unit.
+
+    None for an answer without a unit of measure.
     """
     match = MEASURE.search(WRAPPED.sub(r" \1", text).strip())
     if match is None:
@@ -234,16 +235,17 @@ def measure(text: str) -> tuple[str, int] | None:
 
 
 def spelled_alike(one: str, other: str) -> bool:
-    """Return whether two texts in plain form differ in letter case at most, where letter case has
-    no meaning.
-    """
+    """Return whether two texts in plain form are equal up to letter case without meaning."""
     if one == other:
         return True
     return one.casefold() == other.casefold() and not (_case_matters(one) or _case_matters(other))
 
 
 def _case_matters(text: str) -> bool:
-    r"""Letters of a formula that stands for both, as `A-a`; and `\Delta`, which is no `\delta`."""
+    r"""Return whether the letter case of a formula has a meaning.
+
+    It has in `A-a`, where both cases of a letter occur, and in `\Delta`, which is not `\delta`.
+    """
     if re.search(r"\\[A-Z]", text):
         return True
     letters = set(re.findall("[A-Za-z]", re.sub(r"[A-Za-z]{3,}", " ", text)))
@@ -251,8 +253,10 @@ def _case_matters(text: str) -> bool:
 
 
 def plain(answer: str) -> str:
-    """One spelling of a tidy answer: no spacing, units, dollar or percent signs; fractions and
-    roots with braces. A blank stays between two numbers that are not the groups of one.
+    """Return a tidy answer in plain form, with one spelling.
+
+    Spacing, units, dollar and percent signs are removed; fractions and roots have braces. A blank
+    remains between two numbers that are not digit groups of one number.
     """
     text = answer.strip().strip("$").rstrip(".").strip()
     text = FUNCTION_OF_DEGREES.sub(r"\\\1(\2*pi/180)", text)
@@ -272,13 +276,13 @@ def plain(answer: str) -> str:
     text = re.sub(r"\\frac(\d|[a-z])\{", r"\\frac{\1}{", text)
     text = re.sub(r"(\\frac\{[^{}]*\})(\d|[a-z])", r"\1{\2}", text)
     text = re.sub(r"\\sqrt(\[[^\]]*\])?(\d+|[a-z])", r"\\sqrt\1{\2}", text)
-    # 1\frac{1}{2} is 3/2
+    # Mixed numbers: 1\frac{1}{2} is 3/2
     text = re.sub(r"(?<![\w}])(\d+)\\frac\{(\d+)\}\{(\d+)\}", r"(\1+\\frac{\2}{\3})", text)
-    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text.removeprefix("+"))  # choice (C)
+    return re.sub(r"^\(([A-Za-z])\)$", r"\1", text.removeprefix("+"))  # a choice such as (C)
 
 
 def _repeating(match: re.Match[str]) -> str:
-    r"""`0.1\overline{6}` as a fraction."""
+    r"""Convert a repeating decimal such as `0.1\overline{6}` to a fraction."""
     whole = match[1] or "0"
     fixed = match[2]
     period = match[3] or match[4]
@@ -289,8 +293,9 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def exact(text: str) -> Fraction | None:
-    """The value of a number in plain form, decimal point and fraction bar included; None for
-    anything else.
+    """Return the value of a number in plain form, or None for any other text.
+
+    The number can have a decimal point and a fraction bar.
     """
     if HEXADECIMAL.fullmatch(text):
         return Fraction(int(text, 16))
@@ -303,7 +308,7 @@ def exact(text: str) -> Fraction | None:
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators that stand in no bracket."""
+    """Split a text at the separators that are outside of all brackets."""
     parts = []
     depth = 0
     start = 0

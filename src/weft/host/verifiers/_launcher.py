@@ -1,11 +1,13 @@
-"""Forks a process for each program and its tests: `python -I -B _launcher.py`, with a Unix socket
-as its standard input. Imports nothing of weft, and holds no secret.
+"""A process that forks a process for each program and one for its tests.
 
-Through the socket come pairs of descriptors, one to read from and one to write to; the answer is
-the process id of the fork that serves them. It reads two messages: (protections, limits, folders,
-program), then (tests, prompt, entry point, word). The program gets a process before the second is
-read, so neither the tests nor the word are ever in it. The process that runs the tests calls the
-program's functions (`_peer.py`), and writes the word after the last test.
+Usage: `python -I -B _launcher.py`, with a Unix socket as its standard input. It imports nothing of
+weft and contains no secret.
+
+The socket delivers pairs of descriptors, one to read from and one to write to; the reply is the
+process id of the fork that serves them. The fork reads two messages: (protections, limits, folders,
+program), then (tests, prompt, entry point, word). The program's process is started before the
+second is read, so it never contains the tests or the word. The process that runs the tests calls
+the program's functions (`_peer.py`), and writes the word after the last test.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Modules that tests may use by these names without importing them; they never come from the
-# program.
+# Names -> modules that tests can use without importing them; they never come from the program.
 MODULES = {
     "np": "numpy",
     "pd": "pandas",
@@ -35,7 +36,7 @@ MODULES = {
 
 
 def _sibling(name: str) -> Any:
-    """A module from this file's folder, which is not on the path."""
+    """Import a module from this file's folder, which is not on the import path."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,8 +50,9 @@ peers = _sibling("_peer")
 
 
 def main() -> None:
+    """Fork a process for each pair of descriptors until the socket closes."""
     server = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need not be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     while True:
         message, descriptors, *_ = socket.recv_fds(server, 1, 2)
         if not message:
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def launch(given: int, out: int) -> None:
-    """Run one program and its tests, and end when all their processes have ended."""
+    """Run one program and its tests; end when all their processes have ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -78,6 +80,7 @@ def launch(given: int, out: int) -> None:
     if sys.platform == "linux":
         isolation.die_with_parent()
         isolation.adopt_orphans()
+    # Start the program's process before the tests are read.
     first = _read(given)
     ours, theirs = socket.socketpair()
     wanted = [
@@ -86,6 +89,7 @@ def launch(given: int, out: int) -> None:
     ]
     _start(wanted[0], theirs.fileno(), lambda: _run(first["program"], theirs.fileno()))
     theirs.close()
+    # Start the tests' process and wait for it.
     second = _read(given)
     os.close(given)
     checks = _start(wanted[1], ours.fileno(), lambda: _check(second, ours.fileno(), out), out)
@@ -97,8 +101,9 @@ def launch(given: int, out: int) -> None:
 
 
 def _read(descriptor: int) -> Any:
-    """The next message, and no byte behind it: what follows must not be in this process when the
-    program's process begins.
+    """Read the next message, and no byte after it.
+
+    The following message must not be in this process when the program's process is forked.
     """
     content = b""
     left = 8
@@ -115,7 +120,7 @@ def _read(descriptor: int) -> Any:
 
 
 def _end() -> None:
-    """Kill the children, then those that become children by that, and end when none is left."""
+    """Kill the children and the orphans that become children, and exit when none is left."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in isolation.children() or CHILDREN:
@@ -129,8 +134,9 @@ CHILDREN: list[int] = []
 
 
 def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> int:
-    """Have a new process enter its protections and do the work; it holds no descriptor but the
-    channel and `kept`.
+    """Fork a process that enters its protections and does the work; return its process id.
+
+    It keeps no descriptor open except the channel and `kept`.
     """
     child = os.fork()
     if child:
@@ -152,14 +158,14 @@ def _start(wanted: Any, channel: int, work: Callable[[], None], *kept: int) -> i
 
 
 def _main_module() -> dict[str, Any]:
-    """The names of a new module `__main__`."""
+    """Return the globals of a new module `__main__`."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     return vars(module)
 
 
 def _run(program: str, channel: int) -> None:
-    """The program's process: run it to its end, then answer calls of its functions."""
+    """Run the program to its end, then answer calls of its functions (in the program's process)."""
     peer = peers.Peer(channel, guarded=False)
     sys.stdout = peer.printed
     names = _main_module()
@@ -168,7 +174,7 @@ def _run(program: str, channel: int) -> None:
 
 
 def _check(given: dict[str, Any], channel: int, out: int) -> None:
-    """The tests' process: run them on the program's functions, then write the word."""
+    """Run the tests on the program's functions, then write the word (in the tests' process)."""
     isolation.hide_memory()
     tests = given["tests"]
     prompt = given["prompt"]
@@ -185,7 +191,8 @@ def _check(given: dict[str, Any], channel: int, out: int) -> None:
             names[name] = importlib.import_module(MODULES.get(name, name))
     found = peer.request("names", None, [[*own, *plain]], {})
     if not any(name in found for name in own):
-        # a program may be asked for a function `sum`, and the tests use nothing else of it
+        # The tests use no other name of the program: a function named like a built-in, such as
+        # `sum`, is the one that they test
         own = [*own, *plain]
     names.update({name: found[name] for name in own if name in found})
     exec(compile(tests, "tests.py", "exec"), names)
@@ -193,12 +200,13 @@ def _check(given: dict[str, Any], channel: int, out: int) -> None:
 
 
 def _define_helpers(prompt: str, names: dict[str, Any]) -> None:
-    """Run the prompt where it is code: tests may use its functions, and must not get them from the
-    program.
+    """Run the prompt if it is code.
+
+    Tests can use its functions, and must not get them from the program.
     """
     try:
         exec(compile(prompt, "prompt.py", "exec"), names)
-    except Exception:  # a text, or code that goes on in the completion
+    except Exception:  # plain text, or code that continues in the completion
         return
 
 
@@ -207,7 +215,7 @@ def _names_of(tests: str) -> list[str]:
 
 
 def _sorted_names(tests: str, names: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """(known modules of which the tests use attributes, names of built-ins, names of the program)."""
+    """Divide names into (known modules with attributes used, built-ins, names of the program)."""
     with_attributes = {
         node.value.id
         for node in ast.walk(ast.parse(tests))

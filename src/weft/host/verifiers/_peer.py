@@ -1,12 +1,12 @@
 """Calls between the process that runs a program and the one that runs its tests.
 
-Imports nothing of weft: the launcher loads this file by its path.
+Imports nothing of weft, since the launcher loads this file by its path.
 
-Plain values travel as JSON that says their type, and arrive as new objects of the built-in types;
-nothing that comes from the program is unpickled or evaluated. Any other object stays where it is,
-and the other side holds a `Remote`, whose calls, attributes and items are asked for. A `Remote` is
-unequal to every plain value, so that an object of the program cannot claim to equal what a test
-expects.
+Plain values are sent as JSON with their type, and arrive as new objects of the built-in types;
+nothing that comes from the program is unpickled or evaluated. Any other object stays in its
+process, and the other side has a `Remote`, which forwards calls and accesses to attributes and
+items. A `Remote` is unequal to every plain value, so that an object of the program cannot claim to
+equal the expected value of a test.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-MOST_BYTES = 64 << 20  # of one message
-MOST_PRINTED = 1 << 20  # characters that are passed on at a time
+MOST_BYTES = 64 << 20  # largest message
+MOST_PRINTED = 1 << 20  # most characters of output forwarded at a time
 SAFE_INTEGER = 1 << 62
 DUNDERS = ("__name__", "__doc__", "__qualname__")
-# Methods of texts, numbers and sets that answer yes or no: an object in the place of a plain value
-# could answer always yes.
+# Predicates of texts, numbers and sets: an object in place of a plain value could always return
+# True.
 ANSWERS = frozenset(
     name
     for kind in (str, bytes, float, set, range)
@@ -67,11 +67,11 @@ OPERATORS = (
 
 
 class ProtocolError(Exception):
-    """A message that cannot be read, or asks for what is not allowed."""
+    """Error of a message that cannot be read, or that requests a forbidden operation."""
 
 
 class Remote:
-    """An object that lives in the other process."""
+    """Proxy of an object in the other process."""
 
     def __init__(self, peer: Peer, number: int) -> None:
         object.__setattr__(self, "_weft", (peer, number))
@@ -193,8 +193,8 @@ DO: dict[str, Callable[..., Any]] = {
 class Peer:
     """One end of the channel.
 
-    The `guarded` end runs the tests: it lets the other one do nothing but call functions that it
-    was handed, and read and set the attributes and items of objects whose classes the tests define.
+    The `guarded` end runs the tests: it allows the other end only to call functions that it was
+    given, and to read and set the attributes and items of objects whose classes the tests define.
     """
 
     def __init__(self, descriptor: int, *, guarded: bool) -> None:
@@ -206,7 +206,7 @@ class Peer:
         self._remotes: dict[int, Any] = {}
 
     def request(self, operation: str, number: int | None, args: Any, kwargs: Any) -> Any:
-        """Have the other side do something, and return or raise what came of it."""
+        """Request an operation from the other side, and return its result or raise its error."""
         self._send(
             ["?", operation, number, [self.encode(arg) for arg in args], self.encode(kwargs)]
         )
@@ -222,9 +222,9 @@ class Peer:
         raise self._error(value, *rest)
 
     def serve(self, names: dict[str, Any]) -> None:
-        """Do what the other side asks, until it closes the channel.
+        """Serve the requests of the other side until it closes the channel.
 
-        `names` are the globals it may ask for.
+        `names` are the globals that it can request.
         """
         while True:
             message = self._receive()
@@ -280,7 +280,7 @@ class Peer:
         args = [self.decode(value) for value in text]
         try:
             error = found(*args)
-        except Exception:  # its constructor wants something else
+        except Exception:  # its constructor takes other arguments
             error = RuntimeError(*args)
         return error if isinstance(error, BaseException) else RuntimeError(*args)
 
@@ -293,7 +293,7 @@ class Peer:
     # -- values
 
     def encode(self, value: Any) -> Any:
-        """The JSON form of a value."""
+        """Return the JSON form of a value."""
         if value is None or type(value) is bool:
             return value
         if type(value).__module__ == "numpy" and (packed := _packed(value)) is not None:
@@ -353,12 +353,12 @@ class Peer:
         if _is_remote(value):
             return {"y": _place(value)[1]}
         for number, remote in self._remotes.items():
-            if remote is value:  # an exception class that stands for one of the other side
+            if remote is value:  # a local exception class for one of the other side
                 return {"y": number}
         if self.guarded and getattr(value, "__module__", type(value).__module__) != "__main__":
             try:
                 return {"p": base64.b64encode(pickle.dumps(value)).decode()}
-            except Exception:  # it cannot travel, and is asked for
+            except Exception:  # it cannot be pickled, and stays here
                 return {"r": self._number(value)}
         found: dict[str, Any] = {"r": self._number(value)}
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -369,11 +369,11 @@ class Peer:
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # kept, so that its id stays its own
+            self._objects.append(value)  # kept alive, so that its id is not reused
         return number
 
     def decode(self, value: Any) -> Any:
-        """The value that a JSON form means. Raises `ProtocolError`."""
+        """Return the value of a JSON form. Raises `ProtocolError`."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -404,7 +404,7 @@ class Peer:
                 self._remotes[number] = Remote(self, number)
         return self._remotes[number]
 
-    # -- messages: four bytes that say how long it is, and JSON
+    # -- messages: length in four bytes, then JSON
 
     def _send(self, message: Any) -> None:
         content = json.dumps(message).encode()
@@ -468,7 +468,7 @@ CHANGEABLE = (list, dict, set, bytearray, collections.deque)
 
 
 def _replace(old: Any, new: Any) -> None:
-    """Give an argument the content that the call left in it."""
+    """Replace the content of an argument by its content after the call."""
     if isinstance(old, list):
         old[:] = new
     else:
@@ -481,14 +481,14 @@ def _is_plain(value: Any) -> bool:
 
 
 def _base(kind: type) -> str:
-    """The nearest built-in exception."""
+    """Return the name of the nearest built-in base class of an exception."""
     return next(
         base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base
     )
 
 
 def _packed(value: Any) -> list[Any] | None:
-    """An array of numbers or texts, or a number of numpy's."""
+    """Return the packed form of a numpy array or scalar of numbers or texts; None for others."""
     numpy = sys.modules["numpy"]
     array = numpy.asarray(value)
     if array.dtype.kind not in "biufcSU" or not isinstance(value, (numpy.ndarray, numpy.generic)):

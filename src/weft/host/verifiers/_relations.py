@@ -1,4 +1,4 @@
-"""Answers that are ratios, `a:b:c`, or congruences, `n \\equiv 1 \\pmod 4`."""
+"""Comparison of ratios, `a:b:c`, and of congruences, `n \\equiv 1 \\pmod 4`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ CONGRUENT = re.compile(r"\\equiv(?![A-Za-z])|≡")
 
 
 def known_ratio(one: str, other: str) -> bool | None:
-    """Whether two ratios in plain form are proportional; None where either is none or this cannot
-    be told.
+    """Return whether two ratios in plain form are proportional.
+
+    None if either is not a ratio or the comparison is undecided.
     """
     parts = _ratio(one)
     others = _ratio(other)
@@ -48,10 +49,10 @@ def _ratio(text: str) -> list[str] | None:
 
 
 def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) -> bool | None:
-    """Whether two congruences in tidy form say the same; None where neither is one.
+    """Return whether two congruences in tidy form are equivalent; None if neither is one.
 
-    The left sides agree or one is left out, the moduli agree, and so do the residues up to
-    multiples of the modulus.
+    They are if the left sides are equal or one is missing, the moduli are equal, and the residues
+    are equal up to multiples of the modulus.
     """
     first = _congruence(one)
     second = _congruence(other)
@@ -66,7 +67,7 @@ def known_congruence(one: str, other: str, equal: Callable[[str, str], bool]) ->
 
 
 def _congruence(text: str) -> tuple[str, str, str] | None:
-    """(left side or "", residue, modulus)."""
+    """Return (left side or "", residue, modulus) of a congruence, or None."""
     match = MODULUS.match(text)
     if match is None or not match["rest"].strip():
         return None

@@ -1,8 +1,8 @@
-"""Runs a Python program and its tests in two processes, behind the protections that this system
-allows.
+"""Execution of a Python program and its tests in two processes, behind the system's protections.
 
-`_launcher.py` is what is started, `_isolation.py` the protections, `_peer.py` how the tests call
-the program's functions. docs/code-reward.md says what is protected and what is not.
+`_launcher.py` is the process that is started, `_isolation.py` has the protections, and `_peer.py`
+lets the tests call the program's functions. docs/code-reward.md describes what is protected and
+what is not.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHER = Path(__file__).with_name("_launcher.py")
-END_SECONDS = 5.0  # that the launcher may take to end what it has started
+END_SECONDS = 5.0  # time for the launcher to end the processes that it has started
 PROBE_SECONDS = 20.0
-# In the order in which they are tried, and what each one does.
+# Name -> description, in the order in which they are tried.
 PROTECTIONS: Mapping[str, str] = {
     "namespaces": (
         "own process, mount, network and IPC namespaces (no network, no other process in sight)"
@@ -39,18 +39,19 @@ PROTECTIONS: Mapping[str, str] = {
     "user": "another user",
     "seccomp": "seccomp (no sockets, no access to other processes)",
 }
-# Programs import from the standard library; a protection that prevents this is of no use.
+# Programs import from the standard library; a protection that prevents this cannot be used.
 PROBE = "import hashlib, math, random, struct\ndef probe(x):\n    open('f', 'w').close()\n    return math.floor(x)"
-# no process may start threads
+# Environment variables that limit libraries to one thread, since processes must not start threads
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of each of the two processes: `seconds` of wall time for both together, and of
-    processor time; `memory_mb` of address space; `file_mb` of the largest file; `disk_mb` of all
-    files in its folder, where that has a file tree of its own; `processes` it may start (root is
-    not held to this).
+    """Limits of each of the two processes.
+
+    `seconds` of wall time for both together, and of processor time; `memory_mb` of address space;
+    `file_mb` of the largest file; `disk_mb` of all files in its folder, if the process has its own
+    file tree; `processes` that it can start (root is exempt).
     """
 
     seconds: float = 5.0
@@ -60,6 +61,7 @@ class Limits:
     processes: int = 0
 
     def as_resources(self) -> dict[str, int]:
+        """Return the limits by the names of the `resource` module."""
         return {
             "RLIMIT_AS": self.memory_mb << 20,
             "RLIMIT_CPU": math.ceil(self.seconds) + 1,
@@ -72,10 +74,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Task:
-    """A program and its tests.
+    """Program and its tests.
 
-    Names that the tests use and do not define come from `prompt`, where that is code, and for the
-    rest, `entry_point` among them, from the program.
+    Names that the tests use and do not define come from `prompt`, if that is code; the others,
+    including `entry_point`, come from the program.
     """
 
     program: str
@@ -85,7 +87,7 @@ class Task:
 
 
 class Launcher:
-    """The process that forks others for programs (`_launcher.py`). It ends with this process."""
+    """Process that forks others for programs (`_launcher.py`). It ends with this process."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -103,15 +105,16 @@ class Launcher:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the process that forks others, in the process that has started it."""
+        """End the launcher's process, if called in the process that started it."""
         self._socket.close()
         if self.owner == os.getpid():
-            self.process.kill()  # a fork of this process may still hold the socket
+            self.process.kill()  # a fork of this process may keep the socket open
             self.process.wait()
 
     def fork(self, descriptors: Sequence[int]) -> int:
-        """Return the process id of a fork that reads from the first descriptor and writes to the
-        second.
+        """Fork a process for one program and return its process id.
+
+        It reads from the first descriptor and writes to the second.
         """
         with self._lock:
             socket.send_fds(self._socket, [b"+"], list(descriptors))
@@ -121,7 +124,7 @@ class Launcher:
         return int.from_bytes(number, "little")
 
 
-_launchers: list[Launcher] = []  # of this process: none or one
+_launchers: list[Launcher] = []  # launcher of this process, if started
 
 
 def _launcher() -> Launcher:
@@ -135,11 +138,12 @@ def _launcher() -> Launcher:
 
 
 def passes(task: Task, limits: Limits, active: Sequence[str] | None = None) -> bool:
-    """Return whether the program runs to its end and its tests do, within the limits.
+    """Return whether the program and its tests run to their end within the limits.
 
-    Nothing that either of them starts outlives the call. `active`: protections; by default all that
-    work here.
+    No process that they start outlives the call. `active` are the protections; by default all that
+    work on this system.
     """
+    # The tests' process writes this word after the last test; the program cannot know it.
     word = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(_folder()) for _ in range(2)]
@@ -178,9 +182,7 @@ def _message(content: Mapping[str, object]) -> bytes:
 
 
 def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
-    """Everything up to the end of the processes that write to this pipe; None where they do not end
-    in time.
-    """
+    """Read until all processes that write to this pipe have ended; None if they do not in time."""
     said = b""
     end = time.monotonic() + seconds
     while select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -192,8 +194,9 @@ def _read_to_end(descriptor: int, seconds: float) -> bytes | None:
 
 
 def _end(leader: int, pipe: int) -> None:
-    """End a fork of the launcher, which ends what it has started first; where it cannot, end its
-    process group.
+    """End a fork of the launcher, which ends its children first.
+
+    If it does not end in time, its process group is killed.
     """
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         with contextlib.suppress(ProcessLookupError):
@@ -204,7 +207,7 @@ def _end(leader: int, pipe: int) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """An empty folder that every user may write in."""
+    """Create an empty folder that every user can write in."""
     with tempfile.TemporaryDirectory(prefix="weft-code-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o777)
         yield folder
@@ -212,7 +215,7 @@ def _folder() -> Iterator[str]:
 
 @functools.cache
 def protections() -> tuple[str, ...]:
-    """The names of the protections that work on this system, found by trying them."""
+    """Return the names of the protections that work on this system, determined by trying them."""
     if sys.platform != "linux":
         return ()
     possible = [name for name in PROTECTIONS if name != "user" or os.geteuid() == 0]
@@ -233,12 +236,12 @@ def _works(names: Sequence[str]) -> bool:
 
 
 def described(active: Sequence[str]) -> list[str]:
-    """Lines that say which protections hold, and which ones this system refuses."""
+    """Return lines that list the active protections and those that this system refuses."""
     held = [PROTECTIONS[name] for name in active]
     lines = [
         f"code reward: programs run behind {'; '.join([*held, 'limits of time, memory and files'])}"
     ]
-    # One of a pair is enough; the other user is for root.
+    # One of each pair is enough; the protection `user` is available to root only.
     covers = {"landlock": "files", "files": "landlock"}
     missing = [
         name for name in PROTECTIONS if name not in active and covers.get(name) not in active

@@ -1,4 +1,4 @@
-"""Answers that have members: lists, sets, tuples, intervals, unions.
+"""Parser of answers with members: lists, sets, tuples, intervals, unions.
 
 All texts are tidy (`_latex.tidy`).
 """
@@ -26,8 +26,9 @@ LETTER = re.compile(r"[A-Za-z]|\\(?:alpha|beta|theta|lambda|mu)")
 
 
 def braces(text: str) -> str | None:
-    r"""The members of a set in braces, `\{1,2\}`; None for anything else, a condition between
-    braces included.
+    r"""Return the members of a set in braces, `\{1,2\}`, as one text.
+
+    None for anything else, including a set that is given by a condition.
     """
     for opening, closing in ((r"\{", r"\}"), ("{", "}")):
         if (
@@ -55,7 +56,7 @@ def _balanced(text: str, opening: str = "{", closing: str = "}") -> bool:
 
 
 def listed(text: str) -> list[str] | None:
-    r"""Members of a list without brackets; `1 \pm 2` lists two numbers."""
+    r"""Return the members of a list without brackets, or None; `1 \pm 2` has two members."""
     made: list[str] = []
     for part in split_top(text, ","):
         made += [part.replace(r"\pm", sign) for sign in "+-"] if r"\pm" in part else [part]
@@ -63,7 +64,10 @@ def listed(text: str) -> list[str] | None:
 
 
 def bracketed(text: str) -> list[str] | None:
-    """A tuple or an interval: brackets around two members or more, with the brackets as members."""
+    """Return the brackets and members of a tuple or an interval, in order; None for other texts.
+
+    A tuple or interval has at least two members in brackets.
+    """
     if (
         text[:1] in OPEN
         and text[-1] in CLOSED
@@ -77,7 +81,7 @@ def bracketed(text: str) -> list[str] | None:
 
 
 def inequality(text: str) -> tuple[str, list[str]] | None:
-    """(letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
+    """Return (letter, interval with its brackets as members) of `x<5`, `2 \\ge x`, `1<x\\le 3`."""
     parts = re.split(
         r"([<>≤≥])", WRITTEN.sub(lambda match: SIGN[match.group().removesuffix("slant")], text)
     )
@@ -111,7 +115,7 @@ def _turned(sign: str) -> str:
 
 
 def united(text: str) -> list[str] | None:
-    r"""The parts of `A \cup B`, and of `x<1 \text{ or } x>2`."""
+    r"""Return the parts of `A \cup B` or of `x<1 \text{ or } x>2`, or None."""
     parts = split_top(text.replace(r"\cup", "∪"), "∪")
     if len(parts) > 1:
         return parts

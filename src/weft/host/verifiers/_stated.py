@@ -1,4 +1,4 @@
-"""The answer that a text states: in a box, between tags, or behind "the answer is"."""
+"""Search for the answer that a text states: in a box, in tags, or after "the answer is"."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from weft.host.verifiers._latex import braced
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\w\\-])")
-MOST_BOXES = 20  # that are looked at, from the last one
+MOST_BOXES = 20  # most boxes that are examined, from the last one
 GAP = r"(?:[\s$,;.]|\\[()\[\],;]|\\q?quad)*"
-# between the boxes of one answer
+# Text between the boxes of one answer
 JOINT = re.compile(rf"{GAP}(?:and|or|\\text\{{\s*(?:and|or)\s*\}})?{GAP}")
-MOST_JOINT = 40  # characters of it
+MOST_JOINT = 40  # most characters of that text
 SAID = re.compile(r"(?:final answer|answer)\s*(?:is|are|:|=)[\s*:]*(?=\S)", re.IGNORECASE)
 NEGATED = re.compile(r"not\b(?:.{0,80}?\bbut\s+(?:rather\s+)?(?=\S))?", re.IGNORECASE)
 FORMULA = re.compile(r"\s*(?:\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\])", re.DOTALL)
-# between formulas that are one answer
+# Text between the formulas of one answer
 NEXT = re.compile(r"\s*(?:,\s*(?:and\s|or\s)?|and\s|or\s)\s*(?=\$|\\[(\[])")
 ENDED = re.compile(
     r"\.(?:\s|$)|[,;]?\s+(?:because|since|as|so|which|where|when|for)\s", re.IGNORECASE
@@ -23,16 +23,17 @@ ENDED = re.compile(
 
 
 def boxes(text: str) -> int:
-    """How many boxes a text has."""
+    """Return the number of boxes in a text."""
     return len(BOX.findall(text))
 
 
 def boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (braces balanced) or `\boxed 5`, None where there is
-    none; several side by side are a list.
+    r"""Return the content of the last `\boxed{...}` (braces balanced) or `\boxed 5`, or None.
+
+    Several adjacent boxes are one list.
     """
     answer: list[str] = []
-    begin = 0  # of the box that comes next
+    begin = 0  # start of the following box
     for match in reversed(list(BOX.finditer(text))[-MOST_BOXES:]):
         rest = text[match.end() :]
         in_braces = rest.startswith("{")
@@ -51,9 +52,10 @@ def boxed(text: str) -> str | None:
 
 
 def said(text: str) -> str | None:
-    """What stands in the last `<answer>`, or follows the last "answer is" or "Answer:": the
-    formulas that this begins with, or its words up to the end of the sentence. None where nobody
-    says so, and nothing ("") where it only says what it is not.
+    """Return the answer in the last `<answer>`, or after the last "answer is" or "Answer:".
+
+    That is the formulas that this text begins with, or its words up to the end of the sentence.
+    None if there is no such statement, and "" if the text only says what the answer is not.
     """
     rest = _tagged(text) or ""
     negated = False
@@ -81,7 +83,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _formulas(text: str) -> str | None:
-    """The formulas that a text begins with, as a list."""
+    """Return the formulas that a text begins with, as a list."""
     found = []
     at = 0
     while match := FORMULA.match(text, at):

@@ -1,9 +1,9 @@
-"""Checks that a verdict of `math_verify` took in every letter and number of both answers.
+"""Check that a verdict of `math_verify` took every letter and number of both answers into account.
 
-The library drops what its grammar does not know, and evaluates away what it takes for constant: `1
-\\bmod 4` is read as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in what was
-dropped would then be equal. A verdict of "equal" therefore counts only if each letter, number and
-mark matters: with any one of them replaced, the two answers must differ.
+The library drops input that its grammar does not know, and evaluates expressions that it considers
+constant: `1 \\bmod 4` is read as 4, and `\\frac{dy}{dx}` becomes 0. Two answers that differ only in
+the dropped parts would then be equal. A verdict of "equal" therefore counts only if each letter,
+number and mark matters: with any one of them replaced, the two answers must differ.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from weft.host.verifiers._expression import FUNCTIONS, GREEK
 from weft.host.verifiers._latex import UNIT, named, split_top
 from weft.host.verifiers._stated import FORMULA, boxed
 
-MOST_TOKENS = 200  # of both answers
-# Commands that only set the type or the spacing, and operations whose operands the library keeps.
+MOST_TOKENS = 200  # most tokens of an answer
+# Commands that only set the type or the spacing, and operations whose operands the library keeps
 UNDERSTOOD = {
     *FUNCTIONS,
     "sinh",
@@ -97,12 +97,12 @@ UNDERSTOOD = {
 }
 ENVIRONMENT = re.compile(r"\\(begin|end)\s*\{[a-zA-Z]*\*?\}(?:\{[clr|]*\})?")
 COMMAND = re.compile(r"\\([A-Za-z]+)")
-# Words inside \text{} are one token each; a command that names a letter is one, too.
+# A command that names a letter is one token.
 TOKEN = re.compile(
     rf"\\(?:{'|'.join(sorted(GREEK, key=len, reverse=True))}|pi)(?![A-Za-z])|\d+(?:\.\d+)?|\.\d+|[A-Za-z]|['′!:]"
 )
-# Numbers with a blank between them are multiplied, a transposed matrix loses its T, and a limit its
-# side.
+# Formulas that the library misreads: it multiplies numbers with a blank between them, and drops the
+# T of a transposed matrix and the side of a limit.
 MISREAD = re.compile(
     r"(?<![\^\d])\d+(?:\s|\\[ ,;:!]|~)+\d|\^\s*(?:\{\s*)?(?:T|\\top)(?![A-Za-z])"
     r"|\^\s*(?:\{\s*[-+]\s*\}|[-+](?!\s*[\dA-Za-z\\({.]))"
@@ -145,7 +145,7 @@ SIMPLE = (
     sympy.Max,
     sympy.Min,
 )
-# operations with a variable that runs
+# Operations with a bound variable
 BOUND = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 CONSTANTS = {sympy.pi: "pi", sympy.E: "e", sympy.I: "i"}
 INFINITE = (sympy.oo, -sympy.oo)
@@ -154,8 +154,9 @@ INFINITE = (sympy.oo, -sympy.oo)
 def survives(
     one: str, other: str, same: Callable[[str, str], bool], parsed: Callable[[str], tuple[Any, ...]]
 ) -> bool:
-    """Return whether every letter and number of two texts, which `same` holds for equal, matters to
-    that verdict.
+    """Return whether every letter and number of two texts matters to their equality.
+
+    `same` finds the texts equal.
     """
     first = stated_formula(one, parsed)
     second = stated_formula(other, parsed)
@@ -181,13 +182,14 @@ def survives(
 
 
 def wrapped(formula: str) -> str:
-    """The formula between dollar signs."""
+    """Return the formula between dollar signs."""
     return f"${formula}$"
 
 
 def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
-    """The part of a text that states its answer: the last box, the last formula, or the number the
-    library found.
+    """Return the part of a text that states its answer.
+
+    That is the last box, the last formula, or the number that the library found.
     """
     inside = boxed(text)
     if inside is None and len(text) > 1 and text[0] == text[-1] == "$" and text.count("$") == 2:
@@ -205,8 +207,10 @@ def stated_formula(text: str, parsed: Callable[[str], tuple[Any, ...]]) -> str:
 
 
 def result(formula: str, other: str) -> str:
-    """The last side of `2 + 3 = 5`, where the other answer is no equation and nothing but a result
-    is left out.
+    """Return the last side of an equation such as `2 + 3 = 5`, or the formula as it is.
+
+    The formula is returned as it is if the other answer is an equation too, or if the omitted sides
+    are more than a computation or a name.
     """
     before, equals, after = formula.rpartition("=")
     inside = before.count("{") != before.count("}")
@@ -222,7 +226,7 @@ def result(formula: str, other: str) -> str:
 
 
 def _assigned(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
-    """The letter that an equation gives a value; the library compares the values alone."""
+    """Return the letter that an equation gives a value; the library compares only the values."""
     found = parsed(wrapped(formula))
     expression = found[0] if found else None
     if isinstance(expression, sympy.Eq) and expression.lhs.is_Symbol:
@@ -231,8 +235,9 @@ def _assigned(formula: str, parsed: Callable[[str], tuple[Any, ...]]) -> Any:
 
 
 def understood(formula: str) -> bool:
-    """Return whether the library knows all commands of a formula, and no letter stands in it in
-    both cases.
+    """Return whether the library knows all commands of a formula.
+
+    Also False if a letter occurs in it in both cases.
     """
     if MISREAD.search(formula):
         return False
@@ -267,8 +272,9 @@ def _all_matter(
 
 
 def _tokens(formula: str) -> Iterator[tuple[int, int]]:
-    """Spans of the letters, numbers and marks of a formula, but for the names of its commands and
-    functions.
+    """Iterate over the spans of a formula's letters, numbers and marks.
+
+    Names of commands and functions are excluded.
     """
     hidden = [match.span() for match in ENVIRONMENT.finditer(formula)]
     hidden += [
@@ -292,8 +298,9 @@ def _replaced(token: str, letter: str) -> str:
 
 
 def _accounted(expression: Any, tokens: list[str]) -> bool:
-    """Return whether an expression of simple operations has exactly the letters and numbers of the
-    formula.
+    """Return whether an expression has exactly the letters and numbers of the formula.
+
+    False if it contains operations other than simple ones.
     """
     leaves: Counter[str] = Counter()
     implied: Counter[str] = Counter()
@@ -306,10 +313,10 @@ def _accounted(expression: Any, tokens: list[str]) -> bool:
 
 
 def _collect(node: Any, leaves: Counter[str], implied: Counter[str]) -> bool:
-    """Count the leaves of a tree; those that a minus sign, a fraction bar or a root implies are
-    counted apart.
+    """Count the leaves of a tree.
 
-    Returns False if the tree holds an operation that may drop or evaluate something.
+    Leaves that are implied by a minus sign, a fraction bar or a root are counted in `implied`.
+    Returns False if the tree has an operation that can drop or evaluate something.
     """
     if isinstance(node, sympy.MatrixBase):
         return all(_collect(entry, leaves, implied) for entry in node)

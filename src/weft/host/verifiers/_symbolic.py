@@ -1,8 +1,8 @@
-"""Two answers compared by computer algebra: `math_verify` (Hugging Face), within bounds of size and
-time.
+"""Comparison of two answers by computer algebra, `math_verify` (Hugging Face), with limits.
 
-The library runs in a process of its own (`_algebra`), which the kernel ends when its processor time
-is over: no loop in Python, C or a regular expression outlasts that, and a thread may ask as well.
+The library runs in a separate process (`_algebra`), which the kernel ends when its processor time
+is used up: no loop in Python, C or a regular expression can exceed that. It can also be used from a
+thread.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 
 from weft.errors import RunError
 
-SECONDS = 2.0  # of processor time for one answer
-ALLOWANCE = 4.0  # for all answers of this process together, beside
-REFILL = 0.05  # for each
+SECONDS = 2.0  # most processor time for one answer
+ALLOWANCE = 4.0  # processor time shared by all answers of this process
+REFILL = 0.05  # added to the allowance for each answer
 START_SECONDS = 120.0  # to import the library
-MOST_CHARACTERS = 100_000  # of a text that is searched for its answer
+MOST_CHARACTERS = 100_000  # longest text that is searched for its answer
 MOST_COMMAS = 150
-TAIL = 300  # characters of a text that are looked at for what is too large
-# What takes a computer algebra system for ever: large powers of letters and brackets, towers of
+TAIL = 300  # last characters of a text, which are searched for expressions that are too large
+# Expressions that computer algebra cannot finish: large powers of letters and brackets, towers of
 # powers, powers, factorials and binomials of large numbers, deep nesting.
 HUGE = re.compile(
     r"[A-Za-z)\]}|]\s*\^\s*\{?\s*-?\d{3,}|\^\s*\{?\s*-?\d{5,}|[\d)\]}]\s*\^\s*\{?\s*\(?\d+\s*\^|\d{4,}\s*!|!\s*!|\)\s*!\s*\)\s*!"
     r"|binom\s*\{?\s*\d{5,}|[(\[{]{12}"
 )
-SOURCE = Path(__file__).resolve().parents[3]  # the folder that holds the package
+SOURCE = Path(__file__).resolve().parents[3]  # parent directory of the package
 
 
 def formula(text: str) -> str:
-    """The text with signs around it that say it is a formula, where it has none."""
+    """Return the text in dollar signs unless it is already marked as a formula."""
     if any(sign in text for sign in ("$", r"\(", r"\[", r"\boxed")):
         return text
     return f"${text}$"
 
 
 def same(reference: str, answer: str) -> bool:
-    """Whether two texts say the same to the library: formulas, or sentences that hold one.
+    """Return whether the library finds two texts equal; False if it takes too long.
 
-    False where it takes too long.
+    The texts are formulas, or sentences that contain one.
     """
     return not (_too_large(reference) or _too_large(answer)) and engine().ask(reference, answer)
 
@@ -63,7 +63,7 @@ def _too_large(text: str) -> bool:
 
 
 def engine() -> Engine:
-    """The one of this process."""
+    """Return the engine of this process."""
     return _engine(os.getpid())
 
 
@@ -73,11 +73,11 @@ def _engine(pid: int) -> Engine:
 
 
 class Engine:
-    """The process that compares, started when it is first asked, and the time it has.
+    """Process that compares answers, started at the first question, and its time budget.
 
-    An answer has `SECONDS`, and all answers share an allowance, so that n answers take `ALLOWANCE +
-    REFILL * n` seconds at most: the first slow ones get all their time, those that follow little.
-    Processor time, so that a busy machine judges alike.
+    An answer has `SECONDS`, and all answers share an allowance, so that n answers take at most
+    `ALLOWANCE + REFILL * n` seconds: the first slow answers get all their time, later ones little.
+    The budget is in processor time, so that verdicts do not depend on the load of the machine.
     """
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class Engine:
         self._close: Any = None
         self.process: subprocess.Popen[bytes] | None = None
         self._count = 0
-        self.allowed = ALLOWANCE  # seconds
+        self.allowed = ALLOWANCE  # remaining seconds for all answers
         self._answer = SECONDS
 
     def begin(self) -> None:
-        """What is asked from now on is about another answer."""
+        """Start a new answer: refill the allowance and reset the time of an answer."""
         with self._lock:
             self.allowed = min(ALLOWANCE, self.allowed + REFILL)
             self._answer = SECONDS
 
     def ask(self, reference: str, answer: str) -> bool:
-        """Whether two texts say the same; False when the time is over."""
+        """Return whether two texts are equal; False when the time is used up."""
         with self._lock:
             seconds = min(self.allowed, self._answer)
             if seconds < REFILL / 10:
@@ -107,7 +107,7 @@ class Engine:
             return found
 
     def _asked(self, reference: str, answer: str, seconds: float) -> tuple[bool, float]:
-        """(whether they are the same, the seconds it took)."""
+        """Return (whether two texts are equal, seconds used)."""
         connection = self._connection or self._start()
         self._count += 1
         try:
@@ -118,12 +118,12 @@ class Engine:
                     return found, used if number else seconds
         except (EOFError, OSError):
             pass
-        self._stop()  # it has died, or has no processor
+        self._stop()  # it has died, or gets no processor time
         return False, seconds
 
     def _start(self) -> Connection:
         ours, theirs = multiprocessing.Pipe()
-        # an empty name would be the working folder
+        # An empty entry would mean the working directory
         path = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
         with theirs:
             process = subprocess.Popen(
@@ -158,6 +158,6 @@ class Engine:
 
 def _end(connection: Connection, process: subprocess.Popen[bytes], owner: int) -> None:
     connection.close()
-    if os.getpid() == owner:  # a fork of it leaves the process alone
+    if os.getpid() == owner:  # a fork must not kill the parent's process
         process.kill()
         process.wait()

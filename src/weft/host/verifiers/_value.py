@@ -1,5 +1,6 @@
-"""Whether two expressions have the same value: exactly where they are rational, else to many more
-digits than can agree by chance. Bounded, so that no answer takes long.
+"""Comparison of the values of two expressions, with limits on size and time.
+
+Rational values are compared exactly, others to many more digits than can agree by chance.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import mpmath
 
 from weft.host.verifiers._expression import Expression, Node, parse
 
-Number = Any  # a Fraction, or what mpmath has for real and complex numbers
+Number = Any  # a Fraction, or a real or complex number of mpmath
 
-SEEDS = (1, 2, 3)  # choices of letters
-MOST_BITS = 20_000  # of a fraction's numerator and denominator
+SEEDS = (1, 2, 3)  # seeds of the values of letters
+MOST_BITS = 20_000  # most bits of a fraction's numerator and denominator
 MOST_FACTORIAL = 2000
-MOST_POWER = 10**6  # in an exponent of a number that is no fraction
-MOST_SIZE = 800  # of numbers that are rounded: between 2^-800 and 2^800
-# of a decimal from what it may stand for, relative to it
+MOST_POWER = 10**6  # largest exponent of a number that is not a fraction
+MOST_SIZE = 800  # rounded numbers are between 2^-800 and 2^800
+# Relative distances of a decimal from the number that it may approximate: above FAR it does not,
+# up to NEAR it does if all its digits are right, between them this is undecided
 FAR = Fraction(1, 10**4)
 NEAR = Fraction(1, 10**9)
 DECIMAL = re.compile(r"[-+]?\d*\.\d+")
@@ -33,13 +35,14 @@ _local = threading.local()
 
 
 class _Undecided(Exception):
-    """There is no value, or none within bounds."""
+    """Error of an expression without a value, or without one within the limits."""
 
 
 def same_value(one: str, other: str) -> bool | None:
-    """Whether two texts in plain form are expressions of the same value, for several choices of
-    their letters; None where this cannot be told. A decimal of many digits is the number that it
-    stands for if all of them are right.
+    """Return whether two texts in plain form are expressions of the same value.
+
+    Expressions with letters are compared for several values of the letters. None if undecided. A
+    decimal with many digits equals the number that it approximates if all its digits are right.
     """
     a = parse(one)
     b = parse(other)
@@ -63,7 +66,7 @@ def same_value(one: str, other: str) -> bool | None:
 
 
 def _digits_right(text: str, decimal: Expression, number: Expression) -> bool:
-    """Whether a decimal is a number rounded, or cut off, behind its last digit."""
+    """Return whether a decimal is the number rounded or truncated after the last digit."""
     stated = _evaluated(decimal, 0, 0)
     meant = _evaluated(number, 0, 0)
     assert stated and meant, "their difference is known"
@@ -73,7 +76,7 @@ def _digits_right(text: str, decimal: Expression, number: Expression) -> bool:
 
 
 def _same_function(a: Expression, b: Expression) -> bool | None:
-    seen: list[Fraction] = []  # how far they are apart, relative to their size
+    seen: list[Fraction] = []  # relative distances
     rational = True
     for seed in SEEDS:
         there = _evaluated(a, seed, 0), _evaluated(b, seed, 0)
@@ -92,17 +95,17 @@ def _same_function(a: Expression, b: Expression) -> bool | None:
         return True
     if a.decimal or b.decimal:
         return None
-    # Computer algebra knows of functions that have other names; those are far apart here, and what
-    # is near is not the same.
+    # Values that are near but not equal are those of different functions. Values that are far apart
+    # are left to computer algebra, which knows more names of functions.
     if (rational and a.letters == b.letters) or max(seen) < FAR:
         return False
     return None
 
 
 def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction] | None:
-    """How far two values are apart, and that relative to the larger one; 0 where they are the same.
+    """Return (distance of two values, distance relative to the larger one); 0 if they are equal.
 
-    What was rounded is the same if no digit of many differs.
+    Rounded values are equal if they agree to the number of digits computed.
     """
     one = _evaluated(a, seed, 0)
     other = _evaluated(b, seed, 0)
@@ -121,8 +124,9 @@ def _apart(a: Expression, b: Expression, seed: int) -> tuple[Fraction, Fraction]
 
 @dataclass(frozen=True)
 class _Value:
-    """A complex number, and the bits of the largest or smallest number that was rounded on the way
-    to it; -1 if none was.
+    """Complex number with the size of the rounded numbers in its computation.
+
+    `size` is the number of bits of the largest or smallest one, or -1 if none was rounded.
     """
 
     real: Fraction
@@ -132,8 +136,9 @@ class _Value:
 
 @functools.lru_cache(maxsize=4096)
 def _evaluated(expression: Expression, seed: int, size: int) -> _Value | None:
-    """The value with every letter standing for a fixed number that `seed` picks, with digits enough
-    for numbers of `size`.
+    """Return the value, with a fixed number for each letter that depends on `seed`, or None.
+
+    The precision is sufficient for rounded numbers of `size` bits.
     """
     calculator = _Calculator(seed, 300 + 8 * size, real=bool(expression.letters))
     try:
@@ -146,19 +151,19 @@ def _evaluated(expression: Expression, seed: int, size: int) -> _Value | None:
 
 
 def _fraction(number: Any) -> Fraction:
-    man, exp = number.man_exp  # without the sign
+    man, exp = number.man_exp  # man has no sign
     return Fraction(-man if number < 0 else man) * Fraction(2) ** exp
 
 
 def _context() -> Any:
-    """This thread's own mpmath: its precision is a setting."""
+    """Return this thread's own mpmath context, since the precision is a setting of it."""
     if not hasattr(_local, "context"):
         _local.context = mpmath.MPContext()
     return _local.context
 
 
 class _Calculator:
-    """Values of trees: fractions as long as they are exact, then numbers of `bits` bits."""
+    """Evaluation of trees, in fractions while values are exact and then with `bits` bits."""
 
     def __init__(self, seed: int, bits: int, *, real: bool) -> None:
         self._seed = seed
@@ -168,7 +173,7 @@ class _Calculator:
         self._mp.prec = bits
 
     def value(self, node: Node) -> Number:
-        """The value of a tree. Raises `_Undecided`, and errors of arithmetic."""
+        """Return the value of a tree. Raises `_Undecided` and arithmetic errors."""
         kind, *parts = node
         if kind == "number":
             return parts[0]
@@ -192,7 +197,7 @@ class _Calculator:
         return self._kept(getattr(self, f"_{kind}")(*values))
 
     def _kept(self, number: Number) -> Number:
-        """A number within bounds; the size of one that was rounded is noted."""
+        """Return a number within the limits and record the size of a rounded one."""
         if isinstance(number, Fraction):
             if max(number.numerator.bit_length(), number.denominator.bit_length()) > MOST_BITS:
                 raise _Undecided
@@ -202,7 +207,7 @@ class _Calculator:
         if isinstance(number, self._mp.mpc) and number.imag == 0:
             number = number.real
         size = 0 if number == 0 else abs(int(self._mp.mag(number)))
-        # what is left of a difference of equals has as many bits as there are
+        # A difference of equal numbers leaves a rounding error of about 2^-prec, so allow for it
         if size > MOST_SIZE + self._mp.prec:
             raise _Undecided
         self.size = max(self.size, size)
@@ -223,13 +228,13 @@ class _Calculator:
         return total
 
     def _alike(self, one: Number, other: Number) -> tuple[Number, Number]:
-        """Two fractions, or two rounded numbers, whose sizes count."""
+        """Convert two numbers to two fractions or to two rounded numbers, recording their sizes."""
         if isinstance(one, Fraction) and isinstance(other, Fraction):
             return one, other
         return self._rounded(one), self._rounded(other)
 
     def _rounded(self, number: Number) -> Number:
-        """A number that is no fraction any more, and whose size counts."""
+        """Convert a number to a rounded one and record its size."""
         if not isinstance(number, Fraction):
             return self._kept(number)
         bits = max(number.numerator.bit_length(), number.denominator.bit_length())
@@ -255,7 +260,7 @@ class _Calculator:
             return Fraction(math.floor(number))
         number = self._rounded_real(number)
         if abs(number - self._mp.nint(number)) < self._mp.mpf(2) ** -100:
-            raise _Undecided  # on which side of a whole number
+            raise _Undecided  # the side of the integer is unknown
         return Fraction(int(self._mp.floor(number)))
 
     def _ceil(self, number: Number) -> Number:
@@ -327,7 +332,7 @@ def _whole(number: Number) -> int:
 
 
 def _letter(name: str, seed: int) -> Fraction:
-    """A fixed number between 1 and 3 for a variable, below 0 for every third seed."""
+    """Return a fixed value of a variable between 1 and 3, negative for every third seed."""
     digest = hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=2).digest()
     size = 1 + Fraction(2 * (int.from_bytes(digest, "little") % 512) + 1, 512)
     return -size if seed % 3 == 0 else size

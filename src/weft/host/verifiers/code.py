@@ -1,5 +1,6 @@
-"""Code: run a completion's Python program and its tests, in two processes behind the system's
-protections.
+"""The verifier `code`: run a completion's Python program and its tests.
+
+Program and tests run in two processes behind the system's protections.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTAL
 
 
 def program_of(prompt: str, completion: str, entry_point: str | None) -> str:
-    """The program a completion means: its last fenced block, or all of it; after the prompt's own
-    code where it goes on from that (HumanEval: the prompt ends in a signature and the completion is
-    the body).
+    """Return the program in a completion: its last fenced block, or all of it.
+
+    If that does not define `entry_point`, it continues the prompt's code, which is prepended
+    (HumanEval: the prompt ends in a signature and the completion is the body).
     """
     blocks = FENCED.findall(completion)
     code = blocks[-1] if blocks else completion
@@ -39,8 +41,9 @@ def _defines(code: str, name: str) -> bool:
 
 
 def tests_of(test: Any, entry_point: str | None) -> str:
-    """The code of a row's tests: a text, or a list of statements; HumanEval's `check` is called
-    with the entry point.
+    """Return the code of a row's tests, given as a text or a list of statements.
+
+    HumanEval's `check` is called with the entry point. Raises `DataError` for other types.
     """
     text = "\n".join(test) if isinstance(test, (list, tuple)) else test
     if not isinstance(text, str):
@@ -64,16 +67,15 @@ def code(
     memory_mb: int = 1024,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 if the completion's program and then the row's tests run to their end, else 0; None for
-    rows without tests.
+    """Return 1 if the program and then the row's tests run to their end, else 0.
 
-    The tests run in another process, which calls the program's functions; docs/code-reward.md says
-    what protects the machine.
+    None for rows without tests. The tests run in another process, which calls the program's
+    functions; docs/code-reward.md describes the protection of the machine.
 
     Columns: `test` (a text, HumanEval's form) or `tests` or `test_list` (statements such as `assert
-    f(1) == 2`, MBPP's form), and `entry_point`, the function's name, where the completion may go on
-    from the prompt's code. `seconds` and `memory_mb` bound each program; the whole batch is bounded
-    by reward_timeout_s.
+    f(1) == 2`, MBPP's form), and `entry_point`, the function's name, if the completion can continue
+    the prompt's code. `seconds` and `memory_mb` limit each program; the whole batch is limited by
+    reward_timeout_s.
     """
     limits = Limits(seconds=seconds, memory_mb=memory_mb)
     given = next(

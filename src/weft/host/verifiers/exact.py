@@ -1,4 +1,4 @@
-"""Exact answers: the completion is the reference, up to blanks and letter case."""
+"""The verifier `exact`: the completion equals the reference, up to white space and letter case."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def exact(
     case: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion equals the column `answer` or `ground_truth` (or `column`), else 0;
-    None for rows without one.
+    """Return 1 for completions that equal the reference, else 0; None for rows without one.
 
-    Runs of blanks count as one, those at the ends not at all; letter case matters with `case`. A
-    reference that is a number in the data (0.00005, not "0.00005"), or a text with an exponent
-    ("5e-05", "10^3"), is compared by value.
+    The reference is the column `answer` or `ground_truth` (or `column`).
+
+    A run of white space counts as one blank, and white space at the ends is ignored; letter case is
+    compared only if `case` is set. A reference that is a number in the data (0.00005, not
+    "0.00005"), or a text with an exponent ("5e-05", "10^3"), is compared by value.
     """
     answers = references(columns, column, len(completions))
     return [

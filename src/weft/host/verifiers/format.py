@@ -1,4 +1,4 @@
-"""Format: whether a completion matches a regular expression."""
+"""The verifier `format`: a completion matches a regular expression."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def format_match(
     match: str = "full",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where `pattern` matches the whole completion (`match` "full") or a part of it ("search"),
-    else 0.
+    """Return 1 if `pattern` matches the completion, else 0.
 
-    Python's `re`; `.` matches line ends too. The default asks for
+    With `match` "full" it must match the whole completion, with "search" a part of it.
+
+    Python's `re`; `.` also matches line ends. The default pattern requires
     <think>...</think><answer>...</answer>. A pattern with nested repetition can take exponential
-    time; the batch's deadline ends that. Raises `ConfigError` for a bad pattern.
+    time, which is limited by the batch's deadline. Raises `ConfigError` for an invalid pattern.
     """
     if match not in ("full", "search"):
         raise ConfigError(f"format: match={match!r} must be full or search")

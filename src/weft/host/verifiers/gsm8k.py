@@ -1,4 +1,4 @@
-"""GSM8K-style answers: the number a worked solution ends with."""
+"""The verifier `gsm8k`: the final number of a worked solution."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 from weft.host.verifiers._answers import numbers, references
 from weft.registry import register_verifier
 
-MARK = "####"  # GSM8K's own solutions end in "#### 72"
+MARK = "####"  # GSM8K's reference solutions end in "#### 72"
 
 
 def final_number(text: str, *, strict: bool = False) -> Fraction | None:
-    """The first number after the last "####"; without that mark the last number of the text, or
-    (`strict`) none.
+    """Return the first number after the last "####".
+
+    Without that mark, return the last number of the text, or with `strict` None.
     """
     _, mark, after = text.rpartition(MARK)
     if mark:
@@ -34,14 +35,15 @@ def gsm8k(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the completion's final number equals the reference's, else 0; None for rows without a
-    reference.
+    """Return 1 if the completion's final number equals the reference's, else 0.
+
+    None for rows without a reference.
 
     The reference is the column `answer` or `ground_truth` (or `column`): a number, or a solution
     that ends in one. Commas and blanks between groups of three digits, dollar signs, units and
     trailing zeros do not matter; exponents (5e-05, 10^3, 2.5 x 10^3), fractions (3/4, 1 1/2) and
-    words such as "million" count. Numbers are compared exactly, as fractions. `strict` counts an
-    answer only after "####".
+    words such as "million" count. Numbers are compared exactly, as fractions. With `strict` only an
+    answer after "####" counts.
     """
     answers = references(columns, column, len(completions))
     rewards: list[float | None] = []

@@ -1,4 +1,4 @@
-"""IFEval-style constraints: whether a completion follows the verifiable instructions of its prompt."""
+"""The verifier `ifeval`: verifiable instructions of a prompt that a completion follows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SCORES = ("share", "all")
 def follows(
     response: str, instruction: str, arguments: Mapping[str, Any], *, loose: bool = False
 ) -> bool:
-    """Whether a response follows one instruction. An empty response follows none.
+    """Return whether a response follows one instruction. An empty response follows none.
 
-    `loose`: also where it does without its first line, its last line, both, or its asterisks (the
-    paper's loose accuracy). Raises `DataError` for an unknown instruction, or arguments that it
-    lacks.
+    With `loose`, it is enough that the response follows it without its first line, its last line,
+    both, or its asterisks (the paper's loose accuracy). Raises `DataError` for an unknown
+    instruction or missing arguments.
     """
     if instruction not in CHECKS:
         raise DataError(str(unknown_name("instruction", instruction, CHECKS)))
@@ -37,7 +37,7 @@ def follows(
 
 
 def variants(response: str) -> list[str]:
-    """The response, and what is left of it by the loose reading."""
+    """Return the response and its variants for the loose criterion."""
     lines = response.split("\n")
     cuts = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
     kept = [response, *cuts]
@@ -56,10 +56,11 @@ def ifeval(
     loose: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """The share of a row's instructions that the completion follows, or (`score` "all") 1 where it
-    follows all, else 0.
+    """Return the share of a row's instructions that the completion follows.
 
-    Reads the columns `instruction_id_list` and `kwargs` (one mapping an instruction) as in the
+    With `score` "all": 1 if it follows all, else 0.
+
+    Reads the columns `instruction_id_list` and `kwargs` (one mapping per instruction) as in the
     IFEval data; None for rows without instructions.
     """
     if score not in SCORES:

@@ -1,4 +1,4 @@
-"""A judge: another language model, behind an OpenAI-compatible server, scores each completion."""
+"""The verifier `judge`: a language model behind an OpenAI-compatible server as reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.host.verifiers._judge_text import RUBRIC, SCORE, Scale, Template, numb
 from weft.registry import register_verifier
 
 Rewards = tuple[list[float | None], dict[str, float]]
-OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # of a request
+OWN_FIELDS = ("model", "messages", "temperature", "max_tokens")  # request fields with options
 BARRED = {"stream": "answers are read whole", "n": "use votes", "api_key": "use api_key_env"}
 
 
@@ -57,13 +57,14 @@ def judge(
     output_price: float | None = None,
     **columns: Sequence[Any],
 ) -> Rewards | Coroutine[Any, Any, Rewards]:
-    """From 0 to 1: the score of another model, mapped from `low`..`high`; None for rows where a
-    column of `prompt` is null.
+    """Return another model's scores, mapped from `low`..`high` to 0..1.
+
+    None for rows in which a column of `prompt` is null.
 
     Options: docs/judge-reward.md. Metrics: `calls` (requests sent), `cached`, `failed`,
-    `unreadable`, `input_tokens`, `output_tokens`, and `cost` where a price is set. Raises
-    `ConfigError` for options, `DataError` for a placeholder that is no column, `UserError` for a
-    server that fails and for answers without a score.
+    `unreadable`, `input_tokens`, `output_tokens`, and `cost` if a price is set. Raises
+    `ConfigError` for invalid options, `DataError` for a placeholder that is no column, `UserError`
+    for a server that fails and for answers without a score.
     """
     scale = Scale(pattern, low, high)
     made = Judge(
@@ -82,7 +83,7 @@ def judge(
 
 @dataclass(frozen=True)
 class Request:
-    """The fields of a request beside its messages, and how often it is sent for one completion."""
+    """Fields of a request other than its messages, and the number of votes per completion."""
 
     model: str | None
     temperature: float | None
@@ -132,6 +133,7 @@ class Request:
             raise ConfigError(f"judge: extra must hold plain JSON values: {error}") from None
 
     def body(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """Return the JSON body of a request with these messages."""
         sampling = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"model": self.model, "messages": messages, **given, **self.extra}
@@ -139,7 +141,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Rewards where there is no score. None: the run stops."""
+    """Rewards of completions without a score. None: the run stops."""
 
     on_failure: float | None
     on_unreadable: float | None
@@ -152,7 +154,7 @@ class Fallback:
 
 @dataclass(frozen=True)
 class Prices:
-    """Of a million tokens, in any currency."""
+    """Prices per million tokens, in any currency."""
 
     input: float | None
     output: float | None
@@ -163,6 +165,7 @@ class Prices:
                 number(name, value, "0 or more, for a million tokens", least=0)
 
     def cost(self, counts: Mapping[str, float]) -> dict[str, float]:
+        """Return the metric `cost`, or {} if no price is set."""
         if self.input is None and self.output is None:
             return {}
         paid = counts["input_tokens"] * (self.input or 0.0) + counts["output_tokens"] * (
@@ -173,8 +176,10 @@ class Prices:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reward of one vote or, where there is none, the reward in its place, and what to say
-    where that is None.
+    """Result of one vote.
+
+    `reward` is None if there is no score; then `fallback` is the reward to use instead, or None to
+    stop the run with the message `problem`.
     """
 
     reward: float | None
@@ -184,7 +189,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge with all its options."""
+    """Judge with all its options."""
 
     endpoint: Endpoint
     policy: Policy
@@ -200,9 +205,9 @@ class Judge:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
-        """(rewards, metrics).
+        """Return (rewards, metrics) of some completions.
 
-        With a cache, completions that are judged by the same request share its answer.
+        With a cache, completions with equal requests share one answer.
         """
         bodies = [
             None if messages is None else self.request.body(messages)
@@ -226,7 +231,7 @@ class Judge:
         return rewards, counts | self.prices.cost(counts)
 
     def _keys(self, index: int, body: Mapping[str, Any] | None) -> list[str]:
-        """One a vote; none for a completion that is not judged."""
+        """Return one cache key per vote, or none for a completion that is not judged."""
         if body is None:
             return []
         own = "" if self.cache_file else f" {index}"
@@ -238,14 +243,17 @@ COUNTS = ("calls", "cached", "failed", "unreadable", "input_tokens", "output_tok
 
 @dataclass
 class Sitting:
-    """One call's verdicts as they come in, and what they took."""
+    """Verdicts of one call and the counts for its metrics."""
 
     judge: Judge
     session: Session
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
 
     async def verdict(self, key: str, body: Mapping[str, Any], vote: int) -> Verdict:
-        """From the cache, or the server. Raises `UserError` where a failure stops the run."""
+        """Return a verdict from the cache or the server.
+
+        Raises `UserError` if the request fails and `on_failure` is not set.
+        """
         scale = self.judge.template.scale
         fallback = self.judge.fallback
         file = self.judge.cache_file
@@ -263,7 +271,7 @@ class Sitting:
                 ) from None
             self.counts["failed"] += 1
             told = f"judge: url={self.judge.endpoint.url}: {error.what}; the reward is on_failure={fallback.on_failure:g}"
-            warnings.warn(told, RuntimeWarning, stacklevel=1)  # the same words are shown once
+            warnings.warn(told, RuntimeWarning, stacklevel=1)  # equal warnings are shown once
             return Verdict(None, fallback.on_failure)
         self.counts["input_tokens"] += answer.input_tokens
         self.counts["output_tokens"] += answer.output_tokens
@@ -281,7 +289,7 @@ class Sitting:
             cut = f", which was cut at max_tokens={self.judge.request.max_tokens}"
         else:
             cut = ""
-        end = shortened(answer.text[::-1])[::-1]  # where a score would stand
+        end = shortened(answer.text[::-1])[::-1]  # the part where a score is expected
         return (
             f"judge: url={self.judge.endpoint.url}: no score from {scale.low:g} to {scale.high:g} "
             f"in the answer {end!r}{cut}; "
@@ -291,9 +299,9 @@ class Sitting:
 
 
 def _reward(verdicts: Sequence[Verdict]) -> float:
-    """The mean of the votes that have one.
+    """Return the mean reward of the votes that have one, or else the fallback.
 
-    Raises `UserError` where none has, and that stops the run.
+    Raises `UserError` if there is neither.
     """
     rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
     if rewards:
@@ -305,7 +313,7 @@ def _reward(verdicts: Sequence[Verdict]) -> float:
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, Verdict]]) -> list[Verdict]:
-    """All results; where one raises, the others are ended first."""
+    """Return all results; if one raises, cancel the others first."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Length: whether a completion has as many tokens, words or characters as asked for."""
+"""The verifier `length`: number of tokens, words or characters of a completion."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def length(
     unit: str = "tokens",
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """1 where the length lies in [min, max]; outside it falls in a line to 0 at `slack` beyond the
-    bound, at once without.
+    """Return 1 for completions with a length in [min, max].
 
-    `unit` is tokens (of the policy's tokenizer, the end token included), words (between blanks) or
-    chars.
+    Outside, the reward falls linearly to 0 at `slack` beyond the bound; without `slack` it is 0.
+
+    `unit` is tokens (of the policy's tokenizer, including the end token), words (separated by white
+    space) or chars.
     """
     if unit not in UNITS:
         raise ConfigError(f"length: unit={unit!r} must be one of {', '.join(UNITS)}")

@@ -1,4 +1,4 @@
-"""MATH-style answers: the last boxed expression, compared as mathematics."""
+"""The verifier `math`: the last boxed expression, compared as mathematics."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ BASE = re.compile(
 )
 TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm)\{\s*[A-Za-z][A-Za-z ]+\}")
 EITHER = re.compile(r"\d\W*\sor\s\W*\d")  # 5 or 6
-SHORT = 200  # characters of a text that may be an answer and nothing else
-MOST_CHARACTERS = 2000  # of an answer that is compared as mathematics
-MOST_MEMBERS = 30  # of a list that are compared each with each
+SHORT = 200  # most characters of a text that can be an answer as a whole
+MOST_CHARACTERS = 2000  # longest answer that is compared as mathematics
+MOST_MEMBERS = 30  # longest list whose members are compared pairwise
 
 
 def equal(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference: 1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1};
-    [0,1) differs from (0,1].
+    """Return whether an answer equals the reference as mathematics.
 
-    What can be told without doubt (numbers, lists, tuples, intervals, the same spelling, the same
-    value) is decided here; computer algebra (`math_verify`) decides the rest, and counts only where
-    no letter or number of either was lost.
+    1/2 = 0.5 = \\frac12, (x+1)^2 = x^2+2x+1, {1,2} = {2,1}; [0,1) differs from (0,1].
+
+    Cases that can be decided with certainty (numbers, lists, tuples, intervals, the same spelling,
+    the same value) are decided here; computer algebra (`math_verify`) decides the rest, and its
+    verdict counts only if it lost no letter or number of either.
     """
     symbolic.engine().begin()
     return _equal(answer, reference)
@@ -57,7 +58,7 @@ def _equal(answer: str, reference: str) -> bool:
 
 
 def _known(one: str, other: str) -> bool | None:
-    """Whether two tidy answers are the same; None where this cannot be told without doubt."""
+    """Return whether two tidy answers are equal, or None if that is not certain."""
     if not one or not other or max(len(one), len(other)) > MOST_CHARACTERS:
         return one == other
     known = _known_quantities(one, other)
@@ -80,9 +81,9 @@ def _known(one: str, other: str) -> bool | None:
     if None not in numbers:
         return numbers[0] == numbers[1]
     if BASE.fullmatch(a) or BASE.fullmatch(b):
-        return False  # other digits, or another base
+        return False  # different digits or bases
     if a.isalpha() and b.isalpha() and (TEXT.fullmatch(one) or TEXT.fullmatch(other)):
-        return False  # other words
+        return False  # different words
     inside = braces(one)
     other_inside = braces(other)
     if inside is not None or other_inside is not None:
@@ -101,7 +102,7 @@ def _known(one: str, other: str) -> bool | None:
     if (name is None) != (other_name is None) or (name is not None and name == other_name):
         return _known(one, other)
     if name is not None and other_name is not None:
-        return False if name[0] == other_name[0] == "(" else None  # on other letters
+        return False if name[0] == other_name[0] == "(" else None  # different letters
     known = _known_interval(one, other)
     return same_value(a, b) if known is None else known
 
@@ -111,7 +112,7 @@ def _set_and_tuple(inside: str | None, other: str) -> bool:
 
 
 def _known_quantities(one: str, other: str) -> bool | None:
-    """3 hours 20 minutes is not 3."""
+    """Compare quantities with several units, such as 3 hours 20 minutes (which is not 3)."""
     found = quantities(one), quantities(other)
     if found[0] is None and found[1] is None:
         return None
@@ -127,10 +128,10 @@ def _known_quantities(one: str, other: str) -> bool | None:
 
 
 def _known_interval(one: str, other: str) -> bool | None:
-    """Tuples and intervals, and inequalities that are intervals."""
+    """Compare tuples and intervals, and inequalities that are intervals."""
     conditions = inequality(one), inequality(other)
     if conditions[0] and conditions[1] and conditions[0][0] != conditions[1][0]:
-        return None  # on other letters
+        return None  # different letters
     parts, others = (
         found[1] if found else bracketed(text)
         for found, text in zip(conditions, (one, other), strict=True)
@@ -156,7 +157,7 @@ def _known_list(one: str, other: str) -> bool | None:
 
 
 def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
-    """The same members in any order."""
+    """Return whether two lists have the same members in any order."""
     mine = list(one)
     left = list(other)
     for member in one:
@@ -177,7 +178,7 @@ def _same_members(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def right(completion: str, reference: str, *, strict: bool = False) -> bool:
-    """Whether a completion answers with the reference."""
+    """Return whether the answer of a completion equals the reference."""
     symbolic.engine().begin()
     expected = boxed(reference) or reference
     inside = boxed(completion)
@@ -196,7 +197,7 @@ def right(completion: str, reference: str, *, strict: bool = False) -> bool:
             and answer.endswith("!")
             and _equal(answer[:-1], expected)
         ):
-            return True  # the end of a sentence, and no factorial
+            return True  # an exclamation mark, not a factorial
         one = tidy(answer)
         other = tidy(expected)
         known = _known(one, other)
@@ -223,17 +224,18 @@ def math_answer(
     strict: bool = False,
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    r"""1 where the completion's answer equals the reference's, else 0; None for rows without a
-    reference.
+    r"""Return 1 if the completion's answer equals the reference's, else 0.
 
-    The answer is what the last `\boxed{}` holds; without one (and without `strict`) what follows
-    "the answer is", or the last formula or number. The reference is the column `answer` or
+    None for rows without a reference.
+
+    The answer is the content of the last `\boxed{}`; without one (and without `strict`) the text
+    after "the answer is", or the last formula or number. The reference is the column `answer` or
     `ground_truth` (or `column`): the answer itself, or a solution that boxes it. Fractions, roots,
-    percent signs, degrees, units, tuples, intervals, sets and lists are compared for what they
-    mean; an expression that was not simplified counts. Computer algebra finds two answers equal
-    only if every letter and number of both took part; where its parser drops something, only the
-    same spelling counts. An answer that algebra does not decide in its time (two seconds, less
-    where many are slow) gets 0.
+    percent signs, degrees, units, tuples, intervals, sets and lists are compared by their meaning;
+    an expression need not be simplified. Computer algebra finds two answers equal only if every
+    letter and number of both took part; if its parser drops something, only the same spelling
+    counts. An answer that algebra does not decide in time (two seconds, less if many are slow) gets
+    0.
     """
     rewards: list[float | None] = []
     for completion, reference in zip(
