@@ -285,10 +285,7 @@ class DeviceGroup:
     # -- facts
 
     def describe(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return the engines' facts by role, with its `copies` by mesh and its `moves`.
-
-        `moves` are readable descriptions of the role's parameter transfers.
-        """
+        """Return facts by role, with `copies` by mesh and `moves`, its described transfers."""
         found: dict[str, dict[str, Any]] = {}
         for role, mesh in self._meshes.items():
             copies = {
