@@ -38,12 +38,11 @@ UNSET = ("path", "overlong")  # options that a dataset class is not given where 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """What a run reads: training batches, a validation set a source, the counts, and lines to print
-    before the start.
+    """Data of a run: training batches, validation sets by source, counts, and lines to print first.
 
-    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it
-    is read. `parts`: the samples to train on, by source. `ahead`: tables that are made while
-    training goes on, until `close`; `new_notes` tells of them.
+    `longest`: number of tokens of the longest prompt with one of its completions; 0 if no source
+    knows it before it is read. `parts`: the training samples by source. `ahead`: tables that are
+    built during training, until `close`; `new_notes` reports on them.
     """
 
     train: Loader
@@ -244,7 +243,7 @@ class SourceReader:
 
     @property
     def overlong(self) -> str | None:
-        """What happens to longer rows, or None for what is usual for their type."""
+        """Return the treatment of rows that are too long, or None for the default of their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
     def at_hand(
@@ -486,8 +485,9 @@ def _name(path: str) -> str:
 
 
 def _keys(dataset: MapDataset) -> list[str]:
-    """What decides whether a sample is held out: the id of the first sample of its row, so a row's
-    samples stay together.
+    """Return the key of each sample that decides whether it is held out.
+
+    The key is the id of the first sample of its row, so the samples of a row stay together.
     """
     if not isinstance(dataset, Tokenized):
         return [str(index) for index in range(len(dataset))]

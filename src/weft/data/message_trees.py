@@ -20,12 +20,13 @@ LABELS = ("quality", "humor", "creativity")  # that go along with a message
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which trees and messages are taken.
+    """Filter of message trees and their messages.
 
-    A thread is left out where one of its messages is; `langs` is of the first message.
+    A thread is left out if one of its messages is. `langs` applies to the first message.
 
-    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least`
-    and `most` bound labels such as quality; a message without the label passes.
+    `top_k` keeps replies ranked among the first k; if there are several replies, it keeps only
+    ranked ones. `least` and `most` bound labels such as quality; a message without the label
+    passes.
     """
 
     langs: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ class Wanted:
         return True
 
     def ranked(self, node: Node, siblings: int) -> bool:
-        """Whether `top_k` takes this reply, one of so many."""
+        """Return whether `top_k` keeps this reply, which is one of `siblings` replies."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")

@@ -30,7 +30,8 @@ class Share:
 
 
 def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Random numbers for one purpose in one epoch; the same on every machine that runs this numpy."""
+    """Random numbers for one purpose in one epoch; the same on every machine that runs this
+    numpy."""
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
@@ -94,11 +95,11 @@ def epoch_order(
 
 
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
-    """Which of the rows with these keys are set aside: `share` of the different keys, at least one
-    and not all.
+    """Return a mask of the rows to hold out: `share` of the distinct keys, at least one, not all.
 
-    The choice depends on the keys alone, so it is the same in every run, and rows of one key (a
-    tree) stay together.
+    No row is held out if `share` is 0 or there are fewer than two distinct keys. The choice depends
+    only on the keys, so it is the same in every run, and rows with the same key (a tree) stay
+    together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()

@@ -42,8 +42,10 @@ def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> 
 
 
 def around_reply(render: Render) -> tuple[str, str]:
-    """What a template writes between the generation prompt and a plain reply, and after it; nothing
-    where it refuses one.
+    """Return the text that a template writes before and after a plain reply.
+
+    The first text is between the generation prompt and the reply. Both are empty if the template
+    refuses such a conversation.
     """
     try:
         text = render(PLAIN, None, False)
@@ -55,8 +57,10 @@ def around_reply(render: Render) -> tuple[str, str]:
 
 
 def template_fault(render: Render) -> str | None:
-    """Why a template cannot write conversations of texts, found by a plain one; None where it can,
-    and where rows must tell.
+    """Return why a template cannot write text conversations, or None if no fault is found.
+
+    The check renders a plain conversation. The result is None as well if the template refuses it in
+    every form, as then only the rows can show a fault.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -127,8 +131,9 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
 
 
 def writes(text: str, content: str) -> bool:
-    """Whether a rendered text holds a content, or what of it follows its thoughts; blanks and JSON
-    quoting do not count.
+    """Return whether a rendered text contains a content, ignoring the thoughts in the content.
+
+    White space and JSON quoting do not count.
     """
     return holds(text, content.rpartition(END_OF_THOUGHT)[2])
 
@@ -196,8 +201,9 @@ def not_rendered(
 
 
 def _is_needed(message: Message, fields: set[str]) -> bool:
-    """Whether `fields` are what an assistant's turn is about: its tool calls, its words where it
-    makes none, or all it has.
+    """Return whether `fields` include the essential part of an assistant's turn.
+
+    This is its tool calls, its content if it has no tool calls, or everything that it has.
     """
     held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
     return (
@@ -216,7 +222,8 @@ def _not_in(text: str, message: Message) -> list[str]:
 
 
 def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
-    """A message with marks in place of its words, and the marks by the path of what they replace."""
+    """A message with marks in place of its words, and the marks by the path of what they
+    replace."""
     words = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
     marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
     marked = {**message, **marks}

@@ -42,7 +42,7 @@ LOOSE = "one message of an Open-Assistant export; dataset.named='{oasst_export: 
 
 
 class BadRow(Exception):
-    """What is wrong with one row; becomes `FILE:LINE: what is wrong` in a `DataError`."""
+    """Error in one row; becomes `FILE:LINE: message` in a `DataError`."""
 
 
 class TooLong(BadRow):
@@ -142,7 +142,8 @@ def is_tree(row: Row) -> bool:
 
 
 def is_tree_message(row: Row) -> bool:
-    """Return whether a row is one message of an Open-Assistant tree, alone or with replies below."""
+    """Return whether a row is one message of an Open-Assistant tree, alone or with replies
+    below."""
     return all(isinstance(row.get(key), str) for key in ("message_id", "role", "text"))
 
 

@@ -54,9 +54,9 @@ CONTEXT = 50  # characters shown on each side of a phrase
 
 @dataclass
 class Findings:
-    """What a scan found.
+    """Results of a scan.
 
-    `phrases[p]` lists (place, text around it); the others list places, or groups of them.
+    `phrases[p]` lists (place, text around it); the other fields list places, or groups of places.
     """
 
     rows: int = 0

@@ -170,7 +170,7 @@ def _line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _value(line: str) -> Any:
-    """What a line holds."""
+    """Return the JSON value of a line, or `Unreadable` with the reason."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -286,9 +286,9 @@ def _from_hub(path: str) -> Path:
 
 
 def check_at_hand(path: str, option: str = "") -> None:
-    """That a path is on this machine, or a dataset that the cache or the hub has.
+    """Raise `DataError` if a hub dataset is neither in the cache nor on the hub.
 
-    Raises `DataError`; other paths are not looked at.
+    Does not check existing paths, or names that cannot be hub datasets.
     """
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
         hub.check_dataset(option, path, "check the spelling")
@@ -299,7 +299,8 @@ def _hidden(file: Path) -> bool:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` -> train."""
+    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` ->
+    train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),

@@ -242,7 +242,7 @@ def _named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def named_problem(value: Any) -> str | None:
-    """What is wrong with `dataset.named`, or None: the rule of the option."""
+    """Return the problem with a value of `dataset.named`, or None if it is valid."""
     try:
         parse_named(value)
     except ConfigError as error:
@@ -251,7 +251,7 @@ def named_problem(value: Any) -> str | None:
 
 
 def columns_problem(value: Any) -> str | None:
-    """What is wrong with a mapping of columns, or None: the rule of the option."""
+    """Return the problem with a mapping of columns, or None if it is valid."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
     ):
@@ -260,7 +260,7 @@ def columns_problem(value: Any) -> str | None:
 
 
 def sources_problem(value: Any) -> str | None:
-    """What is wrong with `dataset.sources`, or None: the rule of the option."""
+    """Return the problem with a value of `dataset.sources`, or None if it is valid."""
     try:
         parse_sources(value)
     except ConfigError as error:

@@ -26,8 +26,9 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class Model:
-    """What a sentencepiece file says: (piece, score, type) by id, and how text is normalised before
-    it is cut.
+    """Contents of a sentencepiece file: (piece, score, type) by id, and the text normalization.
+
+    The text is normalized before it is split into pieces.
     """
 
     pieces: tuple[tuple[str, float, int], ...]
@@ -41,13 +42,14 @@ class Model:
     pad_id: int
 
     def piece(self, index: int) -> str | None:
-        """The piece with this id, or None where the id is -1 (the model has none)."""
+        """Return the piece with this id, or None if the id is -1 (the model has none)."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether a file called `tokenizer.model` is one: its first field is a piece (tiktoken files of
-    that name are text).
+    """Return whether a file called `tokenizer.model` is a sentencepiece model.
+
+    Its first field is a piece. Tiktoken files of that name are text.
     """
     with path.open("rb") as file:
         return file.read(1) == b"\x0a"
@@ -166,7 +168,8 @@ def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of a protobuf message: varints as integers, everything else as bytes."""
+    """(field number, value) of a protobuf message: varints as integers, everything else as
+    bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

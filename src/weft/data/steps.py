@@ -8,8 +8,10 @@ from weft.data.tokenizer import Tokenizer
 
 
 def step_ends(text: str, mark: str) -> list[int]:
-    """How many characters of a text each of its steps ends after: behind each `mark`, and at the
-    end of the text where something else than blanks follows the last mark.
+    """Return the end of each step of a text, in characters.
+
+    A step ends after each `mark`, and at the end of the text if more than white space follows the
+    last mark. A step of nothing but white space is joined to the next one.
     """
     ends: list[int] = []
     start = 0

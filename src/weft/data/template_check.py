@@ -31,7 +31,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TookTooLong(Exception):
-    """What `within` raises."""
+    """Error of `within`: the code did not end in time."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"
@@ -39,7 +39,7 @@ class TookTooLong(Exception):
 
 @cache
 def template_problem(template: str) -> str | None:
-    """What a template does that it may not, with the line where there is one, or None."""
+    """Return the problem with a template, with its line if known, or None if none is found."""
     try:
         found = _oversized(template)
         if found is not None:

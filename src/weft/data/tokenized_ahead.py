@@ -214,7 +214,8 @@ def _kind_alone(value: Any) -> Any:
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
-    """Return whether the sample of a row may have more than `most` tokens; True also for a bad row."""
+    """Return whether the sample of a row may have more than `most` tokens; True also for a bad
+    row."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.most_tokens_in(text)
@@ -394,7 +395,8 @@ class TableAhead:
         return self._whole
 
     def report(self) -> Report | None:
-        """Return the report on all rows, in which places are named; None while samples are missing."""
+        """Return the report on all rows, in which places are named; None while samples are
+        missing."""
         if self._whole is None:
             return None
         report = self._whole.report

@@ -96,7 +96,8 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
+        """The text of token ids, exactly as they stand; `skip_special` leaves out special
+        tokens."""
         return str(
             self.hf.decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -289,8 +290,10 @@ class Tokenizer:
 
     @cached_property
     def around_reply(self) -> tuple[str, str]:
-        """What the chat template writes between the generation prompt and a plain reply, and after
-        it; "" without one.
+        """Return the text that the chat template writes before and after a plain reply.
+
+        The first text is between the generation prompt and the reply. Both are "" without a
+        template.
         """
         if self.chat_template is None:
             return ("", "")
@@ -341,7 +344,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Where it was read."""
+        """Return the path or name that the tokenizer was loaded from."""
         return str(self.hf.name_or_path or "the tokenizer")
 
     @property
@@ -439,7 +442,7 @@ class StreamDecoder:
         return given
 
     def flush(self) -> str:
-        """What is left at the end; an unfinished character shows as U+FFFD."""
+        """Return the remaining text at the end; an unfinished character becomes U+FFFD."""
         before, now = self._texts()
         self._start = self._read = len(self._ids)
         return now[len(before) :]

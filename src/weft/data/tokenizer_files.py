@@ -77,8 +77,9 @@ def stop_ids_of_model(path: str) -> tuple[int, ...]:
 
 
 def model_values(path: str, name: str) -> Mapping[str, Any]:
-    """What a JSON file of a model directory or hub model holds; nothing where there is none of that
-    name.
+    """Return the contents of a JSON file of a model directory or hub model.
+
+    Empty if there is no file of that name, or if the hub does not answer.
     """
     place = Path(path).expanduser()
     try:
@@ -89,8 +90,9 @@ def model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def typed(option: str, name: str) -> str:
-    """How a user writes an option of a tokenizer: `actor.tokenizer.eos_token`, or for a command
-    `--chat-template`.
+    """Return the name of a tokenizer option as a user writes it.
+
+    Examples: `actor.tokenizer.eos_token`, or for a command `--chat-template`.
     """
     if option == COMMAND:
         return f"--{name.replace('_', '-')}"
@@ -326,11 +328,11 @@ def no_template(option: str) -> NoTemplate:
 def encoded(
     hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
-    """What a tokenizer makes of a text, without special tokens.
+    """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` for a text that is none, and `TooLong` for one that has more than `most`
-    tokens for certain: where texts are not split into words, the time that one takes grows with the
-    square of its length.
+    Raises `DataError` for a text that cannot be encoded, and `TooLong` for one that certainly has
+    more than `most` tokens: if texts are not split into words, the time to encode one grows with
+    the square of its length.
     """
     if most is not None and len(text) > NEVER_REFUSED:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
@@ -403,7 +405,8 @@ def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
 
 
 def bad_template(name: str, fault: str, option: str) -> UserError:
-    """The error for the chat template of the tokenizer `name`, of which `fault` says what it does."""
+    """The error for the chat template of the tokenizer `name`, of which `fault` says what it
+    does."""
     return UserError(
         f"the chat template of {name} {fault}; name a template for text conversations with "
         f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"

@@ -42,7 +42,7 @@ FIRST = 3  # places that are named where all rows have the same fault
 
 
 class Form(Protocol):
-    """How rows of one type become token ids.
+    """Conversion of rows of one type to token ids.
 
     Forms are frozen dataclasses: their fields are options, and they are hashed.
     """
@@ -51,17 +51,17 @@ class Form(Protocol):
 
     @property
     def id_key(self) -> str:
-        """The column that holds a row's id, where it has one."""
+        """Return the name of the column with the row's id, which rows can lack."""
         ...
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise `UserError` where the tokenizer lacks what this form needs."""
+        """Raise `UserError` if the tokenizer lacks something that this form needs."""
         ...
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        """The samples of one row.
+        """Return the samples of one row.
 
-        Raises `BadRow`, or `DataError` from rendering, saying what is wrong.
+        Raises `BadRow`, or `DataError` from rendering, with the problem of the row.
         """
         ...
 
@@ -234,7 +234,8 @@ def are_large(files: Sequence[Path]) -> bool:
 
 
 def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
-    """The samples of the first rows, until there are `most` of them, or a row that cannot be used."""
+    """The samples of the first rows, until there are `most` of them, or a row that cannot be
+    used."""
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
@@ -337,7 +338,7 @@ def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
 
 
 def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """How many rows are too long, the longest of them, and what to do."""
+    """Return a message with the number of rows that are too long, the longest, and advice."""
     longest = max(
         (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
     )

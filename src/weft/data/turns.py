@@ -79,7 +79,10 @@ class _Talk:
     words: dict[int, Span | None] = field(default_factory=dict)  # what was found, by message
 
     def start(self, index: int, at: int) -> int:
-        """Where the turn `index` begins; trained turns before it end at `at`."""
+        """Return the position where turn `index` begins.
+
+        Trained turns before it end at `at`.
+        """
         text = self.text
         content = self.messages[index]["content"].strip()
         shown = self._begun(index, prompt=True)
@@ -111,7 +114,7 @@ class _Talk:
         return self._after_header(header[header.find(mark) :], found)
 
     def stop(self, index: int, start: int) -> int:
-        """Where the turn `index` ends, which begins at `start`: behind its end token."""
+        """Return the position after the end token of turn `index`, which begins at `start`."""
         text = self.text
         end = self.template.turn_end
         shown = self._begun(index + 1, prompt=False)
@@ -143,9 +146,10 @@ class _Talk:
         return said[1] + rest.find(token) + len(token)
 
     def _behind_header(self, index: int, at: int) -> int:
-        """Where turn `index` begins at or behind `at`, if the template knows no generation prompt:
-        a header that it writes before the words of a reply is its own; white space is not, and
-        neither is the beginning of a call.
+        """Return the start of turn `index`, at or after `at`.
+
+        Used if the template knows no generation prompt. A header that the template writes before
+        the words of a reply is skipped. White space and the beginning of a tool call are not.
         """
         said = self._words(index)
         content = self.messages[index]["content"]
@@ -160,14 +164,15 @@ class _Talk:
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _words(self, index: int) -> Span | None:
-        """What message `index` says, in the text; None where that does not show."""
+        """Return the span of message `index`'s content in the text, None if unclear."""
         if index not in self.words:
             self.words[index] = self._find_words(index) if 0 <= index < len(self.messages) else None
         return self.words[index]
 
     def _after_words(self, index: int, shown: str | None) -> str | None:
-        """What follows the words of message `index` in `shown`, the conversation up to it; None
-        where it is refused.
+        """Return the text after the content of message `index` in `shown`.
+
+        `shown` is the conversation up to that message. None if the template refuses it.
         """
         talk = [*self.messages[:index], _other_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
@@ -187,14 +192,18 @@ class _Talk:
         return _changed(self.text, other)
 
     def _next_content(self, index: int, at: int) -> int:
-        """Where the words of the next message that has any are first found behind `at`."""
+        """Return the position after `at` of the content of the next message that has any.
+
+        The end of the text if it is not found.
+        """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
         found = self.text.find(next(filter(None, words), ""), at)
         return found if found >= 0 else len(self.text)
 
     def _after_header(self, header: str, at: int) -> int:
-        """Where a generation prompt that begins at `at` ends, or parts from what is written there
-        (an empty think block).
+        """Return the end of the generation prompt that begins at `at`.
+
+        If the text differs from it (an empty think block), the position where they diverge.
         """
         rest = self.text[at:]
         shared = common_prefix(self.template.encode(header), self.template.encode(rest))

@@ -57,7 +57,10 @@ class Window:
         )
 
     def _head(self, ids: np.ndarray) -> int:
-        """How many ids stay in front; the last of `head` may have merged with what follows."""
+        """Return the number of leading ids to keep.
+
+        It can be less than `head`, whose last token can be merged with the text that follows.
+        """
         return common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id
         )

@@ -98,9 +98,10 @@ class RowDataset:
 
 
 def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[..., RowDataset]:
-    """What builds the dataset of `function`, which is called as `function(row, option=..)` and
-    returns a row of the shipped type `rows`; everything from there on (limits, masks, reports,
-    cache, mixtures) is that type's.
+    """Return a constructor of datasets that read rows of type `rows` with `function`.
+
+    `rows` is a shipped type. `function` is called as `function(row, option=..)` and returns a row
+    of that type. Limits, masks, reports, cache and mixtures work as for that type.
     """
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):

@@ -30,10 +30,10 @@ BAD = "augmented"  # column of bad replies, one of which an epoch draws
 
 @dataclass(frozen=True)
 class DatasetUtility:
-    """What weft gives every dataset class: `cls(util=DatasetUtility(...), **args)`.
+    """Arguments that weft passes to every dataset class: `cls(util=DatasetUtility(...), **args)`.
 
-    One reader serves all devices, so `rank` is 0 of a `world_size` of 1; a class that draws at
-    random does so from `seed`.
+    One reader serves all devices, so `rank` is 0 and `world_size` is 1. A class that draws at
+    random uses `seed`.
     """
 
     tokenizer: Tokenizer
@@ -53,7 +53,7 @@ class DatasetUtility:
 
     @property
     def redraws(self) -> bool:
-        """Whether a sample is another one in every epoch."""
+        """Return whether the samples differ between epochs."""
         return self.random_window > 0 or self.tokenizer.dress.tags
 
 
@@ -130,9 +130,9 @@ def build_table(
 
 
 def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
-    """What is drawn of rows that are too long, None: nothing.
+    """Return the random window for rows that are too long, or None if it is off.
 
-    Raises `ConfigError` where the system text of every conversation cannot stay in front.
+    Raises `ConfigError` if the system text of every conversation cannot stay in front.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -176,12 +176,11 @@ def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]
 
 
 class TableDataset:
-    """What the shipped datasets have in common: rows of one `form`, as samples of one id.
+    """Base class of the shipped datasets: rows of one `form`, as samples of one id.
 
-    A dataset is a docstring and a form.
+    A subclass consists of a docstring and a form.
 
-    `options` are fields of the form and of `Lengths`; `usual` are those that hold where none is
-    given.
+    `options` are fields of the form and of `Lengths`; `usual` are the defaults of those options.
     """
 
     form: ClassVar[type[Form]]
@@ -208,7 +207,7 @@ class TableDataset:
 
 
 def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
-    """Whether sample i of a dataset is that of its table."""
+    """Return whether sample i of a dataset is sample i of its table."""
     return (
         isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
     )

@@ -1,4 +1,5 @@
-"""`prompt`: prompts to complete; every other column of a row goes along for rewards and verifiers."""
+"""`prompt`: prompts to complete; every other column of a row goes along for rewards and
+verifiers."""
 
 from __future__ import annotations
 
@@ -102,7 +103,10 @@ class Prompt:
 
 
 def _shared(row: Row) -> str:
-    """What two dialogues begin with, up to and with the assistant's mark."""
+    """Return the common beginning of two dialogues, up to and including the assistant's mark.
+
+    Raises `BadRow` if they have none.
+    """
     shared = dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected"))
     if not shared.strip():
         raise BadRow(

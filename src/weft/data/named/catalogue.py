@@ -51,7 +51,8 @@ def find(name: str, files: Sequence[str] = ()) -> Entry:
 
 
 def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no aliases."""
+    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no
+    aliases."""
     if mode is not None and mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     return sorted(

@@ -77,7 +77,7 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """Where it is fetched from, in words."""
+        """Return the source of the dataset, as text for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

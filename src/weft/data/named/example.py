@@ -55,7 +55,8 @@ class Use:
         self.left_out[reason] += count
 
     def shorten(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns with at most `most` characters each; counts the row where one has more."""
+        """Return the turns with at most `most` characters each; counts the row where one has
+        more."""
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
         return [turn[:most] for turn in turns]
@@ -74,8 +75,9 @@ class Use:
         return random.Random(int.from_bytes(digest, "little"))
 
     def clean(self, *said: str) -> bool:
-        """Whether none of these texts holds a phrase that no model should learn; counts it where
-        one does.
+        """Return whether none of these texts contains an unwanted phrase.
+
+        Counts the example as skipped if one does.
         """
         if any(unwanted(text) for text in said):
             self.skip("unwanted phrases")

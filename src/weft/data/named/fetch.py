@@ -41,7 +41,10 @@ class Files:
 
 
 def copies(entry: Entry, cache: Path) -> Path:
-    """Where a copy of the files may be put, and where a file that was fetched by its address lies."""
+    """Return the folder for copies of the files.
+
+    Files that are downloaded from a URL are saved there too.
+    """
     return cache / "datasets" / entry.name
 
 
@@ -93,8 +96,9 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
 
 
 def _absent(entry: Entry, path: str) -> str:
-    """What to do where a file is not there; sections name files of other machines, without a
-    folder.
+    """Return advice for a file that does not exist.
+
+    A `path` without a folder comes from a section, which names files of other machines.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -208,7 +212,10 @@ def _of_split(root: Path, split: str) -> list[Path]:
 
 
 def _request(entry: Entry) -> dict[str, Any]:
-    """What is asked of the hub: the files of the configuration, or those that the patterns name."""
+    """Return the arguments of the hub request.
+
+    It asks for the files that the patterns match, or for all files of the configuration.
+    """
     patterns = [
         which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)
     ]
@@ -261,9 +268,9 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 
 
 def _within(ask: Callable[[], Found]) -> Found:
-    """What `ask` returns.
+    """Return the result of `ask`.
 
-    Raises `OSError` or `HfHubHTTPError` where nobody answers in time, or something else than yes.
+    Raises `OSError` or `HfHubHTTPError` if there is no answer in time or the answer is an error.
     """
     try:
         return hub.within(hub.SECONDS, ask)

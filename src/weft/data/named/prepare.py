@@ -43,9 +43,7 @@ Reader = Callable[..., Iterator[Example]]
 
 @dataclass(frozen=True)
 class Split:
-    """What is set aside for validation: the source's own split (`own`), or where it has none this
-    `share` of its groups.
-    """
+    """Validation set: the source's own split (`own`), or `share` of its groups if it has none."""
 
     share: float = 0.0
     own: bool = True
@@ -60,7 +58,7 @@ class Prepared:
 
 
 def mode_of(dataset_type: str) -> str:
-    """What an experiment with rows of this type uses a dataset for: sft, rm or rl.
+    """Return the use of named datasets for rows of this type: sft, rm or rl.
 
     Raises `ConfigError` for a user's own type.
     """

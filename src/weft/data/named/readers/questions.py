@@ -23,14 +23,15 @@ WORDS = 512  # of a text that is summarized
 
 
 class PairOptions(TypedDict, total=False):
-    """How a row becomes a question and its answer; columns may be paths or templates
-    (`weft.data.named.fields`).
+    """Options for converting a row to a question and its answer.
+
+    Columns may be paths or templates (`weft.data.named.fields`).
     """
 
     prompt: str  # "INSTRUCTION" where it is absent
     answer: str  # "RESPONSE" where it is absent
     lang: str
-    lang_column: str  # the column that says the language
+    lang_column: str  # column with the language
     system: str
     input: str  # a column that goes below the question ...
     join: list[str]  # ... after one of these, at random

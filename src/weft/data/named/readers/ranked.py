@@ -85,7 +85,7 @@ def _compared(
 
 
 def _opening(context: Sequence[Message]) -> str:
-    """What the user says first; a system message is shared by many."""
+    """Return the first user message; a system message is not used, as many rows share it."""
     return str(next(message["content"] for message in context if message["role"] == "user"))
 
 
@@ -116,7 +116,7 @@ def _turns(text: str) -> list[Message]:
 
 
 class ScoreOptions(TypedDict, total=False):
-    """How answers with scores become a ranking."""
+    """Options for converting scored answers to a ranking."""
 
     max_answers: int  # 5 where it is absent
     references: bool  # false takes `[1]` out of the answers
