@@ -1,4 +1,4 @@
-"""From the `dataset.*` options to batches: sources are read, mixed, split, counted."""
+"""Reading of training data: `dataset.*` options to batches, with mixing, splits and counts."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ class LoadedData:
             table.close()
 
     def table(self) -> str:
-        """The counts as a plain-text table."""
+        """Return the counts as a plain-text table."""
         return render(self.counts)
 
 
 @dataclass(frozen=True)
 class SourceData:
-    """One source, read: its samples to train on, those to evaluate on, and their counts."""
+    """One source that was read: its training samples, its validation samples, and their counts."""
 
     share: Share
     train: Part | StreamDataset
@@ -213,7 +213,7 @@ def _batching(spec: DatasetSpec) -> Batching:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """Builds the dataset classes of a run."""
+    """Builder of the dataset classes of a run."""
 
     spec: DatasetSpec
     type: str
@@ -228,7 +228,7 @@ class SourceReader:
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def limits(self, count: SourceCount) -> str:
-        """The options that decide what is too long of the rows counted, in words."""
+        """Return the options that limit the length of the counted rows, in words."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen

@@ -1,5 +1,4 @@
-"""Open-Assistant's message trees: read from trees or single messages, filter, walk, flatten and
-build again.
+"""Open-Assistant's message trees: read, filter, walk, flatten and rebuild.
 
 A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
 `parent_id`), or a thread (`thread_id`, `messages` from the root on).
@@ -68,8 +67,9 @@ class Wanted:
 
 
 def label(node: Node, name: str) -> float | None:
-    """The mean value of a label, as exports hold it or as the hub's tables do; None where nobody
-    gave it.
+    """Return the mean value of a label, in the format of exports or of the hub's tables.
+
+    None if the message does not have the label.
     """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
@@ -144,8 +144,9 @@ def nodes(node: Node) -> Iterator[Node]:
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """The messages of a tree, each alone, a parent before its replies; what the tree says stands
-    with the root.
+    """Return the messages of a tree, each alone, a parent before its replies.
+
+    The fields of the tree are added to the root.
     """
 
     def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
@@ -163,8 +164,9 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 
 
 def pruned(tree: Row, wanted: Wanted) -> Tree | None:
-    """The tree without the messages that are not wanted, nor what follows them; None where nothing
-    is left.
+    """Return the tree without unwanted messages and everything below them.
+
+    None if nothing is left.
     """
 
     def kept(node: Node) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Which rows an epoch uses, and in which order: a function of seed and epoch alone, so the same for
-every layout.
+"""Rows of an epoch and their order.
+
+They depend only on seed and epoch, so they are the same for every layout.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """A source of `rows` training samples and the part of them that an epoch draws
-    (`weft.data.spec.SourceSpec`).
-    """
+    """Source of `rows` training samples, and the part drawn per epoch
+    (`weft.data.spec.SourceSpec`)."""
 
     name: str
     rows: int
@@ -37,9 +37,9 @@ def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
 
 
 def per_epoch(shares: Sequence[Share]) -> list[int]:
-    """Samples of each source in an epoch.
+    """Return the number of samples of each source in an epoch.
 
-    Raises `ConfigError` where a source has fewer than `size` asks for.
+    Raises `ConfigError` if a source has fewer than `size` asks for.
     """
     if shares and shares[0].weight is not None:
         total = sum(share.weight or 0.0 for share in shares)
@@ -70,10 +70,10 @@ def _count(share: Share) -> int:
 def epoch_order(
     shares: Sequence[Share], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
-    """(source, sample) of every sample of an epoch, in order; both int64 [samples of the epoch].
+    """Return (source, sample) of every sample of an epoch, in order; int64 [samples of the epoch].
 
-    A source that gives only a part draws it anew every epoch, without repetition. Without `shuffle`
-    sources come one after another and samples in the order of their file.
+    A source of which only a part is used is redrawn every epoch, without repetition. Without
+    `shuffle`, sources follow each other, with samples in the order of their file.
     """
     sources = []
     samples = []

@@ -26,8 +26,9 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Raises `UserError` that begins with `what` for a tokenizer.json that makes texts far longer
-    than they are.
+    """Raise `UserError` if a tokenizer.json makes texts much longer than they are.
+
+    The message begins with `what`.
     """
     for part, values in _parts(read_text(file, what)):
         grown = growth(values)
@@ -50,7 +51,7 @@ def _parts(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def growth(values: Any) -> float:
-    """Return how many times longer a text may become; infinite where it cannot be bounded."""
+    """Return the maximum factor by which a text becomes longer; infinite if unbounded."""
     if not isinstance(values, Mapping):
         return 1.0
     chain = next(

@@ -1,4 +1,4 @@
-"""One row of a data file: what it must hold, and how to say what is wrong with it."""
+"""Access to the columns of one row of a data file, with errors that name the problem."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class Watched(Mapping[str, Any]):
 
 
 def first_of(row: Row, keys: Sequence[str]) -> str | None:
-    """The first of `keys` that the row has, or None."""
+    """Return the first of `keys` that the row has, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
 def need(row: Row, keys: Sequence[str], form: str) -> str:
-    """The first of `keys` that the row has.
+    """Return the first of `keys` that the row has.
 
-    Raises `BadRow` naming the key, and a form that fits the row better.
+    Raises `BadRow` naming the key, and a dataset type that fits the row better.
     """
     found = first_of(row, keys)
     if found is not None:
@@ -120,7 +120,7 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def looks_like(row: Row) -> str | None:
-    """The dataset type whose keys a row has, nulls aside, or None."""
+    """Return the dataset type whose keys a row has, ignoring nulls, or None."""
     if is_tree(row):
         return "chat"
     if is_tree_message(row):
@@ -169,7 +169,7 @@ def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
-    """A list of non-empty texts. Raises `BadRow` saying which entry is wrong."""
+    """Return a list of non-empty texts. Raises `BadRow` naming the wrong entry."""
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{key!r} must be a list of texts, not {kind_of(value)}")
@@ -184,7 +184,7 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
 
 
 def number(value: Any, key: str) -> float:
-    """A finite number. Raises `BadRow` otherwise."""
+    """Return a finite number. Raises `BadRow` otherwise."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -208,7 +208,7 @@ def row_id(row: Row, key: str = "id") -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it; dates, decimals and other kinds become text."""
+    """Convert a value to JSON values; dates, decimals and other types become text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -219,7 +219,7 @@ def plain(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value in words."""
+    """Return the kind of a JSON value in words."""
     kinds = {
         str: "text",
         dict: "a mapping",

@@ -125,7 +125,7 @@ def read_rows(
 
 
 def content_hash(files: list[Path]) -> str:
-    """sha256 over the bytes of the files, in order."""
+    """Return the sha256 of the bytes of the files, in order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -198,7 +198,7 @@ def _whole(value: Any) -> Any:
 
 
 def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """The entries of a JSON list, each with the line it begins on."""
+    """Iterate over the entries of a JSON list, each with the line it begins on."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line = 1

@@ -1,5 +1,6 @@
-"""What a chat template may not do, which comes with a model and is run: loop without end, or make
-texts without bound.
+"""Limits on chat templates, which come with a model and are executed.
+
+A template must not loop without end, or write texts of unbounded length.
 """
 
 from __future__ import annotations

@@ -341,7 +341,7 @@ class TableAhead:
         return self.at([index])
 
     def at(self, indices: Sequence[int]) -> SequenceSample:
-        """These samples as one, in the dtypes of the graph's edges."""
+        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
         with self._changed:
             missing = [index for index in indices if self._state[index] == WAITING]
             self._state[missing] = UNDER_WAY
@@ -405,7 +405,7 @@ class TableAhead:
         )
 
     def longest(self) -> int:
-        """Most tokens of a sequence among the samples that are there."""
+        """Return the most tokens of a sequence among the samples made so far."""
         return self._longest
 
     def costs(self) -> npt.NDArray[np.int64]:
@@ -415,7 +415,8 @@ class TableAhead:
         return self.whole().sizes()
 
     def expected_costs(self) -> npt.NDArray[Any]:
-        """Tokens of each sample, judged by its bytes and the tokens of those that are there."""
+        """Return the tokens of each sample, estimated from its bytes and the samples made so
+        far."""
         with self._changed:
             tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
             of_bytes = int(self._bytes[self._state == DONE].sum())
@@ -424,7 +425,7 @@ class TableAhead:
     # -- processes
 
     def start(self, workers: int) -> None:
-        """Begin to make all samples, in `workers` processes."""
+        """Start `workers` processes that make all samples."""
         job = pickle.dumps(replace(self._job, packed=True))
         for number in range(min(workers, -(-len(self) // CHUNK))):
             thread = threading.Thread(
@@ -442,7 +443,7 @@ class TableAhead:
             self._next = 0
 
     def close(self) -> None:
-        """End the processes. A table that has all its samples is put on disk first."""
+        """End the processes. A complete table is written to disk first."""
         with self._changed:
             self._closed = not (self._state == DONE).all()
             processes = list(self._processes) if self._closed else []

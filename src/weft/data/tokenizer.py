@@ -82,9 +82,9 @@ class Tokenizer:
     # -- ids and text
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Token ids of a text, without EOS.
+        """Return the token ids of a text, without EOS.
 
-        `bos`: begin with BOS (None: the tokenizer's habit); never two of them.
+        `bos`: begin with BOS (None: the default of the tokenizer); never with two.
         """
         ids = list(tokenizer_files.encoded(self.hf, text, self.most_tokens)["input_ids"])
         if (
@@ -131,8 +131,9 @@ class Tokenizer:
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask) of a text, True on tokens that hold a character of one of the spans [start,
-        stop).
+        """Return (ids, mask) of a text.
+
+        The mask is True on tokens that contain a character of one of the spans [start, stop).
         """
         ids, mask = chat.mask_spans(
             lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans
@@ -156,9 +157,9 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
-        Raises `DataError` where the template refuses these messages.
+        Raises `DataError` if the template refuses these messages.
         """
         problem = template_problem(self.require_chat_template())
         if problem is not None:
@@ -236,8 +237,9 @@ class Tokenizer:
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of
-        its turns.
+        """Return (ids, mask) of a conversation.
+
+        The mask is True on the assistant's text and on the token that ends each of its turns.
         """
         found = self.mask_chat(messages, tools)
         return found.ids, found.mask
@@ -301,7 +303,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """The token that the chat template puts after a reply; None where it puts none."""
+        """Return the token that the chat template puts after a reply, or None."""
         return leading_token(self.around_reply[1].lstrip(), self._added)
 
     @cached_property
@@ -309,8 +311,9 @@ class Tokenizer:
         return [token.content for token in self.hf.added_tokens_decoder.values()]
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's
-        configuration names.
+        """Return the ids that end a completion.
+
+        These are EOS, the template's end-of-turn token, and the ids in the model's configuration.
         """
         found = [
             self.eos_id,
@@ -320,7 +323,7 @@ class Tokenizer:
         return list(dict.fromkeys(id for id in found if isinstance(id, int)))
 
     def special_id(self, text: str) -> int | None:
-        """The id of the added token that is written so, or None where there is none."""
+        """Return the id of the added token with this text, or None."""
         return next(
             (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
             None,
@@ -335,7 +338,7 @@ class Tokenizer:
         return made
 
     def with_padding(self, token: str | None) -> Tokenizer:
-        """The same tokenizer with another padding token of its vocabulary, or without one."""
+        """Return the tokenizer with another padding token of its vocabulary, or without one."""
         hf = deepcopy(self.hf)
         hf.pad_token = token
         return replace(self, hf=hf)
@@ -365,25 +368,26 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included: what an embedding must hold."""
+        """Return the largest id plus one, added tokens included: the size of the embedding."""
         return max(self.hf.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that affects token ids: vocabulary, merges, special tokens,
-        templates, BOS habits.
+        """Return the sha256 of everything that affects token ids.
+
+        This is the vocabulary, merges, special tokens, templates and BOS habits.
         """
         dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
         return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
     def require_eos(self) -> int:
-        """The id of EOS. Raises `UserError` where the tokenizer has none."""
+        """Return the id of EOS. Raises `UserError` if the tokenizer has none."""
         if self.eos_id is None:
             raise tokenizer_files.no_eos(self._added, self.option)
         return self.eos_id
 
     def require_chat_template(self) -> str:
-        """The template. Raises `UserError` where the tokenizer has none."""
+        """Return the template. Raises `UserError` if the tokenizer has none."""
         if self.chat_template is None:
             raise tokenizer_files.no_template(self.option)
         return self.chat_template
@@ -430,7 +434,7 @@ class StreamDecoder:
         self._read = 0  # tokens whose text has been given out
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         given = ""
         for id in ids:
             self._ids.append(id)

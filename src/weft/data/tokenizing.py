@@ -1,5 +1,7 @@
-"""Rows to token ids: once, in parallel where there are many, kept on disk under a hash of
-everything that affects them.
+"""Conversion of rows to token ids, done once.
+
+Large sources are tokenized in parallel. The result is cached on disk under a hash of everything
+that affects it.
 """
 
 from __future__ import annotations
@@ -468,9 +470,9 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 
 def to_cache(file: Path, table: TokenTable) -> None:
-    """Write under a temporary name, then rename.
+    """Write to a temporary name, then rename.
 
-    A cache that cannot be written is done without, with a note.
+    If the cache is not writable, prints a note and continues without it.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def prompts(row: Row) -> Iterator[list[Node]]:
-    """Every path from the root to a prompter's message."""
+    """Iterate over every path from the root to a prompter's message."""
     return (path for path in _paths(_root(row), inner=True) if path[-1].get("role") == "prompter")
 
 
