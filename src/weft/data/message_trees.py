@@ -80,9 +80,10 @@ def label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Trees of trees, of messages in any order, or of threads, in the order of their roots.
+    """Iterate over the trees of rows that are trees, messages in any order, or threads.
 
-    Raises `BadRow` for other rows, and for a message whose parent is missing.
+    Messages and threads are joined to trees, in the order of their roots. Raises `BadRow` for other
+    rows, and for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -105,7 +106,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
 
 
 def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
-    """A message among the loose ones, and the replies nested in it."""
+    """Add a message and the replies nested in it to `loose`."""
     if row["message_id"] in loose:
         return
     loose[row["message_id"]] = {**row, "replies": []}
@@ -137,7 +138,7 @@ def _nested(node: Node) -> dict[str, Any]:
 
 
 def nodes(node: Node) -> Iterator[Node]:
-    """A message and all below it, depth first."""
+    """Iterate over a message and all messages below it, depth first."""
     yield node
     for reply in node.get("replies") or ():
         yield from nodes(reply)
@@ -182,10 +183,10 @@ def pruned(tree: Row, wanted: Wanted) -> Tree | None:
 
 
 def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a last reply of the assistant.
+    """Iterate over the paths that end with a reply of the assistant and have no wanted reply.
 
-    Where the user has the last word that is left off, once for each reply it follows, and not where
-    another branch goes on from there.
+    If a path ends with a user's message, that message is removed. The remaining path is returned
+    only if the message is the first wanted reply, so it is returned at most once.
     """
     for path in _paths(tree, wanted):
         replies = _kept(path[-1], wanted)
@@ -198,8 +199,9 @@ def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a user's message, its ranked replies best first) where there are two or more of
-    them.
+    """Iterate over (path to a user's message, its ranked replies, best first).
+
+    Messages with fewer than two ranked replies are skipped.
     """
     for path in _paths(tree, wanted):
         ranked = [
@@ -210,12 +212,12 @@ def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]
 
 
 def prompts(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a user's message."""
+    """Iterate over the paths from the root to every user's message."""
     return (path for path in _paths(tree, wanted) if path[-1]["role"] == "prompter")
 
 
 def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """The paths from the root to every message, depth first, over wanted ones."""
+    """Iterate over the paths of wanted messages from the root to every message, depth first."""
     if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
         return
     stack: list[list[Node]] = [[tree["prompt"]]]
@@ -226,7 +228,7 @@ def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
-    """The wanted replies to a message; `all`: whatever their rank."""
+    """Return the wanted replies to a message; `all`: of any rank."""
     replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
     if all:
         return replies
@@ -234,7 +236,7 @@ def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The messages of a path as those of a chat, with their language and labels."""
+    """Return the messages of a path as chat messages, with their language and labels."""
     made = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"

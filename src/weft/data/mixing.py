@@ -14,8 +14,8 @@ def pair_short(
     """Return (order, bounds): the new order of the samples, and the bounds of singles and pairs.
 
     `bounds` includes the end. Samples of fewer than `below` tokens are drawn with `probability`.
-    Each second drawn sample joins the one before, at that one's own place. A drawn sample that is
-    left over stays alone.
+    Drawn samples are paired in order; a pair is at the place of its second sample. A drawn sample
+    without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

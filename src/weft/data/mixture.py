@@ -19,8 +19,10 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """Source of `rows` training samples, and the part drawn per epoch
-    (`weft.data.spec.SourceSpec`)."""
+    """Source of `rows` training samples, and the part of it that is drawn per epoch.
+
+    See `weft.data.spec.SourceSpec`.
+    """
 
     name: str
     rows: int

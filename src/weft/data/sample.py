@@ -273,7 +273,7 @@ class SequenceSample:
     # -- other values of the same shape
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """Add keys with the layout of `key` and the same ids.
+        """Return a sample of new keys with the layout of `key` and the same ids.
 
         `sample.like("completion", advantages=..)` has one value per token. The arrays are converted
         to the array type of this sample. Raises `DataError` naming a key whose values do not fit.
@@ -281,7 +281,7 @@ class SequenceSample:
         return _laid_out(self, key, _known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """Add keys with one value per sequence of `key`, with the same ids.
+        """Return a sample of new keys with one value per sequence of `key`, and the same ids.
 
         Example: `sample.one_per("completion", rewards=..)`.
         """
@@ -396,7 +396,7 @@ def _laid_out(
 
 
 def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Keys old -> new; the others are left out."""
+    """Return the sample with keys renamed old -> new, and without all other keys."""
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
     data = {new: sample.data[old] for old, new in names.items() if old in sample.data}
@@ -424,7 +424,7 @@ def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
 
 
 def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> SequenceSample:
-    """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
+    """Return the sequences listed in `new`, with the metadata of their ids except `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
     data = {

@@ -33,9 +33,9 @@ UNDRESSED = Dress()
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer as weft uses it; `Tokenizer.load` makes one.
+    """Tokenizer with weft's options, loaded by `Tokenizer.load`.
 
-    `hf` is the `transformers` tokenizer beneath.
+    `hf` is the underlying `transformers` tokenizer.
     """
 
     hf: PreTrainedTokenizerBase
@@ -58,9 +58,11 @@ class Tokenizer:
         trust_remote_code: bool = False,
         option: str = "tokenizer",
     ) -> Tokenizer:
-        """Read `spec.path` (or the model's own: a directory, a `tokenizer.json`, a sentencepiece
-        file, a hub name) and apply the overrides; `option` is how a user writes them. Raises
-        `UserError` where nothing can be read, a named token is not in the vocabulary, or the chat
+        """Read a tokenizer and apply the overrides of `spec`.
+
+        `spec.path`, or else the model's path, is a directory, a `tokenizer.json`, a sentencepiece
+        file or a hub name. `option` is the name of the options as a user writes them. Raises
+        `UserError` if nothing can be read, a named token is not in the vocabulary, or the chat
         template does not compile.
         """
         if (path := spec.path or model_path) is None:
@@ -96,8 +98,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of token ids, exactly as they stand; `skip_special` leaves out special
-        tokens."""
+        """Return the text of token ids, unchanged; `skip_special` leaves out special tokens."""
         return str(
             self.hf.decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -107,8 +108,9 @@ class Tokenizer:
     def decode_after(
         self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
     ) -> str:
-        """The text of `ids` where they stand behind `before`: the blank before a first word stays
-        (sentencepiece drops it at the beginning of a text).
+        """Return the text of `ids` when they follow `before`.
+
+        The space before a first word is kept (sentencepiece drops it at the beginning of a text).
         """
         context = list(before)[-4:]
         head = self.decode(context, skip_special)
@@ -118,8 +120,9 @@ class Tokenizer:
         return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Ids (no BOS is added) and the characters [start, stop) each came from; None where the
-        tokenizer cannot tell.
+        """Return ids without BOS, and the character range [start, stop) of each.
+
+        None if the tokenizer does not provide offsets.
         """
         if not self.hf.is_fast:
             return None
@@ -147,7 +150,10 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja template; the one called "default" where the tokenizer has several."""
+        """Return the jinja template, or None.
+
+        If the tokenizer has several templates, it is the one called "default".
+        """
         found = self.hf.chat_template
         return found.get("default") if isinstance(found, dict) else found
 
@@ -179,8 +185,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation that `mask_chat` makes tokens of, or with a generation prompt
-        `encode_context`.
+        """Return the text of a conversation that `mask_chat` tokenizes.
+
+        With a generation prompt, it is the text that `encode_context` tokenizes.
         """
         self.check_template()
         talk = normalise(messages)
@@ -191,8 +198,9 @@ class Tokenizer:
         return self.render(talk, normalise_tools(tools), add_generation_prompt)
 
     def most_tokens_in(self, text: str) -> int | None:
-        """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing
-        it. None if unknown.
+        """Return an upper bound on the tokens of a text, without BOS and without tokenizing it.
+
+        None if unknown.
         """
         if self._tokens_per_byte is None:
             return None
@@ -208,9 +216,9 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
-        BOS is the template's own; `add_bos_token=true` adds one that is missing.
+        BOS comes from the template; `add_bos_token=true` adds it if it is missing.
         """
         self.check_template()
         text = self.render(normalise(messages), normalise_tools(tools), add_generation_prompt)
@@ -219,10 +227,10 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """(token ids of a conversation to go on with, generation prompt included, what of its
-        messages is in none of them).
+        """Return (token ids of a conversation with generation prompt, parts of it that are in no
+        token).
 
-        Raises `DataError` where the template leaves out what a reply must know
+        Raises `DataError` if the template leaves out something that a reply depends on
         (`weft.data.rendered`).
         """
         talk = normalise(messages)
@@ -245,11 +253,10 @@ class Tokenizer:
         return found.ids, found.mask
 
     def mask_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> chat.Masked:
-        """A conversation's tokens, marked on what the assistant wrote and the token that ends each
-        of its turns.
+        """Return the tokens of a conversation with a mask of the assistant's text and end tokens.
 
-        Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that
-        ends the last reply with no token of its own gets EOS there. Raises `DataError` where the
+        The mask is made from spans of the rendered text (`weft.data.chat`), never from ids. If the
+        template does not end the last reply with a token, EOS is added. Raises `DataError` if the
         assistant's turns cannot be found, or messages are not rendered.
         """
         self.check_template()
@@ -330,8 +337,9 @@ class Tokenizer:
         )
 
     def drawing(self, draw: np.random.Generator) -> Tokenizer:
-        """The same tokenizer with random numbers to draw from; what it knows of its template goes
-        along.
+        """Return the tokenizer with random numbers to draw from.
+
+        Cached facts about the template are kept.
         """
         made = copy(self)
         object.__setattr__(made, "draw", draw)
@@ -393,9 +401,7 @@ class Tokenizer:
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` where there is no chat template, or one that cannot write conversations
-        of texts.
-        """
+        """Raise `UserError` if there is no chat template, or it cannot write text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
             raise tokenizer_files.bad_template(
@@ -407,7 +413,7 @@ class Tokenizer:
         return rendered.template_fault(self.render)
 
     def save(self, directory: str | Path) -> None:
-        """Write the tokenizer files, chat template included, as `transformers` reads them."""
+        """Write the tokenizer files, including the chat template, in `transformers` format."""
         self.hf.save_pretrained(str(directory))
         config = Path(directory) / "tokenizer_config.json"
         values = json.loads(config.read_text())
@@ -418,10 +424,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text of a growing completion: `feed` returns what is new and will not change, `flush` the
-    rest.
+    """Incremental decoder of a growing completion.
 
-    A character whose bytes are spread over several tokens comes out when its last byte has come.
+    `feed` returns new text that will not change, `flush` the rest. A character whose bytes are
+    spread over several tokens is returned with its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

@@ -1,6 +1,6 @@
-"""`preference`: a chosen and a rejected reply, as texts, message lists or whole conversations.
+"""Dataset type `preference`: a chosen and a rejected reply.
 
-Also single labelled replies.
+They are texts, message lists or whole conversations. Also single labelled replies.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Preference:
     def _texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
     ) -> Encoded:
-        """Two texts: replies to the row's prompt, or whole dialogues."""
+        """Return two texts: replies to the row's prompt, or whole dialogues."""
         replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
@@ -155,7 +155,7 @@ class Preference:
 
 
 def _label(value: object, key: str) -> float:
-    """1 for a reply that is wanted: true, or the number 1."""
+    """Return 1 for a wanted reply (true, or the number 1), else 0."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
     raise BadRow(

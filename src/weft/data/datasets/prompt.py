@@ -48,7 +48,7 @@ class Prompt:
         )
 
     def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """(the column of the prompt, the row with that column, the columns it is made of)"""
+        """Return (prompt column, row with that column, columns that it is made of)."""
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
@@ -88,7 +88,7 @@ class Prompt:
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
     def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
-        """A message of the prompter in a tree, after the messages before it."""
+        """Return a prompter's message of a tree, after the messages before it."""
         columns = {
             name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)
         }
