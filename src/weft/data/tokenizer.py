@@ -227,7 +227,7 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """Return (token ids of a conversation with generation prompt, parts of it that are in no
+        """Return (token ids with generation prompt, parts of the conversation that are in no
         token).
 
         Raises `DataError` if the template leaves out something that a reply depends on

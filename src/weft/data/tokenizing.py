@@ -72,7 +72,7 @@ class Form(Protocol):
 class Job:
     """Form, limits and tokenizer with which a process encodes rows.
 
-    `packed`: it answers with tables in place of lists of ids.
+    `packed`: the process returns tables instead of lists of ids.
     """
 
     form: Any
@@ -83,7 +83,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to be tokenized and where the result may be kept. `cache_dir` None: `~/.cache/weft`."""
+    """Rows to tokenize, and the cache for the result.
+
+    `cache_dir` None: `~/.cache/weft`.
+    """
 
     path: str
     split: str | None = None
@@ -103,10 +106,9 @@ Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
-    """The tokenized rows of a source, from the cache where they lie there.
+    """Return the tokenized rows of a source, from the cache if they are there.
 
-    Raises `DataError` with a report `FILE:LINE: what is wrong` for every bad row; nothing is kept
-    then.
+    Raises `DataError` with a report `FILE:LINE: message` for every bad row; nothing is cached then.
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
@@ -125,7 +127,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
 
 
 def no_rows_error(source: Source, rows: int) -> DataError:
-    """Return the error for a source all of whose rows are left out."""
+    """Return the error for a source of which all rows are left out."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -133,8 +135,9 @@ def no_rows_error(source: Source, rows: int) -> DataError:
 
 
 def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """The table with the places of what its report names; a table from the cache may come from
-    files of other names.
+    """Return the table with the places of the cuts in its report.
+
+    A table from the cache can come from files of other names.
     """
     cuts = table.report.cut
     if not cuts:
@@ -160,8 +163,9 @@ def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
 
 
 def encode_rows(job: Job, chunk: Chunk) -> Outcome:
-    """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of
-    some rows.
+    """Return (samples, report, problems) of some rows.
+
+    Samples are (row, own id, ids), problems (row, message, error if it is too long).
     """
     samples: list[tuple[int, str | None, Encoded]] = []
     problems: list[Problem] = []
@@ -231,13 +235,12 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
 
 
 def are_large(files: Sequence[Path]) -> bool:
-    """Return whether several processes pay for these files."""
+    """Return whether the files are large enough for several processes."""
     return sum(file.stat().st_size for file in files) >= PARALLEL_BYTES
 
 
 def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
-    """The samples of the first rows, until there are `most` of them, or a row that cannot be
-    used."""
+    """Return the samples of the first rows, up to `most` samples or the first bad row."""
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
@@ -278,11 +281,10 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
 def assign_ids(
     own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]
 ) -> tuple[list[str], list[Problem]]:
-    """Return the ids of rows, and problems, from the rows' numbers and their own ids, in the order
-    of their file.
+    """Return (ids of rows in file order, problems) from the rows' numbers and their own ids.
 
-    A row without an id gets its number, whatever ids other rows have; two rows of one id are a
-    problem.
+    A row without an id gets its number, whatever ids other rows have. Two rows with the same id are
+    a problem.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -304,7 +306,7 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return an id for the row with this number which is none of the `given` ones."""
+    """Return an id for the row with this number that is not in `given`."""
     id = str(row)
     while id in given:
         id = f"row-{id}"
@@ -312,10 +314,10 @@ def _number_row(row: int, given: Set[str]) -> str:
 
 
 def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
-    """`FILE:LINE: what is wrong`, by line, of the rows at these places.
+    """Return `FILE:LINE: message` for the rows with problems, in file order.
 
-    One report where every row lacks the same key, for then it is the option; one on all rows that
-    are too long.
+    If every row lacks the same key, there is one report, as the option is wrong then. All rows that
+    are too long share one report.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
@@ -334,7 +336,7 @@ def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
 
 
 def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """The first few places of some problems."""
+    """Return the first few places of some problems, as text."""
     found = list(dict.fromkeys(places[row] for row, _, _ in problems))
     return ", ".join(found[:FIRST]) + (", ..." if len(found) > FIRST else "")
 
@@ -357,7 +359,7 @@ def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
 def encode_in_processes(
     job: Job, chunks: Sequence[Chunk], workers: int, advance: Any
 ) -> list[Outcome]:
-    """`encode_rows` of every chunk in order, by `workers` processes."""
+    """Return the results of `encode_rows` on every chunk, in order, from `workers` processes."""
     setup = pickle.dumps(job)
     processes = [start_process() for _ in range(workers)]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
@@ -386,8 +388,8 @@ def encode_in_processes(
 def start_process() -> subprocess.Popen[bytes]:
     """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
 
-    It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the
-    user's script again, in a session of its own, since Ctrl-C is for this process alone.
+    It runs `weft.data.encode_worker`, as `multiprocessing`'s spawn would import the user's script
+    again. It has its own session, as Ctrl-C is for the parent only.
     """
     environment = {
         **os.environ,
@@ -407,7 +409,8 @@ def start_process() -> subprocess.Popen[bytes]:
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
     """Send a chunk of rows to a process and return its answer.
 
-    Raises the `UserError` that the process met outside any row, and `RunError` if the process died.
+    Raises the `UserError` that occurred in the process outside any row, and `RunError` if the
+    process died.
     """
     send(process, pickle.dumps(chunk))
     answer = _receive(process)
@@ -460,7 +463,7 @@ def cache_file(
 
 
 def _from_cache(file: Path) -> TokenTable | None:
-    """The table in `file`, or None where there is none or it cannot be read."""
+    """Return the table in `file`, or None if it does not exist or cannot be read."""
     if not file.is_file():
         return None
     try:

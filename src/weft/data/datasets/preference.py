@@ -155,7 +155,7 @@ class Preference:
 
 
 def _label(value: object, key: str) -> float:
-    """Return 1 for a wanted reply (true, or the number 1), else 0."""
+    """Return 1 for true or the number 1, 0 for false or 0. Raises `BadRow` otherwise."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
     raise BadRow(
