@@ -1,6 +1,4 @@
-"""Messages in one shape: roles by their usual names, contents as text, tool calls as chat templates
-read them.
-"""
+"""Normalization of messages: usual role names, text contents, tool calls for chat templates."""
 
 from __future__ import annotations
 
@@ -63,8 +61,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def unread_keys() -> Iterator[set[str]]:
-    """Collect the keys that `normalise` finds in messages and does not read, under names such as
-    `messages[].KEY`.
+    """Collect the keys of messages that `normalise` does not read.
+
+    They have names such as `messages[].KEY`.
     """
     found: set[str] = set()
     token = _unread.set(found)
@@ -172,7 +171,7 @@ def _message(message: Any, number: int) -> Message:
 
 
 def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
-    """The thoughts of a turn, which may stand under several names as long as they are the same."""
+    """Return the reasoning of a turn; several keys can have it if the text is the same."""
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
@@ -212,9 +211,7 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Add what a mapping holds under keys that are not read to the collection that is open, if one
-    is.
-    """
+    """Add unread keys of a mapping to the open collection, if there is one."""
     unread = _unread.get()
     if unread is not None:
         held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
@@ -222,7 +219,7 @@ def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -
 
 
 def _first(message: Mapping[Any, Any], *keys: str) -> Any:
-    """The first of these values that is there; files of several forms fill up with nulls."""
+    """Return the first value that is not null, as mixed files fill missing keys with nulls."""
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
@@ -233,7 +230,7 @@ def _hint(close: Sequence[str]) -> str:
 
 
 def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """(text, reasoning, tool calls) of a content given in parts."""
+    """Return (text, reasoning, tool calls) of a content given in parts."""
     text = []
     reasoning = []
     calls = []
@@ -264,8 +261,9 @@ def _calls(value: Any) -> list[Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """A tool call in the form that chat templates read: {type, function: {name, arguments}},
-    arguments as a mapping.
+    """Return a tool call in the form that chat templates read.
+
+    The form is {type, function: {name, arguments}}, with arguments as a mapping.
     """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:

@@ -21,7 +21,7 @@ BLANK = "▁"
 
 
 class Pieces:
-    """The tokens of one tokenizer as bytes."""
+    """Tokens of one tokenizer as bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class Pieces:
         self._found: dict[int, bytes] = {}
 
     def of(self, id: int) -> bytes:
-        """The bytes of a token; its leading blank is one of them."""
+        """Return the bytes of a token, including a leading space."""
         if id not in self._found:
             self._found[id] = self._bytes(id)
         return self._found[id]

@@ -1,4 +1,4 @@
-"""How far sequences begin alike: token ids, and characters of texts."""
+"""Common prefixes of token ids and texts."""
 
 from __future__ import annotations
 

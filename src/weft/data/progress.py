@@ -1,4 +1,4 @@
-"""A bar for work that takes a while; one plain line where the output is no terminal."""
+"""Progress bar; one plain line if the output is not a terminal."""
 
 from __future__ import annotations
 

@@ -46,8 +46,10 @@ class BadRow(Exception):
 
 
 class TooLong(BadRow):
-    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more
-    `tokens` than `limit`. `uncounted`: as many at least, for it was not tokenized.
+    """Error for a row over its limits if `overlong` is error.
+
+    Its prompt or all of it (`what`) has more `tokens` than `limit`. `uncounted`: `tokens` is a
+    lower bound, as the row was not tokenized.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class TooLong(BadRow):
 
 
 class Watched(Mapping[str, Any]):
-    """A row that knows which of its columns were read; asking whether a column is there (`in`) does
-    not count.
+    """Row that records which of its columns were read.
+
+    Checking for a column (`in`) does not count.
     """
 
     def __init__(self, row: Row) -> None:
@@ -134,8 +137,9 @@ def looks_like(row: Row) -> str | None:
 
 
 def is_tree(row: Row) -> bool:
-    """Return whether a row is an Open-Assistant tree of messages; the first one may have no
-    replies.
+    """Return whether a row is an Open-Assistant tree of messages.
+
+    The first message can be without replies.
     """
     root = row.get("prompt")
     return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
@@ -148,7 +152,7 @@ def is_tree_message(row: Row) -> bool:
 
 
 def answer_messages(row: Row) -> str | None:
-    """The column of a row's answer where that is made of messages, and no text; None otherwise."""
+    """Return the name of the answer column if it consists of messages, else None."""
     key = first_of(row, ANSWER_KEYS)
     if key is not None and isinstance(row[key], Mapping | list | tuple):
         return key
@@ -195,9 +199,9 @@ def number(value: Any, key: str) -> float:
 
 
 def row_id(row: Row, key: str = "id") -> str | None:
-    """The row's own id, or None where it has none.
+    """Return the row's own id, or None if it has none.
 
-    Raises `BadRow` where it is neither text nor a whole number.
+    Raises `BadRow` if it is neither text nor an integer.
     """
     value = row.get(key)
     if value is None:

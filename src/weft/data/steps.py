@@ -1,4 +1,4 @@
-"""Where the steps of a completion end: in the characters of its text, and in its tokens."""
+"""End of each step of a completion, in characters and in tokens."""
 
 from __future__ import annotations
 

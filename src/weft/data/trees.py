@@ -13,8 +13,9 @@ Node = Mapping[str, Any]
 
 
 def threads(row: Row) -> Iterator[list[Node]]:
-    """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter
-    is left off.
+    """Iterate over the paths from the root to a leaf that end with the assistant.
+
+    A last turn of the prompter is removed.
     """
     seen: set[str] = set()
     for path in _paths(_root(row)):
@@ -26,8 +27,9 @@ def threads(row: Row) -> Iterator[list[Node]]:
 
 
 def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a prompter's message, its replies best first) wherever two or more replies carry a
-    human rank.
+    """Iterate over (path to a prompter's message, its replies, best first).
+
+    Only messages with two or more replies that have a human rank.
     """
     for path in _paths(_root(row), inner=True):
         ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
@@ -41,9 +43,7 @@ def prompts(row: Row) -> Iterator[list[Node]]:
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The nodes of a path as chat messages, with what is known of each: its language, and the means
-    of its labels.
-    """
+    """Return the nodes of a path as chat messages, with language and mean labels."""
     return [{"role": node["role"], "content": node["text"], **_facts(node)} for node in path]
 
 

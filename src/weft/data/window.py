@@ -1,4 +1,4 @@
-"""A random part of a sequence that is too long."""
+"""Random window of a sequence that is too long."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from weft.data.prefix import common_prefix
 
 @dataclass(frozen=True)
 class Window:
-    """Part of a sequence of more than `size` tokens with `probability`; `head` are ids that stay in
-    front of it where the sequence begins with them.
+    """Random window of `size` tokens of a longer sequence, drawn with `probability`.
+
+    `head` are ids that are kept in front of it if the sequence begins with them.
     """
 
     size: int

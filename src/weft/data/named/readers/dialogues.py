@@ -1,4 +1,4 @@
-"""Conversations of several turns, in the shapes that public datasets have."""
+"""Readers of multi-turn conversations, in the formats of public datasets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that people or models compared: pairs, scored answers, wins, ranked lists."""
+"""Readers of compared replies: pairs, scored answers, wins, ranked lists."""
 
 from __future__ import annotations
 

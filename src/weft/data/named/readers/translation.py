@@ -1,4 +1,4 @@
-"""Pairs of sentences in two languages as requests to translate, one direction at random."""
+"""Reader of sentence pairs as translation requests, in a random direction."""
 
 from __future__ import annotations
 
