@@ -93,8 +93,10 @@ def normalise(messages: Any) -> list[Message]:
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Tool schemas as chat templates read them, `[{type, function: {name, ...}}]`; a JSON text is
-    read, and a function's schema alone is put into that form. Nothing (None, "", []) is None.
+    """Return tool schemas in the form of chat templates, `[{type, function: {name, ...}}]`.
+
+    A JSON text is parsed, and a function's bare schema is wrapped. Empty values (None, "", [])
+    become None.
     """
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None

@@ -1,5 +1,4 @@
-"""Normalizers and decoders of a tokenizer.json that would make a text grow without bound: refused
-before a text meets them.
+"""Check for tokenizer.json normalizers and decoders that make texts grow without bound.
 
 A chain of forty replacements of one space by two takes a terabyte for one row, and the library that
 runs it ends the process.

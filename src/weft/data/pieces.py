@@ -75,8 +75,9 @@ def _decoders(described: Any) -> Iterator[dict[str, Any]]:
 
 @cache
 def _bytes_of_characters() -> dict[str, bytes]:
-    """The byte behind each character in which byte-level vocabularies are written: visible Latin-1
-    characters are themselves, the others follow each other from U+0100 on.
+    """Return the byte of each character in byte-level vocabularies.
+
+    Visible Latin-1 characters are themselves; the others follow each other from U+0100 on.
     """
     plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
     others = [n for n in range(256) if n not in plain]

@@ -16,8 +16,9 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 @contextmanager
 def show(what: str, total: int) -> Iterator[Advance]:
-    """Report `total` units of work on standard error: `with show("tokenizing x", n) as advance:
-    advance(1)`.
+    """Report `total` units of work on standard error.
+
+    Usage: `with show("tokenizing x", n) as advance: advance(1)`.
     """
     if not sys.stderr.isatty():
         begun = time.perf_counter()

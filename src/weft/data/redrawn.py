@@ -1,5 +1,6 @@
-"""Samples that differ from epoch to epoch: rows encoded anew with what an epoch draws, by seed,
-epoch and id alone.
+"""Samples that differ by epoch.
+
+Rows are encoded again with random draws that depend only on seed, epoch and id.
 """
 
 from __future__ import annotations

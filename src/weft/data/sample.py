@@ -248,23 +248,21 @@ class SequenceSample:
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Cut every group into runs of completions that cost at most `max_tokens`, each with the
-        whole prompt.
+        """Split every group into runs of completions with cost at most `max_tokens`.
 
-        A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup`
-        is the inverse. Raises `ConfigError` naming `field` where one completion with its prompt
-        costs more.
+        Each part has the whole prompt and is called `id[first:stop]`; `metadata["part"]` has its
+        origin. `regroup` is the inverse. Raises `ConfigError` naming `field` if one completion with
+        its prompt costs more.
         """
         return _rearrange(
             self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
         )
 
     def regroup(self) -> SequenceSample:
-        """Join the parts that `ungroup` made, whatever their order; keys added since have one
-        sequence a completion.
+        """Join the parts made by `ungroup`, in any order.
 
-        Ids come in the order of their first part. Raises `DataError` where a part of a group is
-        missing.
+        Keys added since have one sequence per completion. Ids are in the order of their first part.
+        Raises `DataError` if a part of a group is missing.
         """
         if PART not in self.metadata:
             return self

@@ -27,8 +27,9 @@ def step_ends(text: str, mark: str) -> list[int]:
 def step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
-    """For each number of characters of a completion's text: the index of the token that holds the
-    last of them.
+    """Return the index of the token with the last character of each text prefix.
+
+    The prefixes of the completion's text are given by their lengths.
     """
 
     def reaches(end: int) -> Callable[[int], bool]:

@@ -30,9 +30,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of the rows of a source, and of the samples that were cut (`both_cut`: prompt and
-    answer) or left out; columns `read`, columns that hold anything; parts of trained turns that the
-    chat template `cut`.
+    """Counts of a source's rows, and of the samples that were cut or left out.
+
+    `both_cut`: prompt and answer were cut. Includes the columns `read`, the columns with any value,
+    and the parts of trained turns that the chat template `cut`.
     """
 
     rows: int = 0

@@ -107,9 +107,10 @@ def _constant(node: nodes.Expr) -> Any:
 
 
 class Watch:
-    """One thread that interrupts others where what they do takes longer than it may; it ends itself
-    where there is nothing to watch. To start a timer for each conversation would take longer than
-    most templates do.
+    """Thread that interrupts other threads whose work takes too long.
+
+    It ends itself when there is nothing to watch. Starting a timer for each conversation would take
+    longer than most templates do.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Watch this thread; what is returned ends it."""
+        """Watch this thread; call the returned function to stop."""
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
@@ -158,8 +159,9 @@ def _watch() -> Watch:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `TookTooLong` in this thread where what is done takes longer; between two steps of
-    Python, so not inside a library's own code.
+    """Raise `TookTooLong` in this thread if the code takes too long.
+
+    It is raised between two steps of Python, so not inside a library's own code.
     """
     watch = _watch()
     entry = watch.begin(seconds)

@@ -227,8 +227,7 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """Return (token ids with generation prompt, parts of the conversation that are in no
-        token).
+        """Return (token ids with generation prompt, parts of the messages in no token).
 
         Raises `DataError` if the template leaves out something that a reply depends on
         (`weft.data.rendered`).
