@@ -74,14 +74,13 @@ def unread_keys() -> Iterator[set[str]]:
 
 
 def normalise(messages: Any) -> list[Message]:
-    """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual
-    names.
+    """Return messages as `[{role, content, ...}]` with the usual role names.
 
-    `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool;
-    content parts are joined; a `function_call`, as a role or as OpenAI's older key, becomes
-    `tool_calls`, and `reasoning` or `thinking` `reasoning_content`; `train: false` (or `weight: 0`,
-    `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong
-    and how. Applied twice it changes nothing.
+    Reads `role/content` and `from/value` rows. `prompter` and `human` are the user, `gpt` and `bot`
+    the assistant, `observation` a tool. Content parts are joined. A `function_call`, as a role or
+    as OpenAI's older key, becomes `tool_calls`; `reasoning` or `thinking` becomes
+    `reasoning_content`. `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the
+    loss. Raises `DataError` naming the wrong message and the problem. Idempotent.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(

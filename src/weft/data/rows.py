@@ -160,9 +160,9 @@ def answer_messages(row: Row) -> str | None:
 
 
 def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
-    """A text of the row.
+    """Return a text of the row.
 
-    Raises `BadRow` for other types, and for one that is empty or blank where it must not be.
+    Raises `BadRow` for other types, and for an empty or blank text unless `may_be_empty`.
     """
     value = row[key]
     if not isinstance(value, str):

@@ -1,8 +1,7 @@
-"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` with the same ids, byte fallback
-included.
+"""Conversion of a sentencepiece `tokenizer.model` to a `tokenizers.Tokenizer`.
 
-The file is a protobuf message (sentencepiece_model.proto in google/sentencepiece); the few fields
-needed are read here.
+The ids are the same, byte fallback included. The file is a protobuf message
+(sentencepiece_model.proto in google/sentencepiece); the few fields needed are read here.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def is_sentencepiece(path: Path) -> bool:
 
 
 def read_model(path: Path) -> Model:
-    """Parse a sentencepiece file. Raises `DataError` where it is something else or cut short."""
+    """Parse a sentencepiece file. Raises `DataError` if it is something else or truncated."""
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, bytes | int] = {}
     normalizer: dict[int, bytes | int] = {}
@@ -101,7 +100,7 @@ def read_model(path: Path) -> Model:
 
 
 def convert(model: Model) -> tokenizers.Tokenizer:
-    """The same cutting as a `tokenizers.Tokenizer`; control pieces are special tokens."""
+    """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
     if model.unigram:
         scored = [(piece, score) for piece, score, _ in model.pieces]
@@ -145,7 +144,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
 
 
 def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the piece with the highest score first."""
+    """Return all pairs of pieces that form a piece, in order of its score, highest first."""
     mergeable = {piece for piece, _, kind in model.pieces if kind not in (UNKNOWN, CONTROL, BYTE)}
     pairs = []
     for piece, score, _ in model.pieces:

@@ -119,7 +119,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Watch this thread; call the returned function to stop."""
+        """Watch this thread for `seconds`; return the entry that ends the watch."""
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds

@@ -1,5 +1,6 @@
-"""Open-Assistant exports: a row is a tree of messages (`message_tree_id`, `prompt` with nested
-`replies`).
+"""Open-Assistant exports.
+
+A row is a tree of messages (`message_tree_id`, `prompt` with nested `replies`).
 """
 
 from __future__ import annotations

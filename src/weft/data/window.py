@@ -24,10 +24,10 @@ class Window:
     bos_id: int | None = None
 
     def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
-        """The sample, or a window of it.
+        """Return the sample, or a window of it.
 
-        Every place with a trained token in it is as likely; a window's first token is trained only
-        where something stands before it.
+        Every position that includes a trained token is equally likely. A window's first token is
+        trained only if another token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded

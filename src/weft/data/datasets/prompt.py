@@ -1,5 +1,7 @@
-"""`prompt`: prompts to complete; every other column of a row goes along for rewards and
-verifiers."""
+"""Dataset type `prompt`: prompts to complete.
+
+All other columns of a row are kept for rewards and verifiers.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ MESSAGES = "prompt_messages"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or messages rendered with the template's generation prompt.
+    """Form of prompts: a text, or messages rendered with the template's generation prompt.
 
     `as_chat`: a text is the user's message.
 
     Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared
-    turn. The messages of a rendered prompt go along as `prompt_messages`. Of an Open-Assistant tree
-    every message of the prompter is a prompt.
+    turn. The messages of a rendered prompt are kept as `prompt_messages`. Every message of the
+    prompter in an Open-Assistant tree is a prompt.
     """
 
     prompt_key: str | None = None
