@@ -69,8 +69,9 @@ def template_problem(template: str) -> str | None:
 
 
 def _oversized(template: str) -> str | None:
-    """A product or power of constants in a template that fills the memory: jinja computes it as
-    soon as it compiles one.
+    """Return the problem with a product or power of constants that would fill the memory.
+
+    Jinja computes it when it compiles the template.
     """
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)

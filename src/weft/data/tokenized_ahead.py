@@ -214,8 +214,10 @@ def _kind_alone(value: Any) -> Any:
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
-    """Return whether the sample of a row may have more than `most` tokens; True also for a bad
-    row."""
+    """Return whether the sample of a row can have more than `most` tokens.
+
+    True also for a bad row.
+    """
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.most_tokens_in(text)

@@ -162,9 +162,10 @@ def read(
 
 
 def _plain_config(source: str) -> PreTrainedConfig | None:
-    """A model's config.json, where a tokenizer's files name their class, which then depends on
-    nothing but the model's type and name; otherwise None. By itself `AutoTokenizer` imports the
-    model's own configuration, and with it most of `transformers`: a second.
+    """Return a model's config.json if the tokenizer's files name their class, else None.
+
+    The class depends then only on the model's type and name. By itself `AutoTokenizer` imports the
+    model's own configuration, and with it most of `transformers`, which takes a second.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -193,9 +194,9 @@ def _named(path: str, option: str, *, own: bool) -> str:
 
 
 def _tried(hf: Hf) -> Hf:
-    """Return the tokenizer after it has encoded a text and its ids are checked.
+    """Return the tokenizer after test encodings and checks of its vocabulary and template.
 
-    Errors in its files show here.
+    Raises `ValueError` with the problem.
     """
     hf("a", verbose=False)
     vocab = hf.get_vocab()

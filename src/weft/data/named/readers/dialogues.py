@@ -55,9 +55,10 @@ def sharegpt(
     max_chars: int = MAX_CHARS,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker
-    joined, and conversations left out that the bot begins, that end with the user, or where the bot
-    says nothing.
+    """Make examples of `from`/`value` turns of web pages.
+
+    Escapes and references are removed, and consecutive turns of one speaker joined. Conversations
+    are left out if the bot begins, if they end with the user, or if the bot says nothing.
     """
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))

@@ -1,5 +1,6 @@
-"""Questions with an answer: tables of instructions, question-answer sets, summaries, rows that hold
-several pairs.
+"""Readers of questions with an answer.
+
+Tables of instructions, question-answer sets, summaries, rows with several pairs.
 """
 
 from __future__ import annotations

@@ -93,8 +93,10 @@ def _opening(context: Sequence[Message]) -> str:
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as
-    many turns that differ in the last.
+    """Make examples of Anthropic's dialogues, one chosen and one rejected.
+
+    They have the `\\n\\nHuman:`/`\\n\\nAssistant:` form, equally many turns, and differ in the
+    last.
     """
     for row in rows:
         talks = [_turns(str(row[key])) for key in ("chosen", "rejected")]
@@ -222,8 +224,9 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """A list of answers with ranks, the smaller the better, to a prompt: a question, or a dialogue
-    in the `\\n\\nHuman:` form.
+    """Make examples of lists of answers with ranks, smaller is better.
+
+    The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
     """
     for index, row in enumerate(rows):
         asked = fill(prompt, row, use.random(index))
