@@ -75,10 +75,10 @@ class Part:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Return one sample; its metadata include `source`, and its id is prefixed if `prefix` is
-        set.
+        """Return one sample, with `source` in its metadata.
 
-        Raises `DataError` if the dataset returns anything but a `SequenceSample` of one id.
+        Its id is prefixed if `prefix` is set. Raises `DataError` if the dataset returns anything
+        but a `SequenceSample` of one id.
         """
         if not 0 <= index < len(self.indices):
             raise IndexError(index)
@@ -96,8 +96,9 @@ class Part:
         return replace(sample, ids=ids, metadata={"source": (self.name,), **sample.metadata})
 
     def at(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
-        """Return several samples as one `SequenceSample`, redrawn for `epoch` if the dataset does
-        so.
+        """Return several samples as one `SequenceSample`.
+
+        They are redrawn for `epoch` if the dataset redraws its samples.
         """
         if not reads_table(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
@@ -236,9 +237,9 @@ class MapLoader:
     def large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many spread evenly over the epoch.
 
-        The latter differ more in their first tokens. Returns only the first batch if the lengths of
-        some source are unknown without reading it. While rows are not tokenized yet, returns fewer
-        batches and estimates their tokens from bytes.
+        The rows of the latter can share shorter prefixes. Returns only the first batch if the
+        lengths of some source are unknown without reading it. While rows are not tokenized yet,
+        returns fewer batches and estimates their tokens from bytes.
         """
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
@@ -319,8 +320,9 @@ class MapLoader:
         self._announce_order()
 
     def _plan(self, epoch: int) -> tuple[tuple[Index, Index], list[int]]:
-        """Return ((source, sample) in order, batch boundaries) of an epoch; the last result is
-        cached.
+        """Return ((source, sample) in order, batch boundaries) of an epoch.
+
+        The last result is cached.
         """
         if self._planned is None or self._planned[0] != epoch:
             source, sample = epoch_order(self._shares, self._seed, epoch, self._shuffle)

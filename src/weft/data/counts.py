@@ -52,7 +52,8 @@ class SourceCount:
         )
 
     def notes(self, limits: str) -> list[str]:
-        """Return lines on dropped and truncated rows, parts the template omits, and unused columns."""
+        """Return lines on dropped and truncated rows, parts the template omits, and unused
+        columns."""
         if self.ahead is not None:
             return [
                 f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"

@@ -129,7 +129,7 @@ class Turn:
         return f"set {self.template.option}.chat_template to a template that writes it"
 
     def _alone_writes(self, message: Message) -> bool:
-        """Return whether the template writes the mark only once the following messages are removed.
+        """Return whether the template writes the mark when the following messages are removed.
 
         False if no messages follow.
         """

@@ -1,4 +1,4 @@
-"""From the `dataset.*` options to batches: sources are read, mixed, split, counted."""
+"""Reading of training data: `dataset.*` options to batches, with mixing, splits and counts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ UNSET = ("path", "overlong")  # options that a dataset class is not given where 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """What a run reads: training batches, a validation set a source, the counts, and lines to print
-    before the start.
+    """Data of a run: training batches, validation sets by source, counts, and lines to print first.
 
-    `longest`: most tokens of a prompt and one of its completions, 0 where no source tells before it
-    is read. `parts`: the samples to train on, by source. `ahead`: tables that are made while
-    training goes on, until `close`; `new_notes` tells of them.
+    `longest`: number of tokens of the longest prompt with one of its completions; 0 if no source
+    knows it before it is read. `parts`: the training samples by source. `ahead`: tables that are
+    built during training, until `close`; `new_notes` reports on them.
     """
 
     train: Loader
@@ -64,7 +63,7 @@ class LoadedData:
             table.check_longest = check
 
     def new_notes(self) -> list[str]:
-        """Return lines on the sources that have been tokenized to their end since the last call."""
+        """Return notes on the sources whose tokenization has finished since the last call."""
         lines: list[str] = []
         for told in list(self.pending_notes):
             count, limits = told
@@ -80,13 +79,13 @@ class LoadedData:
             table.close()
 
     def table(self) -> str:
-        """The counts as a plain-text table."""
+        """Return the counts as a plain-text table."""
         return render(self.counts)
 
 
 @dataclass(frozen=True)
 class SourceData:
-    """One source, read: its samples to train on, those to evaluate on, and their counts."""
+    """One source that was read: its training samples, its validation samples, and their counts."""
 
     share: Share
     train: Part | StreamDataset
@@ -106,11 +105,11 @@ def load_data(
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
-    `dataset_type` is the experiment's own; `dataset.type` and a source's `type` go before it, and
-    of files of Open-Assistant trees the type that reads those. `progress` False is silent. With
-    `most`, no more rows of a source are read once so many samples of it are made. With `ahead`,
-    large files may be tokenized while training goes on (`LoadedData.ahead`). Raises `ConfigError`
-    for options that do not fit, `DataError` with a report on every bad row.
+    `dataset_type` is the experiment's own. `dataset.type` and a source's `type` override it, and so
+    does the type for Open-Assistant trees if a file has trees. `progress` False is silent. With
+    `most`, reading a source stops at that many samples. With `ahead`, large files can be tokenized
+    during training (`LoadedData.ahead`). Raises `ConfigError` for options that do not fit,
+    `DataError` with a report on every bad row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show
@@ -172,10 +171,9 @@ def load_data(
 
 
 def _processes(asked: int | None, tables: int) -> int:
-    """Return how many processes tokenize each of so many sources while training goes on; one core
-    is left to training.
+    """Return the number of tokenizing processes per source during training.
 
-    `asked`: `dataset.num_workers`, or None.
+    One core is left to training. `asked`: `dataset.num_workers`, or None.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
 
@@ -214,7 +212,7 @@ def _batching(spec: DatasetSpec) -> Batching:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """Builds the dataset classes of a run."""
+    """Builder of the dataset classes of a run."""
 
     spec: DatasetSpec
     type: str
@@ -222,14 +220,14 @@ class SourceReader:
 
     @property
     def of_valid(self) -> SourceReader:
-        """The reader of rows to evaluate on, which may have a limit of their own."""
+        """Return the reader of validation rows, which can have their own limit."""
         limit = self.spec.valid_max_seqlen
         if limit is None:
             return self
         return replace(self, spec=replace(self.spec, max_seqlen=limit))
 
     def limits(self, count: SourceCount) -> str:
-        """The options that decide what is too long of the rows counted, in words."""
+        """Return the options that limit the length of the counted rows, in words."""
         spec, own = self.spec, self.spec.valid_max_seqlen is not None and not count.train
         sizes = {
             "valid_max_seqlen" if own else "max_seqlen": spec.valid_max_seqlen
@@ -244,14 +242,15 @@ class SourceReader:
 
     @property
     def overlong(self) -> str | None:
-        """What happens to longer rows, or None for what is usual for their type."""
+        """Return the treatment of rows that are too long, or None for the default of their type."""
         return "drop" if self.spec.remove_truncated_samples else self.spec.overlong
 
     def at_hand(
         self, named: list[tuple[SourceSpec, str]]
     ) -> tuple[list[tuple[SourceSpec, str]], list[str]]:
-        """The sources with datasets known by name as files of rows, and notes on what was left out
-        of those.
+        """Return the sources with named datasets replaced by files of rows, and notes.
+
+        The notes list the rows that were left out of named datasets.
         """
         found: list[tuple[SourceSpec, str]] = []
         notes: list[str] = []
@@ -274,7 +273,7 @@ class SourceReader:
         return found, notes
 
     def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
-        """Read one training source and split off what it is evaluated on."""
+        """Read one training source and split off its validation samples."""
         type, dataset = self._build(source)
         share = source.valid_split
         if share is None:
@@ -314,10 +313,10 @@ class SourceReader:
     def _parts(
         self, source: SourceSpec, name: str, dataset: MapDataset, share: float
     ) -> tuple[Part, Part | None]:
-        """(the rows to train on, those set aside).
+        """Return (training samples, held-out samples).
 
-        With a limit of their own the latter are read a second time; whichever of the two limits
-        drops rows, a row is in one part alone.
+        If validation has its own limit, the held-out rows are read a second time. Each row is in
+        one part only, whichever of the two limits drops rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.of_valid.spec.limit != self.spec.limit
@@ -333,7 +332,7 @@ class SourceReader:
         return Part(name, dataset, np.flatnonzero(~held[: len(dataset)])), valid
 
     def validation(self, source: SourceSpec, name: str) -> tuple[Part, SourceCount]:
-        """All rows of a validation path, whatever path the arguments name for training."""
+        """Return all rows of a validation path; `path` in the dataset arguments is ignored."""
         args = {name: value for name, value in source.args.items() if name != "path"}
         type, dataset = self.of_valid._build(replace(source, args=args))
         if not is_by_index(dataset):
@@ -344,8 +343,9 @@ class SourceReader:
         return part, SourceCount(name, type, 0, len(part), 0, *_table_of(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
-        """The dataset object: the user's arguments, and those of weft's options that its
-        constructor names.
+        """Return the dataset object.
+
+        It is given the user's arguments, and those of weft's options that its constructor names.
         """
         type = source.type or self.spec.type or type_of_rows(source, self.type)
         make = datasets.get(type)
@@ -401,8 +401,9 @@ class SourceReader:
 
 
 def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
-    """Return the report on the rows of a dataset, and its table if that is made while training goes
-    on; one of them is None.
+    """Return (report on the rows, table); at most one of them is not None.
+
+    The table is returned only if it is made during training.
     """
     if not isinstance(dataset, Tokenized):
         return None, None
@@ -413,9 +414,7 @@ def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
 
 
 def type_of_rows(source: SourceSpec, usual: str) -> str:
-    """The usual type, or the one that reads Open-Assistant trees where the first row at the
-    source's path is one.
-    """
+    """Return the usual type, or the type for trees if the first row is an Open-Assistant tree."""
     if usual not in OF_TREES or not source.path or not Path(source.path).expanduser().exists():
         return usual
     _, row = next(read_rows(find_files(source.path, source.split)[0]))
@@ -425,7 +424,7 @@ def type_of_rows(source: SourceSpec, usual: str) -> str:
 
 
 def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
-    """The sources of the options, each with the arguments and columns of all.
+    """Return the sources of the options, each with the common arguments and columns.
 
     Raises `ConfigError`.
     """
@@ -450,10 +449,10 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
 
 
 def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
-    """Each source with its name.
+    """Return each source with a unique name.
 
-    Sources of one file name take their folder's too; if they are still equal, it is an error. A
-    dataset that is named twice is numbered.
+    Sources with the same file name get the name of their folder as well. Raises `ConfigError` if
+    they are still equal. A dataset that is named twice is numbered.
     """
     names = [source.name or source.named or _name(source.path) for source in sources]
     for index, source in enumerate(sources):
@@ -486,8 +485,9 @@ def _name(path: str) -> str:
 
 
 def _keys(dataset: MapDataset) -> list[str]:
-    """What decides whether a sample is held out: the id of the first sample of its row, so a row's
-    samples stay together.
+    """Return the key of each sample that decides whether it is held out.
+
+    The key is the id of the first sample of its row, so the samples of a row stay together.
     """
     if not isinstance(dataset, Tokenized):
         return [str(index) for index in range(len(dataset))]

@@ -1,5 +1,4 @@
-"""Open-Assistant's message trees: read from trees or single messages, filter, walk, flatten and
-build again.
+"""Open-Assistant's message trees: read, filter, walk, flatten and rebuild.
 
 A line is a tree (`message_tree_id`, `prompt` with nested `replies`), a message (`message_id`,
 `parent_id`), or a thread (`thread_id`, `messages` from the root on).
@@ -20,12 +19,13 @@ LABELS = ("quality", "humor", "creativity")  # that go along with a message
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which trees and messages are taken.
+    """Filter of message trees and their messages.
 
-    A thread is left out where one of its messages is; `langs` is of the first message.
+    A thread is left out if one of its messages is. `langs` applies to the first message.
 
-    `top_k` keeps replies ranked among the first k, and of several replies only ranked ones. `least`
-    and `most` bound labels such as quality; a message without the label passes.
+    `top_k` keeps replies ranked among the first k; if there are several replies, it keeps only
+    ranked ones. `least` and `most` bound labels such as quality; a message without the label
+    passes.
     """
 
     langs: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Wanted:
         return True
 
     def ranked(self, node: Node, siblings: int) -> bool:
-        """Whether `top_k` takes this reply, one of so many."""
+        """Return whether `top_k` keeps this reply, which is one of `siblings` replies."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")
@@ -67,8 +67,9 @@ class Wanted:
 
 
 def label(node: Node, name: str) -> float | None:
-    """The mean value of a label, as exports hold it or as the hub's tables do; None where nobody
-    gave it.
+    """Return the mean value of a label, in the format of exports or of the hub's tables.
+
+    None if the message does not have the label.
     """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
@@ -79,9 +80,10 @@ def label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Trees of trees, of messages in any order, or of threads, in the order of their roots.
+    """Iterate over the trees of rows that are trees, messages in any order, or threads.
 
-    Raises `BadRow` for other rows, and for a message whose parent is missing.
+    Messages and threads are joined to trees, in the order of their roots. Raises `BadRow` for other
+    rows, and for a message whose parent is missing.
     """
     loose: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -104,7 +106,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
 
 
 def _add(loose: dict[str, dict[str, Any]], row: Row) -> None:
-    """A message among the loose ones, and the replies nested in it."""
+    """Add a message and the replies nested in it to `loose`."""
     if row["message_id"] in loose:
         return
     loose[row["message_id"]] = {**row, "replies": []}
@@ -136,15 +138,16 @@ def _nested(node: Node) -> dict[str, Any]:
 
 
 def nodes(node: Node) -> Iterator[Node]:
-    """A message and all below it, depth first."""
+    """Iterate over a message and all messages below it, depth first."""
     yield node
     for reply in node.get("replies") or ():
         yield from nodes(reply)
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """The messages of a tree, each alone, a parent before its replies; what the tree says stands
-    with the root.
+    """Return the messages of a tree, each alone, a parent before its replies.
+
+    The fields of the tree are added to the root.
     """
 
     def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
@@ -162,8 +165,9 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 
 
 def pruned(tree: Row, wanted: Wanted) -> Tree | None:
-    """The tree without the messages that are not wanted, nor what follows them; None where nothing
-    is left.
+    """Return the tree without unwanted messages and everything below them.
+
+    None if nothing is left.
     """
 
     def kept(node: Node) -> dict[str, Any]:
@@ -179,10 +183,10 @@ def pruned(tree: Row, wanted: Wanted) -> Tree | None:
 
 
 def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a last reply of the assistant.
+    """Iterate over the paths that end with a reply of the assistant and have no wanted reply.
 
-    Where the user has the last word that is left off, once for each reply it follows, and not where
-    another branch goes on from there.
+    If a path ends with a user's message, that message is removed. The remaining path is returned
+    only if the message is the first wanted reply, so it is returned at most once.
     """
     for path in _paths(tree, wanted):
         replies = _kept(path[-1], wanted)
@@ -195,8 +199,9 @@ def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a user's message, its ranked replies best first) where there are two or more of
-    them.
+    """Iterate over (path to a user's message, its ranked replies, best first).
+
+    Messages with fewer than two ranked replies are skipped.
     """
     for path in _paths(tree, wanted):
         ranked = [
@@ -207,12 +212,12 @@ def rankings(tree: Row, wanted: Wanted) -> Iterator[tuple[list[Node], list[Node]
 
 
 def prompts(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Every path to a user's message."""
+    """Iterate over the paths from the root to every user's message."""
     return (path for path in _paths(tree, wanted) if path[-1]["role"] == "prompter")
 
 
 def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """The paths from the root to every message, depth first, over wanted ones."""
+    """Iterate over the paths of wanted messages from the root to every message, depth first."""
     if not wanted.tree(tree) or not wanted.message(tree["prompt"]):
         return
     stack: list[list[Node]] = [[tree["prompt"]]]
@@ -223,7 +228,7 @@ def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
-    """The wanted replies to a message; `all`: whatever their rank."""
+    """Return the wanted replies to a message; `all`: of any rank."""
     replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
     if all:
         return replies
@@ -231,7 +236,7 @@ def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The messages of a path as those of a chat, with their language and labels."""
+    """Return the messages of a path as chat messages, with their language and labels."""
     made = []
     for node in path:
         role = "assistant" if node["role"] == "assistant" else "user"

@@ -1,6 +1,4 @@
-"""Messages in one shape: roles by their usual names, contents as text, tool calls as chat templates
-read them.
-"""
+"""Normalization of messages: usual role names, text contents, tool calls for chat templates."""
 
 from __future__ import annotations
 
@@ -63,8 +61,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def unread_keys() -> Iterator[set[str]]:
-    """Collect the keys that `normalise` finds in messages and does not read, under names such as
-    `messages[].KEY`.
+    """Collect the keys of messages that `normalise` does not read.
+
+    They have names such as `messages[].KEY`.
     """
     found: set[str] = set()
     token = _unread.set(found)
@@ -75,14 +74,13 @@ def unread_keys() -> Iterator[set[str]]:
 
 
 def normalise(messages: Any) -> list[Message]:
-    """`[{role, content, ...}]` from `role/content` or `from/value` rows, roles by their usual
-    names.
+    """Return messages as `[{role, content, ...}]` with the usual role names.
 
-    `prompter` and `human` are the user, `gpt` and `bot` the assistant, `observation` a tool;
-    content parts are joined; a `function_call`, as a role or as OpenAI's older key, becomes
-    `tool_calls`, and `reasoning` or `thinking` `reasoning_content`; `train: false` (or `weight: 0`,
-    `loss_weight: 0`) keeps a turn out of the loss. Raises `DataError` saying which message is wrong
-    and how. Applied twice it changes nothing.
+    Reads `role/content` and `from/value` rows. `prompter` and `human` are the user, `gpt` and `bot`
+    the assistant, `observation` a tool. Content parts are joined. A `function_call`, as a role or
+    as OpenAI's older key, becomes `tool_calls`; `reasoning` or `thinking` becomes
+    `reasoning_content`. `train: false` (or `weight: 0`, `loss_weight: 0`) keeps a turn out of the
+    loss. Raises `DataError` naming the wrong message and the problem. Idempotent.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise DataError(
@@ -94,8 +92,10 @@ def normalise(messages: Any) -> list[Message]:
 
 
 def normalise_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Tool schemas as chat templates read them, `[{type, function: {name, ...}}]`; a JSON text is
-    read, and a function's schema alone is put into that form. Nothing (None, "", []) is None.
+    """Return tool schemas in the form of chat templates, `[{type, function: {name, ...}}]`.
+
+    A JSON text is parsed, and a function's bare schema is wrapped. Empty values (None, "", [])
+    become None.
     """
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None
@@ -172,7 +172,7 @@ def _message(message: Any, number: int) -> Message:
 
 
 def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
-    """The thoughts of a turn, which may stand under several names as long as they are the same."""
+    """Return the reasoning of a turn; several keys can have it if the text is the same."""
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
@@ -212,9 +212,7 @@ def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
 
 
 def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -> None:
-    """Add what a mapping holds under keys that are not read to the collection that is open, if one
-    is.
-    """
+    """Add unread keys of a mapping to the open collection, if there is one."""
     unread = _unread.get()
     if unread is not None:
         held = (str(key) for key, value in message.items() if value not in (None, "", [], {}))
@@ -222,7 +220,7 @@ def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -
 
 
 def _first(message: Mapping[Any, Any], *keys: str) -> Any:
-    """The first of these values that is there; files of several forms fill up with nulls."""
+    """Return the first value that is not null, as mixed files fill missing keys with nulls."""
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
@@ -233,7 +231,7 @@ def _hint(close: Sequence[str]) -> str:
 
 
 def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
-    """(text, reasoning, tool calls) of a content given in parts."""
+    """Return (text, reasoning, tool calls) of a content given in parts."""
     text = []
     reasoning = []
     calls = []
@@ -264,8 +262,9 @@ def _calls(value: Any) -> list[Any]:
 
 
 def _call(call: Any, number: int) -> dict[str, Any]:
-    """A tool call in the form that chat templates read: {type, function: {name, arguments}},
-    arguments as a mapping.
+    """Return a tool call in the form that chat templates read.
+
+    The form is {type, function: {name, arguments}}, with arguments as a mapping.
     """
     inner = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(inner, Mapping) or "name" not in inner:

@@ -1,4 +1,4 @@
-"""Which short samples of an epoch come in pairs."""
+"""Pairing of short samples within an epoch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Index = npt.NDArray[np.int64]
 def pair_short(
     costs: Index, below: int, probability: float, draw: np.random.Generator
 ) -> tuple[Index, Index]:
-    """(order, bounds): the samples in their new order, and where each single one or pair begins,
-    its end included.
+    """Return (order, bounds): the new order of the samples, and the bounds of singles and pairs.
 
-    Samples of fewer than `below` tokens are drawn with `probability`; each second one that is drawn
-    joins the one before, at its own place. One that is left over stays alone, at the end.
+    `bounds` includes the end. Samples of fewer than `below` tokens are drawn with `probability`.
+    Drawn samples are paired in order; a pair is at the place of its second sample. A drawn sample
+    without a partner is put at the end.
     """
     drawn = (draw.random(len(costs)) < probability) & (costs < below)
     units: list[list[int]] = []

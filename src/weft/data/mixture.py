@@ -1,5 +1,6 @@
-"""Which rows an epoch uses, and in which order: a function of seed and epoch alone, so the same for
-every layout.
+"""Rows of an epoch and their order.
+
+They depend only on seed and epoch, so they are the same for every layout.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """A source of `rows` training samples and the part of them that an epoch draws
-    (`weft.data.spec.SourceSpec`).
+    """Source of `rows` training samples, and the part of it that is drawn per epoch.
+
+    See `weft.data.spec.SourceSpec`.
     """
 
     name: str
@@ -30,15 +32,16 @@ class Share:
 
 
 def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Random numbers for one purpose in one epoch; the same on every machine that runs this numpy."""
+    """Random numbers for one purpose in one epoch; the same on every machine that runs this
+    numpy."""
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
 
 def per_epoch(shares: Sequence[Share]) -> list[int]:
-    """Samples of each source in an epoch.
+    """Return the number of samples of each source in an epoch.
 
-    Raises `ConfigError` where a source has fewer than `size` asks for.
+    Raises `ConfigError` if a source has fewer than `size` asks for.
     """
     if shares and shares[0].weight is not None:
         total = sum(share.weight or 0.0 for share in shares)
@@ -69,10 +72,10 @@ def _count(share: Share) -> int:
 def epoch_order(
     shares: Sequence[Share], seed: int, epoch: int, shuffle: bool
 ) -> tuple[Index, Index]:
-    """(source, sample) of every sample of an epoch, in order; both int64 [samples of the epoch].
+    """Return (source, sample) of every sample of an epoch, in order; int64 [samples of the epoch].
 
-    A source that gives only a part draws it anew every epoch, without repetition. Without `shuffle`
-    sources come one after another and samples in the order of their file.
+    A source of which only a part is used is redrawn every epoch, without repetition. Without
+    `shuffle`, sources follow each other, with samples in the order of their file.
     """
     sources = []
     samples = []
@@ -94,11 +97,11 @@ def epoch_order(
 
 
 def hold_out(keys: Sequence[str], share: float) -> npt.NDArray[np.bool_]:
-    """Which of the rows with these keys are set aside: `share` of the different keys, at least one
-    and not all.
+    """Return a mask of the rows to hold out: `share` of the distinct keys, at least one, not all.
 
-    The choice depends on the keys alone, so it is the same in every run, and rows of one key (a
-    tree) stay together.
+    No row is held out if `share` is 0 or there are fewer than two distinct keys. The choice depends
+    only on the keys, so it is the same in every run, and rows with the same key (a tree) stay
+    together.
     """
     different = sorted(
         set(keys), key=lambda key: hashlib.blake2b(f"hold out|{key}".encode()).digest()

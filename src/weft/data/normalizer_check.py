@@ -1,5 +1,4 @@
-"""Normalizers and decoders of a tokenizer.json that would make a text grow without bound: refused
-before a text meets them.
+"""Check for tokenizer.json normalizers and decoders that make texts grow without bound.
 
 A chain of forty replacements of one space by two takes a terabyte for one row, and the library that
 runs it ends the process.
@@ -26,8 +25,9 @@ PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
 
 def check_growth(file: Path, what: str) -> None:
-    """Raises `UserError` that begins with `what` for a tokenizer.json that makes texts far longer
-    than they are.
+    """Raise `UserError` if a tokenizer.json makes texts much longer than they are.
+
+    The message begins with `what`.
     """
     for part, values in _parts(read_text(file, what)):
         grown = growth(values)
@@ -50,7 +50,7 @@ def _parts(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def growth(values: Any) -> float:
-    """Return how many times longer a text may become; infinite where it cannot be bounded."""
+    """Return the maximum factor by which a text becomes longer; infinite if unbounded."""
     if not isinstance(values, Mapping):
         return 1.0
     chain = next(

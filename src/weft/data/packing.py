@@ -1,6 +1,6 @@
-"""Where to cut a batch: pure arithmetic on token counts, no tensors.
+"""Splitting of batches by token counts: pure arithmetic, no tensors.
 
-Everything that balances by tokens asks here.
+All code that balances by tokens uses this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Costs = Sequence[int] | npt.NDArray[np.integer]
 
 
 def check_fits(costs: Costs, budget: int, field: str) -> None:
-    """Raise `ConfigError` naming `field` where a single item costs more than `budget` tokens."""
+    """Raise `ConfigError` naming `field` if a single item costs more than `budget` tokens."""
     longest = int(np.max(np.asarray(costs), initial=0))
     if longest > budget:
         raise ConfigError(
@@ -27,11 +27,10 @@ def check_fits(costs: Costs, budget: int, field: str) -> None:
 
 
 def cut_evenly(costs: Costs, parts: int) -> list[int]:
-    """Bounds (`parts` + 1 indices) of contiguous non-empty parts whose largest sum is as small as
-    it can be.
+    """Return the bounds of contiguous non-empty parts, minimizing the largest sum.
 
-    Among such cuts each bound lies as near to its share of the total as the minimum allows.
-    Raises `ConfigError` where there are fewer items than parts.
+    There are `parts` + 1 bounds. Among the optimal splits, each bound is as near as possible to its
+    share of the total. Raises `ConfigError` if there are fewer items than parts.
     """
     count = len(costs)
     if not 1 <= parts <= count:
@@ -56,9 +55,9 @@ def cut_evenly(costs: Costs, parts: int) -> list[int]:
 
 
 def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microbatch") -> list[int]:
-    """Bounds of the fewest contiguous parts that cost at most `budget` each, evenly filled.
+    """Return the bounds of the fewest contiguous parts with cost at most `budget`, evenly filled.
 
-    Raises `ConfigError` naming `field` where one item alone costs more.
+    Raises `ConfigError` naming `field` if one item alone costs more.
     """
     check_fits(costs, budget, field)
     if len(costs) == 0:
@@ -68,7 +67,7 @@ def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microb
 
 
 def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
-    """Fewest contiguous parts of at most `largest`; stops counting past `at_most`."""
+    """Return the fewest contiguous parts with sum at most `largest`; stops at `at_most`."""
     start = 0
     parts = 0
     count = len(sums) - 1
@@ -91,7 +90,7 @@ def _smallest_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """The smallest index at which bound `i` may lie so that what follows still fits."""
+    """Return the smallest index of each bound for which the rest still fits."""
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1
     for index in range(parts - 1, 0, -1):

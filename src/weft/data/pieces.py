@@ -21,7 +21,7 @@ BLANK = "▁"
 
 
 class Pieces:
-    """The tokens of one tokenizer as bytes."""
+    """Tokens of one tokenizer as bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class Pieces:
         self._found: dict[int, bytes] = {}
 
     def of(self, id: int) -> bytes:
-        """The bytes of a token; its leading blank is one of them."""
+        """Return the bytes of a token, including a leading space."""
         if id not in self._found:
             self._found[id] = self._bytes(id)
         return self._found[id]
@@ -75,8 +75,9 @@ def _decoders(described: Any) -> Iterator[dict[str, Any]]:
 
 @cache
 def _bytes_of_characters() -> dict[str, bytes]:
-    """The byte behind each character in which byte-level vocabularies are written: visible Latin-1
-    characters are themselves, the others follow each other from U+0100 on.
+    """Return the byte of each character in byte-level vocabularies.
+
+    Visible Latin-1 characters are themselves; the others follow each other from U+0100 on.
     """
     plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
     others = [n for n in range(256) if n not in plain]

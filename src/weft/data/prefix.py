@@ -1,4 +1,4 @@
-"""How far sequences begin alike: token ids, and characters of texts."""
+"""Common prefixes of token ids and texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def common_prefix(*sequences: Sequence[int]) -> int:
-    """How many leading entries all sequences share."""
+    """Return the number of leading entries that all sequences share."""
     shared = 0
     for column in zip(*sequences, strict=False):
         if any(value != column[0] for value in column):
@@ -16,7 +16,7 @@ def common_prefix(*sequences: Sequence[int]) -> int:
 
 
 def common_start(one: str, other: str) -> int:
-    """How many leading characters two texts share."""
+    """Return the number of leading characters that two texts share."""
     low = 0
     high = min(len(one), len(other))
     while low < high:
@@ -26,5 +26,5 @@ def common_start(one: str, other: str) -> int:
 
 
 def common_end(one: str, other: str) -> int:
-    """How many characters at their ends two texts share."""
+    """Return the number of trailing characters that two texts share."""
     return common_start(one[::-1], other[::-1])

@@ -1,4 +1,4 @@
-"""A bar for work that takes a while; one plain line where the output is no terminal."""
+"""Progress bar; one plain line if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 @contextmanager
 def show(what: str, total: int) -> Iterator[Advance]:
-    """Report `total` units of work on standard error: `with show("tokenizing x", n) as advance:
-    advance(1)`.
+    """Report `total` units of work on standard error.
+
+    Usage: `with show("tokenizing x", n) as advance: advance(1)`.
     """
     if not sys.stderr.isatty():
         begun = time.perf_counter()

@@ -1,5 +1,6 @@
-"""Samples that differ from epoch to epoch: rows encoded anew with what an epoch draws, by seed,
-epoch and id alone.
+"""Samples that differ by epoch.
+
+Rows are encoded again with random draws that depend only on seed, epoch and id.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.data.window import Window
 
 @runtime_checkable
 class InParts(Protocol):
-    """A form whose rows make several samples, one of which can be had alone."""
+    """Form whose rows make several samples, each of which can be encoded alone."""
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded: ...
 
@@ -43,7 +44,7 @@ class Redrawn:
     window: Window | None
 
     def at(self, indices: Sequence[int], epoch: int, name: str) -> SequenceSample:
-        """These samples as one; `name` is their source's."""
+        """Return these samples as one `SequenceSample`; `name` is the name of their source."""
         encoded = [self._encode(index, epoch, name) for index in indices]
         ids = [self.table.sample.ids[index] for index in indices]
         return TokenTable.build(ids, encoded, [0] * len(ids), Report()).at(range(len(ids)))

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation, and what it makes of a plain reply."""
+"""Checks for parts of a conversation that a chat template leaves out."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ IN_PART = "content in part"
 
 @cache
 def reasoning_key(template: str) -> str:
-    """The name under which a chat template reads the thoughts of a message; weft's own where it
-    reads none.
+    """Return the message key that a chat template reads reasoning from.
+
+    It is weft's own key if the template reads none.
     """
     read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
     return next(read, REASONING)
 
 
 def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> list[Message]:
-    """The messages with their thoughts under the name that the template reads."""
+    """Return the messages with their reasoning under the key that the template reads."""
     key = reasoning_key(template)
     return [
         {key if name == REASONING else name: value for name, value in m.items()} for m in messages
@@ -42,8 +43,10 @@ def with_reasoning_key(messages: Iterable[Mapping[str, Any]], template: str) -> 
 
 
 def around_reply(render: Render) -> tuple[str, str]:
-    """What a template writes between the generation prompt and a plain reply, and after it; nothing
-    where it refuses one.
+    """Return the text that a template writes before and after a plain reply.
+
+    The first text is between the generation prompt and the reply. Both are empty if the template
+    refuses such a conversation.
     """
     try:
         text = render(PLAIN, None, False)
@@ -55,8 +58,10 @@ def around_reply(render: Render) -> tuple[str, str]:
 
 
 def template_fault(render: Render) -> str | None:
-    """Why a template cannot write conversations of texts, found by a plain one; None where it can,
-    and where rows must tell.
+    """Return why a template cannot write text conversations, or None if no fault is found.
+
+    The check renders a plain conversation. The result is None as well if the template refuses it in
+    every form, as then only the rows can show a fault.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -78,11 +83,11 @@ def template_fault(render: Render) -> str | None:
 
 
 def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool) -> Lost:
-    """Fields of messages that the template does not write, arguments of calls by their path, and
-    ("tools") tool schemas that change nothing.
+    """Return the fields of messages that the template does not write.
 
-    Found by rendering the conversation with a mark in place of each content, reasoning, argument
-    and name of a function.
+    Arguments of calls are named by their path. The field "tools" means that tool schemas change
+    nothing. Found by rendering the conversation with a mark in place of each content, reasoning,
+    argument and function name.
     """
     marked = [_marked(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -116,25 +121,26 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
 
 
 def _calls(marks: Mapping[str, str]) -> list[str]:
-    """The paths of the names of functions, as `tool_calls[0]`; what is below are arguments."""
+    """Return the paths of function names, such as `tool_calls[0]`; longer paths are arguments."""
     return [path for path in marks if path.startswith("tool_calls[") and "." not in path]
 
 
 def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
-    """Return whether the name of a call is missing, or all of its arguments."""
+    """Return whether the name of a call or all of its arguments are missing."""
     arguments = [path for path in marks if path.startswith(f"{call}.")]
     return call in missing or (bool(arguments) and missing >= set(arguments))
 
 
 def writes(text: str, content: str) -> bool:
-    """Whether a rendered text holds a content, or what of it follows its thoughts; blanks and JSON
-    quoting do not count.
+    """Return whether a rendered text contains a content, ignoring the thoughts in the content.
+
+    White space and JSON quoting do not count.
     """
     return holds(text, content.rpartition(END_OF_THOUGHT)[2])
 
 
 def holds(text: str, content: str) -> bool:
-    """Return whether a rendered text holds a content; blanks and quoting do not count."""
+    """Return whether a rendered text contains a content, ignoring white space and quoting."""
     said = content.strip()
     if said in text:
         return True
@@ -148,20 +154,20 @@ def holds(text: str, content: str) -> bool:
 
 
 def bare(text: str) -> str:
-    """A text without blanks."""
+    """Return a text without white space."""
     return "".join(text.split())
 
 
 def check(
     lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
 ) -> frozenset[str]:
-    """Return the parts of a conversation that are in no token, named as columns are.
+    """Return the parts of a conversation that are in no token, named like columns.
 
     Parts of the `trained` messages are left to `cuts`; templates leave out the reasoning of the
     other turns on purpose. `name` is the tokenizer's.
 
-    Raises `DataError` where the model would not see what was said: the user's or a tool's words,
-    the assistant's tool calls, or all that the assistant says.
+    Raises `DataError` if the model would not see essential parts: the user's or a tool's text, the
+    assistant's tool calls, or everything in an assistant's turn.
     """
     told = {field for index, field in lost if index < 0}
     for index, message in enumerate(messages):
@@ -181,8 +187,9 @@ def check(
 def not_rendered(
     message: Message, index: int, fields: Sequence[str], name: str, part: str = ""
 ) -> DataError:
-    """The error for a message whose `fields` the template of the tokenizer `name` does not write;
-    `part`: only this of them.
+    """Return the error for a message whose `fields` the template does not write.
+
+    `name` is the tokenizer's. `part`: the text that is missing, if it is not all of the fields.
     """
     what = " and ".join(fields)
     out = what if message["role"] == "assistant" else "the message"
@@ -196,8 +203,9 @@ def not_rendered(
 
 
 def _is_needed(message: Message, fields: set[str]) -> bool:
-    """Whether `fields` are what an assistant's turn is about: its tool calls, its words where it
-    makes none, or all it has.
+    """Return whether `fields` include the essential part of an assistant's turn.
+
+    This is its tool calls, its content if it has no tool calls, or everything that it has.
     """
     held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
     return (
@@ -208,7 +216,7 @@ def _is_needed(message: Message, fields: set[str]) -> bool:
 
 
 def _not_in(text: str, message: Message) -> list[str]:
-    """Fields of a message that a rendered text does not hold."""
+    """Return the fields of a message that a rendered text does not contain."""
     named = all(call["function"]["name"] in text for call in message.get("tool_calls") or ())
     return ([] if writes(text, message["content"]) else ["content"]) + (
         [] if named else ["tool_calls"]
@@ -216,7 +224,7 @@ def _not_in(text: str, message: Message) -> list[str]:
 
 
 def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
-    """A message with marks in place of its words, and the marks by the path of what they replace."""
+    """Return a message with marks in place of its text, and the marks by path."""
     words = [key for key in ("content", REASONING) if str(message.get(key) or "").strip()]
     marks = {key: f"weft{index}{key.replace('_', '')}weft" for key in words}
     marked = {**message, **marks}
@@ -240,8 +248,9 @@ def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
 
 
 def arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Every text, number and other single value among the arguments of call `number` of a message,
-    with its path.
+    """Iterate over (path, value) of the single values in the arguments of a call.
+
+    `number` is the index of the call in its message.
     """
     return _leaves(call["function"]["arguments"], f"tool_calls[{number}].arguments")
 

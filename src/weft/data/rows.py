@@ -1,4 +1,4 @@
-"""One row of a data file: what it must hold, and how to say what is wrong with it."""
+"""Access to the columns of one row of a data file, with errors that name the problem."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ LOOSE = "one message of an Open-Assistant export; dataset.named='{oasst_export: 
 
 
 class BadRow(Exception):
-    """What is wrong with one row; becomes `FILE:LINE: what is wrong` in a `DataError`."""
+    """Error in one row; becomes `FILE:LINE: message` in a `DataError`."""
 
 
 class TooLong(BadRow):
-    """A row over its limits where `overlong` is error: its prompt or all of it (`what`) has more
-    `tokens` than `limit`. `uncounted`: as many at least, for it was not tokenized.
+    """Error for a row over its limits if `overlong` is error.
+
+    Its prompt or all of it (`what`) has more `tokens` than `limit`. `uncounted`: `tokens` is a
+    lower bound, as the row was not tokenized.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class TooLong(BadRow):
 
 
 class Watched(Mapping[str, Any]):
-    """A row that knows which of its columns were read; asking whether a column is there (`in`) does
-    not count.
+    """Row that records which of its columns were read.
+
+    Checking for a column (`in`) does not count.
     """
 
     def __init__(self, row: Row) -> None:
@@ -90,14 +93,14 @@ class Watched(Mapping[str, Any]):
 
 
 def first_of(row: Row, keys: Sequence[str]) -> str | None:
-    """The first of `keys` that the row has, or None."""
+    """Return the first of `keys` that the row has, or None."""
     return next((key for key in keys if row.get(key) is not None), None)
 
 
 def need(row: Row, keys: Sequence[str], form: str) -> str:
-    """The first of `keys` that the row has.
+    """Return the first of `keys` that the row has.
 
-    Raises `BadRow` naming the key, and a form that fits the row better.
+    Raises `BadRow` naming the key, and a dataset type that fits the row better.
     """
     found = first_of(row, keys)
     if found is not None:
@@ -120,7 +123,7 @@ def need(row: Row, keys: Sequence[str], form: str) -> str:
 
 
 def looks_like(row: Row) -> str | None:
-    """The dataset type whose keys a row has, nulls aside, or None."""
+    """Return the dataset type whose keys a row has, ignoring nulls, or None."""
     if is_tree(row):
         return "chat"
     if is_tree_message(row):
@@ -134,20 +137,22 @@ def looks_like(row: Row) -> str | None:
 
 
 def is_tree(row: Row) -> bool:
-    """Return whether a row is an Open-Assistant tree of messages; the first one may have no
-    replies.
+    """Return whether a row is an Open-Assistant tree of messages.
+
+    The first message can be without replies.
     """
     root = row.get("prompt")
     return isinstance(root, Mapping) and ("replies" in root or "message_id" in root)
 
 
 def is_tree_message(row: Row) -> bool:
-    """Return whether a row is one message of an Open-Assistant tree, alone or with replies below."""
+    """Return whether a row is one message of an Open-Assistant tree, alone or with replies
+    below."""
     return all(isinstance(row.get(key), str) for key in ("message_id", "role", "text"))
 
 
 def answer_messages(row: Row) -> str | None:
-    """The column of a row's answer where that is made of messages, and no text; None otherwise."""
+    """Return the name of the answer column if it consists of messages, else None."""
     key = first_of(row, ANSWER_KEYS)
     if key is not None and isinstance(row[key], Mapping | list | tuple):
         return key
@@ -155,9 +160,9 @@ def answer_messages(row: Row) -> str | None:
 
 
 def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
-    """A text of the row.
+    """Return a text of the row.
 
-    Raises `BadRow` for other types, and for one that is empty or blank where it must not be.
+    Raises `BadRow` for other types, and for an empty or blank text unless `may_be_empty`.
     """
     value = row[key]
     if not isinstance(value, str):
@@ -168,7 +173,7 @@ def text(row: Row, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
-    """A list of non-empty texts. Raises `BadRow` saying which entry is wrong."""
+    """Return a list of non-empty texts. Raises `BadRow` naming the wrong entry."""
     value = row[key]
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{key!r} must be a list of texts, not {kind_of(value)}")
@@ -183,7 +188,7 @@ def texts(row: Row, key: str, *, at_least: int = 1) -> list[str]:
 
 
 def number(value: Any, key: str) -> float:
-    """A finite number. Raises `BadRow` otherwise."""
+    """Return a finite number. Raises `BadRow` otherwise."""
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -194,9 +199,9 @@ def number(value: Any, key: str) -> float:
 
 
 def row_id(row: Row, key: str = "id") -> str | None:
-    """The row's own id, or None where it has none.
+    """Return the row's own id, or None if it has none.
 
-    Raises `BadRow` where it is neither text nor a whole number.
+    Raises `BadRow` if it is neither text nor an integer.
     """
     value = row.get(key)
     if value is None:
@@ -207,7 +212,7 @@ def row_id(row: Row, key: str = "id") -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON holds it; dates, decimals and other kinds become text."""
+    """Convert a value to JSON values; dates, decimals and other types become text."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
@@ -218,7 +223,7 @@ def plain(value: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value in words."""
+    """Return the kind of a JSON value in words."""
     kinds = {
         str: "text",
         dict: "a mapping",

@@ -109,7 +109,7 @@ class SequenceSample:
 
     @property
     def seqlens(self) -> dict[str, list[Ints]]:
-        """Key -> one int32 vector of lengths an id."""
+        """Return a mapping of keys to one int32 vector of lengths per id."""
         return {
             key: np.split(self.lengths[key], self.offsets[key][1:-1]) if self.ids else []
             for key in self.lengths
@@ -117,8 +117,9 @@ class SequenceSample:
 
     @cached_property
     def starts(self) -> Mapping[str, npt.NDArray[np.int64]]:
-        """Key -> int64 [num sequences + 1]: where each sequence begins in its array, and the end of
-        the last.
+        """Return the start of each sequence in its array, by key; int64 [num sequences + 1].
+
+        The last entry is the end of the last sequence.
         """
         return {
             key: np.concatenate([[0], np.cumsum(value, dtype=np.int64)])
@@ -136,14 +137,15 @@ class SequenceSample:
         return arrays.cut(_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
-        """int64 [num sequences]: the index of the id that each sequence belongs to."""
+        """Return the id index of each sequence; int64 [num sequences]."""
         return np.repeat(
             np.arange(self.num_ids, dtype=np.int64), np.diff(_known(self, key, self.offsets))
         )
 
     def token_costs(self) -> npt.NDArray[np.int64]:
-        """int64 [num_ids]: tokens an id sends through a network, its prompt counted once for each
-        completion.
+        """Return the number of tokens of each id in a forward pass; int64 [num_ids].
+
+        The prompt is counted once for each completion.
         """
         if "completion" in self.lengths:
             cost = _sums(self, "completion")
@@ -160,7 +162,7 @@ class SequenceSample:
     def gather(
         cls, samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """All ids of `samples` in order; `keys` defaults to those of the first.
+        """Join `samples` in order; `keys` defaults to the keys of the first.
 
         Metadata that a sample lacks is None.
         """
@@ -183,32 +185,32 @@ class SequenceSample:
         return cls(tuple(i for s in samples for i in s.ids), lengths, offsets, data, metadata)
 
     def split(self, k: int) -> list[SequenceSample]:
-        """`k` parts of consecutive ids whose largest token cost is as small as it can be; `gather`
-        undoes it.
+        """Split into `k` parts of consecutive ids, minimizing the largest token cost.
+
+        `gather` is the inverse.
         """
         return _cut(self, packing.cut_evenly(self.token_costs(), k))
 
     def split_by_tokens(
         self, budget: int, field: str = "max_tokens_per_microbatch"
     ) -> list[SequenceSample]:
-        """The fewest parts of consecutive ids that cost at most `budget` tokens each, evenly
-        filled.
+        """Split into the fewest parts of consecutive ids with at most `budget` tokens each.
 
-        Raises `ConfigError` naming `field` where one id alone costs more (`ungroup` cuts groups
-        first).
+        The parts are evenly filled. Raises `ConfigError` naming `field` if one id alone costs more
+        (`ungroup` splits groups first).
         """
         return _cut(self, packing.cut_by_budget(self.token_costs(), budget, field))
 
     def unpack(self) -> list[SequenceSample]:
-        """One sample an id."""
+        """Split into samples of one id each."""
         return _cut(self, list(range(self.num_ids + 1)))
 
     def select(
         self, ids: Iterable[str] | None = None, keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """These ids in this order, and these keys.
+        """Return the sample with these ids in this order, and these keys.
 
-        Views where the ids are consecutive, copies otherwise.
+        Data are views if the ids are consecutive, copies otherwise.
         """
         names = self.keys if keys is None else tuple(keys)
         for name in names:
@@ -229,9 +231,9 @@ class SequenceSample:
         return picked.at([place[id] for id in ids])
 
     def at(self, rows: Sequence[int]) -> SequenceSample:
-        """The ids with these numbers, in this order.
+        """Return the sample with the ids at these indices, in this order.
 
-        Views where they are consecutive, copies otherwise.
+        Data are views if the indices are consecutive, copies otherwise.
         """
         index = np.asarray(rows, dtype=np.int64)
         counts = {
@@ -246,23 +248,21 @@ class SequenceSample:
         )
 
     def ungroup(self, max_tokens: int, field: str = "max_tokens_per_microbatch") -> SequenceSample:
-        """Cut every group into runs of completions that cost at most `max_tokens`, each with the
-        whole prompt.
+        """Split every group into runs of completions with cost at most `max_tokens`.
 
-        A part is called `id[first:stop]`; `metadata["part"]` says what it was cut from. `regroup`
-        is the inverse. Raises `ConfigError` naming `field` where one completion with its prompt
-        costs more.
+        Each part has the whole prompt and is called `id[first:stop]`; `metadata["part"]` has its
+        origin. `regroup` is the inverse. Raises `ConfigError` naming `field` if one completion with
+        its prompt costs more.
         """
         return _rearrange(
             self, groups.cut_groups(self.ids, self.lengths, self.offsets, max_tokens, field)
         )
 
     def regroup(self) -> SequenceSample:
-        """Join the parts that `ungroup` made, whatever their order; keys added since have one
-        sequence a completion.
+        """Join the parts made by `ungroup`, in any order.
 
-        Ids come in the order of their first part. Raises `DataError` where a part of a group is
-        missing.
+        Keys added since have one sequence per completion. Ids are in the order of their first part.
+        Raises `DataError` if a part of a group is missing.
         """
         if PART not in self.metadata:
             return self
@@ -271,28 +271,28 @@ class SequenceSample:
     # -- other values of the same shape
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
-        """New keys laid out as `key` is, with the same ids: `sample.like("completion",
-        advantages=..)` has one value a token.
+        """Return a sample of new keys with the layout of `key` and the same ids.
 
-        They get the kind of array that this sample holds. Raises `DataError` naming a key whose
-        values do not fit.
+        `sample.like("completion", advantages=..)` has one value per token. The arrays are converted
+        to the array type of this sample. Raises `DataError` naming a key whose values do not fit.
         """
         return _laid_out(self, key, _known(self, key, self.lengths), values)
 
     def one_per(self, key: str, /, **values: Values) -> SequenceSample:
-        """New keys of one value for each sequence of `key`, with the same ids:
-        `sample.one_per("completion", rewards=..)`.
+        """Return a sample of new keys with one value per sequence of `key`, and the same ids.
+
+        Example: `sample.one_per("completion", rewards=..)`.
         """
         return _laid_out(self, key, np.ones(self.num_sequences(key), dtype=np.int32), values)
 
     def meta(self) -> SequenceSample:
-        """The description alone: ids, lengths and metadata without tensors."""
+        """Return the sample without data: ids, lengths and metadata."""
         return SequenceSample(self.ids, self.lengths, self.offsets, {}, self.metadata)
 
     def remap_keys(self, mapping: Mapping[str, str]) -> SequenceSample:
-        """The same sample with keys renamed old -> new.
+        """Return the sample with keys renamed old -> new.
 
-        Raises `DataError` where two keys would get one name.
+        Raises `DataError` if two keys would get the same name.
         """
         names = {key: mapping.get(key, key) for key in self.keys}
         if len(set(names.values())) < len(names):
@@ -302,8 +302,9 @@ class SequenceSample:
         return _with_keys(self, names)
 
     def update(self, other: SequenceSample) -> SequenceSample:
-        """This sample with the keys (and metadata) of `other`, joined by id; both hold the same ids
-        in any order.
+        """Return this sample with the keys and metadata of `other`, joined by id.
+
+        Both have the same ids, in any order.
         """
         if set(self.ids) != set(other.ids):
             apart = sorted(set(self.ids) ^ set(other.ids))
@@ -321,17 +322,17 @@ class SequenceSample:
         )
 
     def to(self, device: str | torch.device) -> SequenceSample:
-        """The same values as torch tensors on a device."""
+        """Convert the data to torch tensors on a device."""
         data = {key: torch.as_tensor(value).to(device) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def numpy(self) -> SequenceSample:
-        """The same values as numpy arrays."""
+        """Convert the data to numpy arrays."""
         data = {key: host_array(value) for key, value in self.data.items()}
         return SequenceSample(self.ids, self.lengths, self.offsets, data, self.metadata)
 
     def to_bytes(self, compression: str | None = None) -> bytes:
-        """Bytes without pickle; `compression` is None or "zlib".
+        """Serialize without pickle; `compression` is None or "zlib".
 
         Metadata must be JSON values (tuples become lists).
         """
@@ -352,9 +353,9 @@ class SequenceSample:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> SequenceSample:
-        """The sample that `to_bytes` wrote, on the CPU.
+        """Deserialize the output of `to_bytes`, to the CPU.
 
-        Raises `DataError` for other or shortened bytes.
+        Raises `DataError` for other or truncated bytes.
         """
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
@@ -393,7 +394,7 @@ def _laid_out(
 
 
 def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """Keys old -> new; the others are left out."""
+    """Return the sample with keys renamed old -> new, and without all other keys."""
     lengths = {new: sample.lengths[old] for old, new in names.items()}
     offsets = {new: sample.offsets[old] for old, new in names.items()}
     data = {new: sample.data[old] for old, new in names.items() if old in sample.data}
@@ -401,7 +402,7 @@ def _with_keys(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSamp
 
 
 def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
-    """Consecutive ids between `bounds`; data are views."""
+    """Split into parts of consecutive ids at `bounds`; data are views."""
     parts = []
     for low, high in pairwise(bounds):
         span = {
@@ -421,7 +422,7 @@ def _cut(sample: SequenceSample, bounds: Sequence[int]) -> list[SequenceSample]:
 
 
 def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> SequenceSample:
-    """The sequences that `new` lists, with their ids' metadata except the column `drop`."""
+    """Return the sequences listed in `new`, with the metadata of their ids except `drop`."""
     lengths = {key: sample.lengths[key][index] for key, index in new.index.items()}
     offsets = {key: _offsets(counts) for key, counts in new.counts.items()}
     data = {
@@ -435,7 +436,7 @@ def _rearrange(sample: SequenceSample, new: Rearranged, drop: str = "") -> Seque
 
 
 def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
-    """`values[key]`, or the error that says why it is not there."""
+    """Return `values[key]`, or raise an error that explains why it is missing."""
     if key in values:
         return values[key]
     if key in sample.lengths:
@@ -449,7 +450,7 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
 
 
 def _sums(sample: SequenceSample, key: str) -> npt.NDArray[np.int64]:
-    """Tokens of a key by id."""
+    """Return the number of tokens of a key for each id."""
     return np.diff(sample.starts[key][sample.offsets[key]])
 
 
@@ -458,7 +459,7 @@ def _set(sample: SequenceSample, name: str, value: Any) -> None:
 
 
 def _frozen(value: npt.ArrayLike) -> Ints:
-    """An int32 vector that nobody can write to; the caller's own array stays writable."""
+    """Return a read-only int32 vector; the caller's array stays writable."""
     array = np.asarray(value, dtype=np.int32).view()
     array.flags.writeable = False
     return array

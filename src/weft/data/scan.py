@@ -1,6 +1,4 @@
-"""What is better known about a file before a model learns from it: phrases no model should say,
-doubles, empty answers.
-"""
+"""Scan of a file for problems before training: unwanted phrases, duplicates, empty answers."""
 
 from __future__ import annotations
 
@@ -54,9 +52,9 @@ CONTEXT = 50  # characters shown on each side of a phrase
 
 @dataclass
 class Findings:
-    """What a scan found.
+    """Results of a scan.
 
-    `phrases[p]` lists (place, text around it); the others list places, or groups of them.
+    `phrases[p]` lists (place, text around it); the other fields list places, or groups of places.
     """
 
     rows: int = 0
@@ -69,9 +67,9 @@ class Findings:
 def scan(
     rows: Iterable[tuple[str, Row | Unreadable]], phrases: Sequence[str] = PHRASES
 ) -> Findings:
-    """Look through rows given as (place, row).
+    """Scan rows given as (place, row).
 
-    Phrases are sought in answers, whatever the case and the apostrophes.
+    Phrases are searched in answers, ignoring case and the kind of apostrophe.
     """
     found = Findings()
     pattern = re.compile(
@@ -98,9 +96,7 @@ def scan(
 
 
 def answers(row: Row) -> Iterator[str]:
-    """The texts of a row that a model would learn to write: answers, replies, turns of the
-    assistant.
-    """
+    """Return the texts that a model would be trained on: answers, replies, assistant turns."""
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
             yield from _said(row[key], messages=key in MESSAGE_KEYS)

@@ -1,5 +1,6 @@
-"""Where rows come from: JSON, JSONL(.gz), Parquet and Arrow files, directories of them, and the
-hub. Rows know their line.
+"""Reading of rows from JSON, JSONL(.gz), Parquet and Arrow files, directories, and the hub.
+
+Each row comes with its file and line.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a row, written `FILE:LINE`; in Parquet and Arrow files the line is the row's
-    number. A row that was made of several has line 0, and is written `FILE`.
+    """Place of a row, written `FILE:LINE`.
+
+    In Parquet and Arrow files the line is the row's number. A row that was made of several has line
+    0, and is written `FILE`.
     """
 
     file: str
@@ -47,18 +50,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A line that is no row, and why."""
+    """Line that is not a row, with the reason."""
 
     wrong: str
 
 
 def find_files(path: str, split: str | None = None) -> list[Path]:
-    """The data files at `path`, sorted: itself, those in a directory, or those of a hub dataset
-    (`owner/name[:folder]`).
+    """Return the data files at `path`, sorted.
 
-    `split` keeps the files of that split by their names; without it, files named after a split
-    other than train are left out where some are named train. Raises `DataError` where there is
-    nothing to read.
+    `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`).
+
+    `split` keeps the files of that split, by their names. Without it, files named after a split
+    other than train are left out if some are named train. Raises `DataError` if there is nothing to
+    read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
@@ -96,12 +100,13 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 def read_rows(
     file: Path, *, texts_as: str | None = None
 ) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
-    """Every row of a file with its place, which is that of the row it was made of where it says so
-    (`ORIGIN`); what cannot be read comes as `Unreadable`.
+    """Iterate over the rows of a file with their places; bad lines are `Unreadable`.
 
-    `texts_as`: a row that is a text alone is a row with that column.
+    If a row names the row it was made of (`ORIGIN`), the place is that of the original row.
 
-    Raises `DataError` where the file as a whole is empty or of another kind than its name says.
+    `texts_as`: the column for rows that are only a text.
+
+    Raises `DataError` if the file is empty, or of another format than its name says.
     """
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
@@ -125,7 +130,7 @@ def read_rows(
 
 
 def content_hash(files: list[Path]) -> str:
-    """sha256 over the bytes of the files, in order."""
+    """Return the sha256 of the bytes of the files, in order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -150,7 +155,7 @@ def _opened(file: Path) -> IO[str]:
 
 
 def _first_character(stream: IO[str]) -> str:
-    """The first character that is no white space; the stream is left where it was.
+    """Return the first character that is not white space, without moving the stream.
 
     A BOM counts as white space.
     """
@@ -170,7 +175,7 @@ def _line_rows(stream: IO[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _value(line: str) -> Any:
-    """What a line holds."""
+    """Return the JSON value of a line, or `Unreadable` with the reason."""
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
@@ -181,8 +186,9 @@ def _value(line: str) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The value, unless it holds half of a surrogate pair (an emoji cut in two), which is no
-    character.
+    """Return the value, or `Unreadable` if it contains half of a surrogate pair.
+
+    That is an emoji cut in two, and not a character.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -198,7 +204,7 @@ def _whole(value: Any) -> Any:
 
 
 def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
-    """The entries of a JSON list, each with the line it begins on."""
+    """Iterate over the entries of a JSON list, each with the line it begins on."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     line = 1
@@ -253,9 +259,9 @@ def _after(blank: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _from_hub(path: str) -> Path:
-    """A local copy of a hub dataset's data files.
+    """Return a local copy of a hub dataset's data files.
 
-    Raises `DataError` where there is none or the hub cannot be reached.
+    Raises `DataError` if it does not exist or the hub cannot be reached.
     """
     local = (
         path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(path)
@@ -286,9 +292,9 @@ def _from_hub(path: str) -> Path:
 
 
 def check_at_hand(path: str, option: str = "") -> None:
-    """That a path is on this machine, or a dataset that the cache or the hub has.
+    """Raise `DataError` if a hub dataset is neither in the cache nor on the hub.
 
-    Raises `DataError`; other paths are not looked at.
+    Does not check existing paths, or names that cannot be hub datasets.
     """
     if not Path(path).expanduser().exists() and HUB_NAME.fullmatch(path):
         hub.check_dataset(option, path, "check the spelling")
@@ -299,7 +305,8 @@ def _hidden(file: Path) -> bool:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` -> train."""
+    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` ->
+    train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),

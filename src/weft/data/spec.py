@@ -1,4 +1,4 @@
-"""What a user sets for tokenizers and datasets: plain values, no torch."""
+"""Options of tokenizers and datasets: plain values, no torch."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class SourceSpec:
 
     @classmethod
     def parse(cls, value: Any, where: str) -> SourceSpec:
-        """Read one mapping.
+        """Parse one mapping.
 
-        Raises `ConfigError` naming `where` for unknown keys, wrong types and values off the rule.
+        Raises `ConfigError` naming `where` for unknown keys, wrong types and invalid values.
         """
         if isinstance(value, str):
             value = {"path": value}
@@ -172,7 +172,7 @@ class SourceSpec:
 
 
 def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
-    """The entries of `dataset.sources` and `dataset.named`.
+    """Return the entries of `dataset.sources` and `dataset.named`.
 
     Raises `ConfigError` naming the entry.
     """
@@ -181,7 +181,7 @@ def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
 
 
 def all_or_none_weighted(sources: list[SourceSpec]) -> list[SourceSpec]:
-    """The sources. Raises `ConfigError` where some have a weight and others none."""
+    """Return the sources. Raises `ConfigError` if only some have a weight."""
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         raise ConfigError(
@@ -192,7 +192,7 @@ def all_or_none_weighted(sources: list[SourceSpec]) -> list[SourceSpec]:
 
 
 def parse_sources(value: Any) -> list[SourceSpec]:
-    """The entries of `dataset.sources`. Raises `ConfigError` naming the entry."""
+    """Parse `dataset.sources`. Raises `ConfigError` naming the entry."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(
             f"dataset.sources={value!r}: must be a list such as [{{path: FILE, fraction: 0.5}}, "
@@ -204,8 +204,9 @@ def parse_sources(value: Any) -> list[SourceSpec]:
 
 
 def parse_named(value: Any) -> list[SourceSpec]:
-    """The entries of `dataset.named`, a name or a list of names and `{name: {fraction: .., OPTION:
-    ..}}`. Raises `ConfigError`.
+    """Parse `dataset.named`: a name, or a list of names and `{name: {fraction: .., OPTION: ..}}`.
+
+    Raises `ConfigError`.
     """
     entries = [value] if isinstance(value, str | Mapping) else value
     if not isinstance(entries, Sequence) or not entries:
@@ -217,7 +218,7 @@ def parse_named(value: Any) -> list[SourceSpec]:
 
 
 def _named_source(entry: Any, where: str) -> SourceSpec:
-    """One entry: keys that no source has are the reader's options."""
+    """Parse one entry; keys that are not source keys are options of the reader."""
     if isinstance(entry, str):
         return SourceSpec.parse({"named": entry}, where)
     if not isinstance(entry, Mapping) or len(entry) != 1:
@@ -242,7 +243,7 @@ def _named_source(entry: Any, where: str) -> SourceSpec:
 
 
 def named_problem(value: Any) -> str | None:
-    """What is wrong with `dataset.named`, or None: the rule of the option."""
+    """Return the problem with a value of `dataset.named`, or None if it is valid."""
     try:
         parse_named(value)
     except ConfigError as error:
@@ -251,7 +252,7 @@ def named_problem(value: Any) -> str | None:
 
 
 def columns_problem(value: Any) -> str | None:
-    """What is wrong with a mapping of columns, or None: the rule of the option."""
+    """Return the problem with a mapping of columns, or None if it is valid."""
     if not isinstance(value, Mapping) or not all(
         isinstance(each, str) and each for each in value.values()
     ):
@@ -260,7 +261,7 @@ def columns_problem(value: Any) -> str | None:
 
 
 def sources_problem(value: Any) -> str | None:
-    """What is wrong with `dataset.sources`, or None: the rule of the option."""
+    """Return the problem with a value of `dataset.sources`, or None if it is valid."""
     try:
         parse_sources(value)
     except ConfigError as error:
@@ -399,5 +400,5 @@ class DatasetSpec:
 
     @property
     def limit(self) -> int | None:
-        """`max_seqlen` as a number; None where it is absent, or `auto`, which cuts no row."""
+        """Return `max_seqlen` as a number; None if it is unset, or `auto` (rows are not cut)."""
         return self.max_seqlen if isinstance(self.max_seqlen, int) else None

@@ -1,8 +1,7 @@
-"""A sentencepiece `tokenizer.model` as a `tokenizers.Tokenizer` with the same ids, byte fallback
-included.
+"""Conversion of a sentencepiece `tokenizer.model` to a `tokenizers.Tokenizer`.
 
-The file is a protobuf message (sentencepiece_model.proto in google/sentencepiece); the few fields
-needed are read here.
+The ids are the same, byte fallback included. The file is a protobuf message
+(sentencepiece_model.proto in google/sentencepiece); the few fields needed are read here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class Model:
-    """What a sentencepiece file says: (piece, score, type) by id, and how text is normalised before
-    it is cut.
+    """Contents of a sentencepiece file: (piece, score, type) by id, and the text normalization.
+
+    The text is normalized before it is split into pieces.
     """
 
     pieces: tuple[tuple[str, float, int], ...]
@@ -41,20 +41,21 @@ class Model:
     pad_id: int
 
     def piece(self, index: int) -> str | None:
-        """The piece with this id, or None where the id is -1 (the model has none)."""
+        """Return the piece with this id, or None if the id is -1 (the model has none)."""
         return self.pieces[index][0] if 0 <= index < len(self.pieces) else None
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether a file called `tokenizer.model` is one: its first field is a piece (tiktoken files of
-    that name are text).
+    """Return whether a file called `tokenizer.model` is a sentencepiece model.
+
+    Its first field is a piece. Tiktoken files of that name are text.
     """
     with path.open("rb") as file:
         return file.read(1) == b"\x0a"
 
 
 def read_model(path: Path) -> Model:
-    """Parse a sentencepiece file. Raises `DataError` where it is something else or cut short."""
+    """Parse a sentencepiece file. Raises `DataError` if it is something else or truncated."""
     pieces: list[tuple[str, float, int]] = []
     trainer: dict[int, bytes | int] = {}
     normalizer: dict[int, bytes | int] = {}
@@ -99,7 +100,7 @@ def read_model(path: Path) -> Model:
 
 
 def convert(model: Model) -> tokenizers.Tokenizer:
-    """The same cutting as a `tokenizers.Tokenizer`; control pieces are special tokens."""
+    """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
     if model.unigram:
         scored = [(piece, score) for piece, score, _ in model.pieces]
@@ -143,7 +144,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
 
 
 def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the piece with the highest score first."""
+    """Return all pairs of pieces that form a piece, in order of its score, highest first."""
     mergeable = {piece for piece, _, kind in model.pieces if kind not in (UNKNOWN, CONTROL, BYTE)}
     pairs = []
     for piece, score, _ in model.pieces:
@@ -166,7 +167,8 @@ def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of a protobuf message: varints as integers, everything else as bytes."""
+    """(field number, value) of a protobuf message: varints as integers, everything else as
+    bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

@@ -1,4 +1,4 @@
-"""Where the steps of a completion end: in the characters of its text, and in its tokens."""
+"""End of each step of a completion, in characters and in tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from weft.data.tokenizer import Tokenizer
 
 
 def step_ends(text: str, mark: str) -> list[int]:
-    """How many characters of a text each of its steps ends after: behind each `mark`, and at the
-    end of the text where something else than blanks follows the last mark.
+    """Return the end of each step of a text, in characters.
+
+    A step ends after each `mark`, and at the end of the text if more than white space follows the
+    last mark. A step of nothing but white space is joined to the next one.
     """
     ends: list[int] = []
     start = 0
@@ -25,8 +27,9 @@ def step_ends(text: str, mark: str) -> list[int]:
 def step_tokens(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], ends: Sequence[int]
 ) -> list[int]:
-    """For each number of characters of a completion's text: the index of the token that holds the
-    last of them.
+    """Return the index of the token with the last character of each text prefix.
+
+    The prefixes of the completion's text are given by their lengths.
     """
 
     def reaches(end: int) -> Callable[[int], bool]:

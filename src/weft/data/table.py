@@ -30,9 +30,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of the rows of a source, and of the samples that were cut (`both_cut`: prompt and
-    answer) or left out; columns `read`, columns that hold anything; parts of trained turns that the
-    chat template `cut`.
+    """Counts of a source's rows, and of the samples that were cut or left out.
+
+    `both_cut`: prompt and answer were cut. Includes the columns `read`, the columns with any value,
+    and the parts of trained turns that the chat template `cut`.
     """
 
     rows: int = 0
@@ -63,11 +64,11 @@ class Report:
 
     @property
     def unused(self) -> list[str]:
-        """Columns that no row's form reads."""
+        """Return the columns that the form of no row reads."""
         return sorted(self.held - self.read)
 
     def to_values(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
+        """Return the report as JSON values."""
         return {**asdict(self), "read": sorted(self.read), "held": sorted(self.held)}
 
     @classmethod
@@ -95,15 +96,15 @@ class TokenTable:
         return self.sample.ids
 
     def __getitem__(self, index: int) -> SequenceSample:
-        """Sample `index`, alone, in the dtypes of the graph's edges."""
+        """Return sample `index` alone, in the dtypes of the graph's edges."""
         return self.at([index])
 
     def at(self, indices: Sequence[int]) -> SequenceSample:
-        """These samples as one, in the dtypes of the graph's edges."""
+        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
         return on_edges(self.sample.at(indices))
 
     def encoded(self, index: int) -> Encoded:
-        """Sample `index` as it was encoded."""
+        """Return sample `index` as it was encoded."""
         one = self.sample.at([index])
 
         def lists(key: str) -> list[Any]:
@@ -119,15 +120,15 @@ class TokenTable:
         )
 
     def costs(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample, its prompt counted for every completion."""
+        """Return the number of tokens of each sample, the prompt counted per completion."""
         return self.sample.token_costs()
 
     def longest(self) -> int:
-        """Most tokens of a sequence: a prompt and one of its completions."""
+        """Return the most tokens of a sequence: a prompt and one of its completions."""
         return int(self.sizes().max(initial=0))
 
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample's longest sequence: its prompt and one of its completions."""
+        """Return the number of tokens of each sample's longest sequence (prompt and completion)."""
         lengths = self.sample.lengths
         sizes = lengths["prompt"].astype(np.int64)
         if "completion" in lengths:
@@ -165,7 +166,7 @@ class TokenTable:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TokenTable:
-        """The table that `to_bytes` wrote. Raises `DataError` for other bytes."""
+        """Read the output of `to_bytes`. Raises `DataError` for other bytes."""
         tensors, values = codec.decode(raw)
         fields: dict[str, dict[str, Any]] = {"lengths": {}, "offsets": {}, "data": {}}
         rows = tensors.pop("rows").numpy()
@@ -183,7 +184,7 @@ class TokenTable:
 
 
 def on_edges(sample: SequenceSample) -> SequenceSample:
-    """Samples of a table in the dtypes of the graph's edges."""
+    """Convert samples of a table to the dtypes of the graph's edges."""
     return replace(
         sample, data={key: value.to(DTYPES[key][1]) for key, value in sample.data.items()}
     )

@@ -1,5 +1,6 @@
-"""What a chat template may not do, which comes with a model and is run: loop without end, or make
-texts without bound.
+"""Limits on chat templates, which come with a model and are executed.
+
+A template must not loop without end, or write texts of unbounded length.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transforme
 
 
 class TookTooLong(Exception):
-    """What `within` raises."""
+    """Error of `within`: the code did not end in time."""
 
     def __str__(self) -> str:
         return super().__str__() or "does not end in time"
@@ -39,7 +40,7 @@ class TookTooLong(Exception):
 
 @cache
 def template_problem(template: str) -> str | None:
-    """What a template does that it may not, with the line where there is one, or None."""
+    """Return the problem with a template, with its line if known, or None if none is found."""
     try:
         found = _oversized(template)
         if found is not None:
@@ -68,8 +69,9 @@ def template_problem(template: str) -> str | None:
 
 
 def _oversized(template: str) -> str | None:
-    """A product or power of constants in a template that fills the memory: jinja computes it as
-    soon as it compiles one.
+    """Return the problem with a product or power of constants that would fill the memory.
+
+    Jinja computes it when it compiles the template.
     """
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)
@@ -106,9 +108,10 @@ def _constant(node: nodes.Expr) -> Any:
 
 
 class Watch:
-    """One thread that interrupts others where what they do takes longer than it may; it ends itself
-    where there is nothing to watch. To start a timer for each conversation would take longer than
-    most templates do.
+    """Thread that interrupts other threads whose work takes too long.
+
+    It ends itself when there is nothing to watch. Starting a timer for each conversation would take
+    longer than most templates do.
     """
 
     def __init__(self) -> None:
@@ -117,7 +120,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Watch this thread; what is returned ends it."""
+        """Watch this thread for `seconds`; return the entry that ends the watch."""
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
@@ -157,8 +160,9 @@ def _watch() -> Watch:
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raises `TookTooLong` in this thread where what is done takes longer; between two steps of
-    Python, so not inside a library's own code.
+    """Raise `TookTooLong` in this thread if the code takes too long.
+
+    It is raised between two steps of Python, so not inside a library's own code.
     """
     watch = _watch()
     entry = watch.begin(seconds)

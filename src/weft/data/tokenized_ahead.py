@@ -76,10 +76,10 @@ Packed = tuple[
 
 @runtime_checkable
 class OneSample(Protocol):
-    """A form whose rows (but trees of messages) make one sample of at most one completion, trained
-    from its first token on.
+    """Form whose rows, except message trees, make one sample of at most one completion.
 
-    Such a sample is never left out where long ones are truncated: a trained token always stays.
+    The sample is trained from its first token on. It is never left out if long samples are
+    truncated, as a trained token always remains.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
@@ -93,11 +93,10 @@ class OneSample(Protocol):
 def tokenize_ahead(
     form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source
 ) -> TokenTable | TableAhead:
-    """Return the samples of a source, as a `TableAhead` that is yet to be started or as a whole
-    table.
+    """Return the samples of a source: a `TableAhead` that is not started yet, or a whole table.
 
     It is a whole table, as `tokenize` makes it, if it comes from the cache, if the files are small,
-    if the form makes several samples of a row, and if `num_workers` is 0.
+    if the form makes several samples of a row, or if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that are found.
     """
@@ -119,7 +118,7 @@ def tokenize_ahead(
 
 
 def pack(outcome: Outcome) -> Packed:
-    """Return the outcome of a chunk with its samples as a table, which is a tenth of the size."""
+    """Return the outcome of a chunk with its samples as a table, a tenth of the size."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.build(
@@ -134,7 +133,7 @@ def pack(outcome: Outcome) -> Packed:
 class _Rows:
     """All rows of a source, by number.
 
-    `shapes[row]` is the number of its shape, `tried` are rows to tokenize at once.
+    `shapes[row]` is the number of the row's shape; `tried` are rows to tokenize before training.
     """
 
     places: list[str] = field(default_factory=list)
@@ -150,8 +149,8 @@ class _Rows:
 def _list_rows(job: Job, source: Source) -> _Rows | None:
     """Read all rows.
 
-    None if some make several samples, or if their columns differ too much to try a row of each
-    kind.
+    Returns None if some rows make several samples, or if their columns differ too much to try a row
+    of each shape.
     """
     rows = _Rows()
     known = dict[Any, int]()
@@ -186,8 +185,9 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
 
 
 def _shape(row: Row | Unreadable, id_key: str, *, deep: bool) -> Any:
-    """The columns of a row, but for its id, with the kinds of their values; `deep`: and of the
-    values inside these.
+    """Return the columns of a row, except its id, with the kinds of their values.
+
+    `deep`: include the kinds of nested values.
     """
     if isinstance(row, Unreadable):
         return None
@@ -214,7 +214,10 @@ def _kind_alone(value: Any) -> Any:
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
-    """Return whether the sample of a row may have more than `most` tokens; True also for a bad row."""
+    """Return whether the sample of a row can have more than `most` tokens.
+
+    True also for a bad row.
+    """
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.most_tokens_in(text)
@@ -226,9 +229,9 @@ def _may_be_longer(job: Job, row: Row, most: int) -> bool:
 
 
 def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
-    """The table of rows whose ids and number are settled.
+    """Return the table, after determining its ids and its number of rows.
 
-    Raises `DataError` with all reports that are known.
+    Raises `DataError` with all reports on bad rows found so far.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -272,7 +275,7 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
 def _encode_now(
     job: Job, rows: _Rows, numbers: Sequence[int], source: Source
 ) -> list[tuple[list[int], Outcome]]:
-    """(numbers, outcome) of chunks of these rows, which training has to wait for."""
+    """Return (numbers, outcome) of chunks of these rows; training waits for them."""
     chunks = [list(numbers[at : at + CHUNK]) for at in range(0, len(numbers), CHUNK)]
     if len(numbers) <= MOST_SHAPES:
         return [(chunk, encode_rows(job, rows.chunk(chunk))) for chunk in chunks]
@@ -287,12 +290,12 @@ def _encode_now(
 
 
 class TableAhead:
-    """Samples of one source like those of a `TokenTable`, most of which are yet to be made.
+    """Table of samples like a `TokenTable`, most of which are made during training.
 
-    `ids` and `rows` are known. `at` makes samples that are missing; from `start` to `close`
-    processes make the others, first those that training asks for next (`prioritize`). Once all are
-    there, they are kept on disk as `tokenize` keeps them. An error that is found meanwhile is
-    raised by the next call of `at`: `DataError` for a bad row, `RunError` if a process died.
+    `ids` and `rows` are known. `at` makes samples that are missing. From `start` to `close`,
+    processes make the others, beginning with those that training needs next (`prioritize`). The
+    complete table is cached on disk, as by `tokenize`. An error in a process is raised by the next
+    call of `at`: `DataError` for a bad row, `RunError` if a process died.
     """
 
     def __init__(
@@ -340,7 +343,7 @@ class TableAhead:
         return self.at([index])
 
     def at(self, indices: Sequence[int]) -> SequenceSample:
-        """These samples as one, in the dtypes of the graph's edges."""
+        """Return these samples as one `SequenceSample`, in the dtypes of the graph's edges."""
         with self._changed:
             missing = [index for index in indices if self._state[index] == WAITING]
             self._state[missing] = UNDER_WAY
@@ -359,7 +362,7 @@ class TableAhead:
     def _gather(
         self, indices: Sequence[int], others: Sequence[int], extra: SequenceSample | None
     ) -> SequenceSample:
-        """The samples from where they lie: in the chunks, and `others` in `extra`."""
+        """Return the samples from the chunks, and `others` from `extra`."""
         apart = {index: place for place, index in enumerate(others)}
         # chunk -> (place among the indices, place in the chunk)
         wanted: dict[int, list[tuple[int, int]]] = {}
@@ -381,8 +384,9 @@ class TableAhead:
         return SequenceSample.gather(parts).at(np.argsort(order).tolist())
 
     def whole(self) -> TokenTable:
-        """The table of all samples, once they are there; those that no process is at work on are
-        made here.
+        """Return the table of all samples, once all are made.
+
+        Samples that no process is working on are made here.
         """
         while (samples := self._take()).size:
             self._make(samples.tolist())
@@ -394,7 +398,8 @@ class TableAhead:
         return self._whole
 
     def report(self) -> Report | None:
-        """Return the report on all rows, in which places are named; None while samples are missing."""
+        """Return the report on all rows, in which places are named; None while samples are
+        missing."""
         if self._whole is None:
             return None
         report = self._whole.report
@@ -403,7 +408,7 @@ class TableAhead:
         )
 
     def longest(self) -> int:
-        """Most tokens of a sequence among the samples that are there."""
+        """Return the most tokens of a sequence among the samples made so far."""
         return self._longest
 
     def costs(self) -> npt.NDArray[np.int64]:
@@ -413,7 +418,10 @@ class TableAhead:
         return self.whole().sizes()
 
     def expected_costs(self) -> npt.NDArray[Any]:
-        """Tokens of each sample, judged by its bytes and the tokens of those that are there."""
+        """Return the estimated tokens of each sample.
+
+        Estimated from its bytes, and the tokens of the samples made so far.
+        """
         with self._changed:
             tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
             of_bytes = int(self._bytes[self._state == DONE].sum())
@@ -422,7 +430,7 @@ class TableAhead:
     # -- processes
 
     def start(self, workers: int) -> None:
-        """Begin to make all samples, in `workers` processes."""
+        """Start `workers` processes that make all samples."""
         job = pickle.dumps(replace(self._job, packed=True))
         for number in range(min(workers, -(-len(self) // CHUNK))):
             thread = threading.Thread(
@@ -440,7 +448,7 @@ class TableAhead:
             self._next = 0
 
     def close(self) -> None:
-        """End the processes. A table that has all its samples is put on disk first."""
+        """End the processes. A complete table is written to disk first."""
         with self._changed:
             self._closed = not (self._state == DONE).all()
             processes = list(self._processes) if self._closed else []
@@ -471,8 +479,9 @@ class TableAhead:
                 end_process(process)
 
     def _take(self) -> Index:
-        """Samples of the next chunk, in the order of their rows; none at the end, and after
-        `close`.
+        """Return the samples of the next chunk, in the order of their rows.
+
+        Empty at the end, and after `close`.
         """
         found: list[int] = []
         with self._changed:
@@ -501,7 +510,7 @@ class TableAhead:
         return replace(table, sample=self._with_columns(table.sample)), problems
 
     def _with_columns(self, sample: SequenceSample) -> SequenceSample:
-        """The samples with the columns of metadata that the whole table has."""
+        """Return the samples with all metadata columns of the table."""
         nothing = (None,) * sample.num_ids
         assert set(sample.metadata) <= set(self._columns), "a form's columns follow from the row's"
         return replace(
@@ -538,7 +547,7 @@ class TableAhead:
             self._begin_finish()
 
     def _begin_finish(self) -> None:
-        """Start a thread that joins all chunks, so that no batch has to wait for it."""
+        """Start a thread that joins all chunks, so that no batch waits for it."""
         thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -555,7 +564,7 @@ class TableAhead:
             self._fail(error)
 
     def _join(self) -> TokenTable:
-        """The table that `tokenize` makes of the same rows."""
+        """Return the table that `tokenize` would make of the same rows."""
         keys = self._samples[self._chunk_of[0]].keys
         held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
         starts = np.zeros(len(self._samples), dtype=np.int64)

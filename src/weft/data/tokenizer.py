@@ -33,9 +33,9 @@ UNDRESSED = Dress()
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer as weft uses it; `Tokenizer.load` makes one.
+    """Tokenizer with weft's options, loaded by `Tokenizer.load`.
 
-    `hf` is the `transformers` tokenizer beneath.
+    `hf` is the underlying `transformers` tokenizer.
     """
 
     hf: PreTrainedTokenizerBase
@@ -58,9 +58,11 @@ class Tokenizer:
         trust_remote_code: bool = False,
         option: str = "tokenizer",
     ) -> Tokenizer:
-        """Read `spec.path` (or the model's own: a directory, a `tokenizer.json`, a sentencepiece
-        file, a hub name) and apply the overrides; `option` is how a user writes them. Raises
-        `UserError` where nothing can be read, a named token is not in the vocabulary, or the chat
+        """Read a tokenizer and apply the overrides of `spec`.
+
+        `spec.path`, or else the model's path, is a directory, a `tokenizer.json`, a sentencepiece
+        file or a hub name. `option` is the name of the options as a user writes them. Raises
+        `UserError` if nothing can be read, a named token is not in the vocabulary, or the chat
         template does not compile.
         """
         if (path := spec.path or model_path) is None:
@@ -82,9 +84,9 @@ class Tokenizer:
     # -- ids and text
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Token ids of a text, without EOS.
+        """Return the token ids of a text, without EOS.
 
-        `bos`: begin with BOS (None: the tokenizer's habit); never two of them.
+        `bos`: begin with BOS (None: the default of the tokenizer); never with two.
         """
         ids = list(tokenizer_files.encoded(self.hf, text, self.most_tokens)["input_ids"])
         if (
@@ -96,7 +98,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """The text of token ids, exactly as they stand; `skip_special` leaves out special tokens."""
+        """Return the text of token ids, unchanged; `skip_special` leaves out special tokens."""
         return str(
             self.hf.decode(
                 list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
@@ -106,8 +108,9 @@ class Tokenizer:
     def decode_after(
         self, before: Sequence[int], ids: Sequence[int], skip_special: bool = False
     ) -> str:
-        """The text of `ids` where they stand behind `before`: the blank before a first word stays
-        (sentencepiece drops it at the beginning of a text).
+        """Return the text of `ids` when they follow `before`.
+
+        The space before a first word is kept (sentencepiece drops it at the beginning of a text).
         """
         context = list(before)[-4:]
         head = self.decode(context, skip_special)
@@ -117,8 +120,9 @@ class Tokenizer:
         return self.decode(ids, skip_special)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Ids (no BOS is added) and the characters [start, stop) each came from; None where the
-        tokenizer cannot tell.
+        """Return ids without BOS, and the character range [start, stop) of each.
+
+        None if the tokenizer does not provide offsets.
         """
         if not self.hf.is_fast:
             return None
@@ -130,8 +134,9 @@ class Tokenizer:
     def encode_with_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask) of a text, True on tokens that hold a character of one of the spans [start,
-        stop).
+        """Return (ids, mask) of a text.
+
+        The mask is True on tokens that contain a character of one of the spans [start, stop).
         """
         ids, mask = chat.mask_spans(
             lambda part: self.encode(part, bos=False), self.encode_with_offsets, text, spans
@@ -145,7 +150,10 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The jinja template; the one called "default" where the tokenizer has several."""
+        """Return the jinja template, or None.
+
+        If the tokenizer has several templates, it is the one called "default".
+        """
         found = self.hf.chat_template
         return found.get("default") if isinstance(found, dict) else found
 
@@ -155,9 +163,9 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
-        Raises `DataError` where the template refuses these messages.
+        Raises `DataError` if the template refuses these messages.
         """
         problem = template_problem(self.require_chat_template())
         if problem is not None:
@@ -177,8 +185,9 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation that `mask_chat` makes tokens of, or with a generation prompt
-        `encode_context`.
+        """Return the text of a conversation that `mask_chat` tokenizes.
+
+        With a generation prompt, it is the text that `encode_context` tokenizes.
         """
         self.check_template()
         talk = normalise(messages)
@@ -189,8 +198,9 @@ class Tokenizer:
         return self.render(talk, normalise_tools(tools), add_generation_prompt)
 
     def most_tokens_in(self, text: str) -> int | None:
-        """Return a number of tokens that a text cannot have more of, BOS aside, without tokenizing
-        it. None if unknown.
+        """Return an upper bound on the tokens of a text, without BOS and without tokenizing it.
+
+        None if unknown.
         """
         if self._tokens_per_byte is None:
             return None
@@ -206,9 +216,9 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Return the token ids of a conversation.
 
-        BOS is the template's own; `add_bos_token=true` adds one that is missing.
+        BOS comes from the template; `add_bos_token=true` adds it if it is missing.
         """
         self.check_template()
         text = self.render(normalise(messages), normalise_tools(tools), add_generation_prompt)
@@ -217,10 +227,9 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """(token ids of a conversation to go on with, generation prompt included, what of its
-        messages is in none of them).
+        """Return (token ids with generation prompt, parts of the messages in no token).
 
-        Raises `DataError` where the template leaves out what a reply must know
+        Raises `DataError` if the template leaves out something that a reply depends on
         (`weft.data.rendered`).
         """
         talk = normalise(messages)
@@ -235,18 +244,18 @@ class Tokenizer:
     def encode_chat_with_mask(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], list[bool]]:
-        """(ids, mask): the mask is True on what the assistant wrote and the token that ends each of
-        its turns.
+        """Return (ids, mask) of a conversation.
+
+        The mask is True on the assistant's text and on the token that ends each of its turns.
         """
         found = self.mask_chat(messages, tools)
         return found.ids, found.mask
 
     def mask_chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> chat.Masked:
-        """A conversation's tokens, marked on what the assistant wrote and the token that ends each
-        of its turns.
+        """Return the tokens of a conversation with a mask of the assistant's text and end tokens.
 
-        Built from spans of the rendered text (`weft.data.chat`), never from ids. A template that
-        ends the last reply with no token of its own gets EOS there. Raises `DataError` where the
+        The mask is made from spans of the rendered text (`weft.data.chat`), never from ids. If the
+        template does not end the last reply with a token, EOS is added. Raises `DataError` if the
         assistant's turns cannot be found, or messages are not rendered.
         """
         self.check_template()
@@ -289,8 +298,10 @@ class Tokenizer:
 
     @cached_property
     def around_reply(self) -> tuple[str, str]:
-        """What the chat template writes between the generation prompt and a plain reply, and after
-        it; "" without one.
+        """Return the text that the chat template writes before and after a plain reply.
+
+        The first text is between the generation prompt and the reply. Both are "" without a
+        template.
         """
         if self.chat_template is None:
             return ("", "")
@@ -298,7 +309,7 @@ class Tokenizer:
 
     @cached_property
     def turn_end(self) -> str | None:
-        """The token that the chat template puts after a reply; None where it puts none."""
+        """Return the token that the chat template puts after a reply, or None."""
         return leading_token(self.around_reply[1].lstrip(), self._added)
 
     @cached_property
@@ -306,8 +317,9 @@ class Tokenizer:
         return [token.content for token in self.hf.added_tokens_decoder.values()]
 
     def stop_ids(self) -> list[int]:
-        """Ids that end a completion: EOS, the template's end-of-turn token, and what the model's
-        configuration names.
+        """Return the ids that end a completion.
+
+        These are EOS, the template's end-of-turn token, and the ids in the model's configuration.
         """
         found = [
             self.eos_id,
@@ -317,22 +329,23 @@ class Tokenizer:
         return list(dict.fromkeys(id for id in found if isinstance(id, int)))
 
     def special_id(self, text: str) -> int | None:
-        """The id of the added token that is written so, or None where there is none."""
+        """Return the id of the added token with this text, or None."""
         return next(
             (id for id, token in self.hf.added_tokens_decoder.items() if token.content == text),
             None,
         )
 
     def drawing(self, draw: np.random.Generator) -> Tokenizer:
-        """The same tokenizer with random numbers to draw from; what it knows of its template goes
-        along.
+        """Return the tokenizer with random numbers to draw from.
+
+        Cached facts about the template are kept.
         """
         made = copy(self)
         object.__setattr__(made, "draw", draw)
         return made
 
     def with_padding(self, token: str | None) -> Tokenizer:
-        """The same tokenizer with another padding token of its vocabulary, or without one."""
+        """Return the tokenizer with another padding token of its vocabulary, or without one."""
         hf = deepcopy(self.hf)
         hf.pad_token = token
         return replace(self, hf=hf)
@@ -341,7 +354,7 @@ class Tokenizer:
 
     @property
     def name(self) -> str:
-        """Where it was read."""
+        """Return the path or name that the tokenizer was loaded from."""
         return str(self.hf.name_or_path or "the tokenizer")
 
     @property
@@ -362,33 +375,32 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included: what an embedding must hold."""
+        """Return the largest id plus one, added tokens included: the size of the embedding."""
         return max(self.hf.get_vocab().values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over everything that affects token ids: vocabulary, merges, special tokens,
-        templates, BOS habits.
+        """Return the sha256 of everything that affects token ids.
+
+        This is the vocabulary, merges, special tokens, templates and BOS habits.
         """
         dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
         return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
 
     def require_eos(self) -> int:
-        """The id of EOS. Raises `UserError` where the tokenizer has none."""
+        """Return the id of EOS. Raises `UserError` if the tokenizer has none."""
         if self.eos_id is None:
             raise tokenizer_files.no_eos(self._added, self.option)
         return self.eos_id
 
     def require_chat_template(self) -> str:
-        """The template. Raises `UserError` where the tokenizer has none."""
+        """Return the template. Raises `UserError` if the tokenizer has none."""
         if self.chat_template is None:
             raise tokenizer_files.no_template(self.option)
         return self.chat_template
 
     def check_template(self) -> None:
-        """Raise `UserError` where there is no chat template, or one that cannot write conversations
-        of texts.
-        """
+        """Raise `UserError` if there is no chat template, or it cannot write text conversations."""
         self.require_chat_template()
         if fault := self._template_fault:
             raise tokenizer_files.bad_template(
@@ -400,7 +412,7 @@ class Tokenizer:
         return rendered.template_fault(self.render)
 
     def save(self, directory: str | Path) -> None:
-        """Write the tokenizer files, chat template included, as `transformers` reads them."""
+        """Write the tokenizer files, including the chat template, in `transformers` format."""
         self.hf.save_pretrained(str(directory))
         config = Path(directory) / "tokenizer_config.json"
         values = json.loads(config.read_text())
@@ -411,10 +423,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Text of a growing completion: `feed` returns what is new and will not change, `flush` the
-    rest.
+    """Incremental decoder of a growing completion.
 
-    A character whose bytes are spread over several tokens comes out when its last byte has come.
+    `feed` returns new text that will not change, `flush` the rest. A character whose bytes are
+    spread over several tokens is returned with its last byte.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -427,7 +439,7 @@ class StreamDecoder:
         self._read = 0  # tokens whose text has been given out
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         given = ""
         for id in ids:
             self._ids.append(id)
@@ -439,7 +451,7 @@ class StreamDecoder:
         return given
 
     def flush(self) -> str:
-        """What is left at the end; an unfinished character shows as U+FFFD."""
+        """Return the remaining text at the end; an unfinished character becomes U+FFFD."""
         before, now = self._texts()
         self._start = self._read = len(self._ids)
         return now[len(before) :]

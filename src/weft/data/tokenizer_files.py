@@ -1,5 +1,7 @@
-"""Tokenizers from files: Hugging Face directories, a bare `tokenizer.json` or sentencepiece
-`tokenizer.model`, overrides.
+"""Tokenizers from files, with overrides.
+
+The files are Hugging Face directories, a bare `tokenizer.json` or sentencepiece
+`tokenizer.model`.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ NEVER_REFUSED = 200_000  # characters of a text that is tokenized whatever the l
 
 
 def stop_ids_of_model(path: str) -> tuple[int, ...]:
-    """Ids that end a completion as a model's config.json and generation_config.json say
-    (`eos_token_id`, one or several).
+    """Return the ids that end a completion, from a model's configuration.
+
+    Read from `eos_token_id` (one or several) in config.json and generation_config.json.
     """
     found: list[int] = []
     for name in SAYING_STOPS:
@@ -77,8 +80,9 @@ def stop_ids_of_model(path: str) -> tuple[int, ...]:
 
 
 def model_values(path: str, name: str) -> Mapping[str, Any]:
-    """What a JSON file of a model directory or hub model holds; nothing where there is none of that
-    name.
+    """Return the contents of a JSON file of a model directory or hub model.
+
+    Empty if there is no file of that name, or if the hub does not answer.
     """
     place = Path(path).expanduser()
     try:
@@ -89,8 +93,9 @@ def model_values(path: str, name: str) -> Mapping[str, Any]:
 
 
 def typed(option: str, name: str) -> str:
-    """How a user writes an option of a tokenizer: `actor.tokenizer.eos_token`, or for a command
-    `--chat-template`.
+    """Return the name of a tokenizer option as a user writes it.
+
+    Examples: `actor.tokenizer.eos_token`, or for a command `--chat-template`.
     """
     if option == COMMAND:
         return f"--{name.replace('_', '-')}"
@@ -100,9 +105,9 @@ def typed(option: str, name: str) -> str:
 def read(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, which is the model's `own` where no option names another.
+    """Read the tokenizer at `path`; `own`: it is the model's path, not an option's.
 
-    Raises `UserError` naming the option: `option` and what follows it, or the model's.
+    Raises `UserError` naming the option: `option` and its suffix, or the model's.
     """
     place = Path(path).expanduser()
     asked = _named(path, option, own=own)
@@ -157,9 +162,10 @@ def read(
 
 
 def _plain_config(source: str) -> PreTrainedConfig | None:
-    """A model's config.json, where a tokenizer's files name their class, which then depends on
-    nothing but the model's type and name; otherwise None. By itself `AutoTokenizer` imports the
-    model's own configuration, and with it most of `transformers`: a second.
+    """Return a model's config.json if the tokenizer's files name their class, else None.
+
+    The class depends then only on the model's type and name. By itself `AutoTokenizer` imports the
+    model's own configuration, and with it most of `transformers`, which takes a second.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -175,8 +181,9 @@ def _plain_config(source: str) -> PreTrainedConfig | None:
 
 
 def _named(path: str, option: str, *, own: bool) -> str:
-    """The option that names the tokenizer at `path`, and its value; a command names its model by
-    itself.
+    """Return the option that names the tokenizer at `path`, with its value.
+
+    A command names its model by the path alone.
     """
     if option == COMMAND:
         return path
@@ -187,8 +194,9 @@ def _named(path: str, option: str, *, own: bool) -> str:
 
 
 def _tried(hf: Hf) -> Hf:
-    """A tokenizer that has encoded a text, and whose ids are those of a table: what its files leave
-    wrong shows here.
+    """Return the tokenizer after test encodings and checks of its vocabulary and template.
+
+    Raises `ValueError` with the problem.
     """
     hf("a", verbose=False)
     vocab = hf.get_vocab()
@@ -211,8 +219,9 @@ def _tried(hf: Hf) -> Hf:
 
 
 def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a sentencepiece file, with the special tokens of `config` (a
-    tokenizer_config.json).
+    """Return the tokenizer of a sentencepiece file.
+
+    `config` (a tokenizer_config.json) has its special tokens.
     """
     with reading(
         f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"
@@ -250,7 +259,7 @@ def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFas
 
 
 def set_habit(hf: Any, add_bos: bool) -> None:
-    """Tell `transformers` too, so that the saved tokenizer does the same."""
+    """Set the BOS habit in `transformers`, so that the saved tokenizer has it too."""
     if isinstance(hf, PreTrainedTokenizerFast):
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
@@ -272,9 +281,9 @@ def override(
 
 
 def read_template(given: str, option: str = "tokenizer") -> str:
-    """The template's text: `given` is that, the name of one, or a file that holds it.
+    """Return the template's text; `given` is the text, a template's name, or a file.
 
-    Raises `ConfigError` where it is none.
+    Raises `ConfigError` if it is not a template.
     """
     if given in TEMPLATES:
         return text_of(given)
@@ -298,7 +307,10 @@ def read_template(given: str, option: str = "tokenizer") -> str:
 def prepare(
     hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
 ) -> int | None:
-    """Change the tokenizer of `path` as the options say. The first id that is new, or None."""
+    """Apply the options to the tokenizer of `path`.
+
+    Returns the first new id, or None.
+    """
     added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
         override(hf, name, getattr(spec, name), path, option)
@@ -312,8 +324,9 @@ def prepare(
 
 
 def no_template(option: str) -> NoTemplate:
-    """The error where messages need a chat template; `option` is how the tokenizer's options are
-    written.
+    """Return the error for messages without a chat template.
+
+    `option` is the name of the tokenizer's options as a user writes them.
     """
     return NoTemplate(
         "the tokenizer has no chat template, and message lists need one; "
@@ -326,11 +339,11 @@ def no_template(option: str) -> NoTemplate:
 def encoded(
     hf: PreTrainedTokenizerBase, text: str, most: int | None = None, **more: bool
 ) -> Mapping[str, Any]:
-    """What a tokenizer makes of a text, without special tokens.
+    """Return the tokenizer's encoding of a text, without special tokens.
 
-    Raises `DataError` for a text that is none, and `TooLong` for one that has more than `most`
-    tokens for certain: where texts are not split into words, the time that one takes grows with the
-    square of its length.
+    Raises `DataError` for a text that cannot be encoded, and `TooLong` for one that certainly has
+    more than `most` tokens: if texts are not split into words, the time to encode one grows with
+    the square of its length.
     """
     if most is not None and len(text) > NEVER_REFUSED:
         least = len(text) // max(map(len, hf.get_vocab()), default=1)
@@ -384,7 +397,7 @@ def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
 
 
 def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """The single steps of a normalizer or pre-tokenizer."""
+    """Return the single steps of a normalizer or pre-tokenizer."""
     if step is None:
         return []
     if step["type"] != "Sequence":
@@ -397,13 +410,14 @@ def _steps(step: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
-    """Return the most tokens that a text can have with these `tokens_per_byte`."""
+    """Return the maximum number of tokens of a text with these `tokens_per_byte`."""
     size = len(text.encode())
     return size * (of_ascii if text.isascii() else of_others)
 
 
 def bad_template(name: str, fault: str, option: str) -> UserError:
-    """The error for the chat template of the tokenizer `name`, of which `fault` says what it does."""
+    """The error for the chat template of the tokenizer `name`, of which `fault` says what it
+    does."""
     return UserError(
         f"the chat template of {name} {fault}; name a template for text conversations with "
         f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"
@@ -411,7 +425,7 @@ def bad_template(name: str, fault: str, option: str) -> UserError:
 
 
 def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
-    """The error where completions need a token to end with."""
+    """Return the error for completions without an end token."""
     return UserError(
         f"the tokenizer has no end-of-sequence token, and completions need one to end with; set "
         f"{option}.eos_token to a token "
@@ -422,7 +436,7 @@ def no_eos(added: Sequence[str], option: str = "tokenizer") -> UserError:
 def added_tokens(
     given: Sequence[str], template: str | None, option: str = "tokenizer"
 ) -> list[str]:
-    """The tokens that `tokenizer.add_tokens` names, once each.
+    """Return the tokens named by `tokenizer.add_tokens`, without duplicates.
 
     Raises `ConfigError` for `template` without a named one.
     """
@@ -443,7 +457,10 @@ def added_tokens(
 
 
 def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None:
-    """Add special tokens that the vocabulary lacks; the first new id, None where none is new."""
+    """Add special tokens that the vocabulary lacks.
+
+    Returns the first new id, or None if none is new.
+    """
     if not tokens:
         return None
     known = hf.get_vocab()
@@ -457,9 +474,7 @@ def add_tokens(hf: PreTrainedTokenizerBase, tokens: Sequence[str]) -> int | None
 def check_named_template(
     hf: PreTrainedTokenizerBase, name: str, path: str, option: str = "tokenizer"
 ) -> None:
-    """Raises `ConfigError` where the tokenizer lacks a special token without which the template
-    `name` means nothing.
-    """
+    """Raise `ConfigError` if the tokenizer lacks a special token that template `name` needs."""
     known = hf.get_vocab()
     template = TEMPLATES[name]
     missing = [token for token in template.tokens if token not in known]
@@ -515,8 +530,9 @@ def need_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") 
 
 
 def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
-    """sha256 over all that decides the token ids of a text or conversation; `habits` are what weft
-    adds to it.
+    """Return the sha256 of everything that affects the token ids of a text or conversation.
+
+    `habits` are weft's additions.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()
@@ -536,8 +552,9 @@ def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `transformers` from narrating while it tries one file format after another; errors are
-    raised, not logged.
+    """Silence `transformers` while it tries one file format after another.
+
+    Errors are raised, not logged.
     """
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -1,5 +1,7 @@
-"""Rows to token ids: once, in parallel where there are many, kept on disk under a hash of
-everything that affects them.
+"""Conversion of rows to token ids, done once.
+
+Large sources are tokenized in parallel. The result is cached on disk under a hash of everything
+that affects it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ FIRST = 3  # places that are named where all rows have the same fault
 
 
 class Form(Protocol):
-    """How rows of one type become token ids.
+    """Conversion of rows of one type to token ids.
 
     Forms are frozen dataclasses: their fields are options, and they are hashed.
     """
@@ -51,17 +53,17 @@ class Form(Protocol):
 
     @property
     def id_key(self) -> str:
-        """The column that holds a row's id, where it has one."""
+        """Return the name of the column with the row's id, which rows can lack."""
         ...
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise `UserError` where the tokenizer lacks what this form needs."""
+        """Raise `UserError` if the tokenizer lacks something that this form needs."""
         ...
 
     def encode(self, row: Row, tokenizer: Tokenizer) -> list[Encoded]:
-        """The samples of one row.
+        """Return the samples of one row.
 
-        Raises `BadRow`, or `DataError` from rendering, saying what is wrong.
+        Raises `BadRow`, or `DataError` from rendering, with the problem of the row.
         """
         ...
 
@@ -70,7 +72,7 @@ class Form(Protocol):
 class Job:
     """Form, limits and tokenizer with which a process encodes rows.
 
-    `packed`: it answers with tables in place of lists of ids.
+    `packed`: the process returns tables instead of lists of ids.
     """
 
     form: Any
@@ -81,7 +83,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows to be tokenized and where the result may be kept. `cache_dir` None: `~/.cache/weft`."""
+    """Rows to tokenize, and the cache for the result.
+
+    `cache_dir` None: `~/.cache/weft`.
+    """
 
     path: str
     split: str | None = None
@@ -101,10 +106,9 @@ Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
-    """The tokenized rows of a source, from the cache where they lie there.
+    """Return the tokenized rows of a source, from the cache if they are there.
 
-    Raises `DataError` with a report `FILE:LINE: what is wrong` for every bad row; nothing is kept
-    then.
+    Raises `DataError` with a report `FILE:LINE: message` for every bad row; nothing is cached then.
     """
     form.check(tokenizer)
     files = find_files(source.path, source.split)
@@ -123,7 +127,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
 
 
 def no_rows_error(source: Source, rows: int) -> DataError:
-    """Return the error for a source all of whose rows are left out."""
+    """Return the error for a source of which all rows are left out."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -131,8 +135,9 @@ def no_rows_error(source: Source, rows: int) -> DataError:
 
 
 def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """The table with the places of what its report names; a table from the cache may come from
-    files of other names.
+    """Return the table with the places of the cuts in its report.
+
+    A table from the cache can come from files of other names.
     """
     cuts = table.report.cut
     if not cuts:
@@ -158,8 +163,9 @@ def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
 
 
 def encode_rows(job: Job, chunk: Chunk) -> Outcome:
-    """(samples as (row, own id, ids), what became of the rows, reports as (row, what is wrong)) of
-    some rows.
+    """Return (samples, report, problems) of some rows.
+
+    Samples are (row, own id, ids), problems (row, message, error if it is too long).
     """
     samples: list[tuple[int, str | None, Encoded]] = []
     problems: list[Problem] = []
@@ -229,12 +235,12 @@ def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTab
 
 
 def are_large(files: Sequence[Path]) -> bool:
-    """Return whether several processes pay for these files."""
+    """Return whether the files are large enough for several processes."""
     return sum(file.stat().st_size for file in files) >= PARALLEL_BYTES
 
 
 def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -> TokenTable:
-    """The samples of the first rows, until there are `most` of them, or a row that cannot be used."""
+    """Return the samples of the first rows, up to `most` samples or the first bad row."""
     read = (row for file in files for row in read_rows(file))
     rows: Chunk = []
     outcomes: list[Outcome] = []
@@ -275,11 +281,10 @@ def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
 def assign_ids(
     own_ids: Sequence[tuple[int, str | None]], places: Sequence[str]
 ) -> tuple[list[str], list[Problem]]:
-    """Return the ids of rows, and problems, from the rows' numbers and their own ids, in the order
-    of their file.
+    """Return (ids of rows in file order, problems) from the rows' numbers and their own ids.
 
-    A row without an id gets its number, whatever ids other rows have; two rows of one id are a
-    problem.
+    A row without an id gets its number, whatever ids other rows have. Two rows with the same id are
+    a problem.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -301,7 +306,7 @@ def assign_ids(
 
 
 def _number_row(row: int, given: Set[str]) -> str:
-    """Return an id for the row with this number which is none of the `given` ones."""
+    """Return an id for the row with this number that is not in `given`."""
     id = str(row)
     while id in given:
         id = f"row-{id}"
@@ -309,10 +314,10 @@ def _number_row(row: int, given: Set[str]) -> str:
 
 
 def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
-    """`FILE:LINE: what is wrong`, by line, of the rows at these places.
+    """Return `FILE:LINE: message` for the rows with problems, in file order.
 
-    One report where every row lacks the same key, for then it is the option; one on all rows that
-    are too long.
+    If every row lacks the same key, there is one report, as the option is wrong then. All rows that
+    are too long share one report.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
@@ -331,13 +336,13 @@ def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
 
 
 def _first_places(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """The first few places of some problems."""
+    """Return the first few places of some problems, as text."""
     found = list(dict.fromkeys(places[row] for row, _, _ in problems))
     return ", ".join(found[:FIRST]) + (", ..." if len(found) > FIRST else "")
 
 
 def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
-    """How many rows are too long, the longest of them, and what to do."""
+    """Return a message with the number of rows that are too long, the longest, and advice."""
     longest = max(
         (problem[2] for problem in problems if problem[2] is not None), key=lambda long: long.tokens
     )
@@ -354,7 +359,7 @@ def _too_long(places: Sequence[str], problems: Sequence[Problem]) -> str:
 def encode_in_processes(
     job: Job, chunks: Sequence[Chunk], workers: int, advance: Any
 ) -> list[Outcome]:
-    """`encode_rows` of every chunk in order, by `workers` processes."""
+    """Return the results of `encode_rows` on every chunk, in order, from `workers` processes."""
     setup = pickle.dumps(job)
     processes = [start_process() for _ in range(workers)]
     idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
@@ -383,8 +388,8 @@ def encode_in_processes(
 def start_process() -> subprocess.Popen[bytes]:
     """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
 
-    It runs `weft.data.encode_worker` rather than `multiprocessing`'s spawn, which would import the
-    user's script again, in a session of its own, since Ctrl-C is for this process alone.
+    It runs `weft.data.encode_worker`, as `multiprocessing`'s spawn would import the user's script
+    again. It has its own session, as Ctrl-C is for the parent only.
     """
     environment = {
         **os.environ,
@@ -404,7 +409,8 @@ def start_process() -> subprocess.Popen[bytes]:
 def ask_process(process: subprocess.Popen[bytes], chunk: Chunk) -> Any:
     """Send a chunk of rows to a process and return its answer.
 
-    Raises the `UserError` that the process met outside any row, and `RunError` if the process died.
+    Raises the `UserError` that occurred in the process outside any row, and `RunError` if the
+    process died.
     """
     send(process, pickle.dumps(chunk))
     answer = _receive(process)
@@ -457,7 +463,7 @@ def cache_file(
 
 
 def _from_cache(file: Path) -> TokenTable | None:
-    """The table in `file`, or None where there is none or it cannot be read."""
+    """Return the table in `file`, or None if it does not exist or cannot be read."""
     if not file.is_file():
         return None
     try:
@@ -467,9 +473,9 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 
 def to_cache(file: Path, table: TokenTable) -> None:
-    """Write under a temporary name, then rename.
+    """Write to a temporary name, then rename.
 
-    A cache that cannot be written is done without, with a note.
+    If the cache is not writable, prints a note and continues without it.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

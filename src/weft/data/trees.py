@@ -1,5 +1,6 @@
-"""Open-Assistant exports: a row is a tree of messages (`message_tree_id`, `prompt` with nested
-`replies`).
+"""Open-Assistant exports.
+
+A row is a tree of messages (`message_tree_id`, `prompt` with nested `replies`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ Node = Mapping[str, Any]
 
 
 def threads(row: Row) -> Iterator[list[Node]]:
-    """Every path from the root to a leaf that ends with the assistant; a last turn of the prompter
-    is left off.
+    """Iterate over the paths from the root to a leaf that end with the assistant.
+
+    A last turn of the prompter is removed.
     """
     seen: set[str] = set()
     for path in _paths(_root(row)):
@@ -26,8 +28,9 @@ def threads(row: Row) -> Iterator[list[Node]]:
 
 
 def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
-    """(path to a prompter's message, its replies best first) wherever two or more replies carry a
-    human rank.
+    """Iterate over (path to a prompter's message, its replies, best first).
+
+    Only messages with two or more replies that have a human rank.
     """
     for path in _paths(_root(row), inner=True):
         ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
@@ -36,14 +39,12 @@ def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def prompts(row: Row) -> Iterator[list[Node]]:
-    """Every path from the root to a prompter's message."""
+    """Iterate over every path from the root to a prompter's message."""
     return (path for path in _paths(_root(row), inner=True) if path[-1].get("role") == "prompter")
 
 
 def messages(path: Sequence[Node]) -> list[dict[str, Any]]:
-    """The nodes of a path as chat messages, with what is known of each: its language, and the means
-    of its labels.
-    """
+    """Return the nodes of a path as chat messages, with language and mean labels."""
     return [{"role": node["role"], "content": node["text"], **_facts(node)} for node in path]
 
 

@@ -1,9 +1,9 @@
-"""Where the assistant's turns stand in a rendered conversation.
+"""Location of the assistant's turns in a rendered conversation.
 
 A turn begins where the template's generation prompt ends, rendered from the messages before it:
-what the model sees when it is its turn. Many templates render a turn otherwise once others follow
-(thoughts left out, another end token, tools written later). Such a turn is found by rendering the
-conversation with other words in the place of a message's own.
+the text that the model sees when it generates. Many templates render a turn differently once others
+follow (thoughts left out, another end token, tools written later). Such a turn is found by
+rendering the conversation with a message's text replaced by other words.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ CLOSING = " \t\r\n\"')]}"
 
 @dataclass(frozen=True)
 class Template:
-    """A tokenizer's chat template as functions.
+    """Chat template of a tokenizer, as functions.
 
-    `render(messages, tools, add_generation_prompt)` raises `DataError` where it refuses; `encode`
-    gives ids; `offsets` ids with their characters, or None where the tokenizer cannot tell;
-    `marked` the spans of the template's own markers; `turn_end` is the token after the last reply,
-    `added` are all added tokens.
+    `render(messages, tools, add_generation_prompt)` raises `DataError` if the template refuses;
+    `encode` returns ids; `offsets` ids with their characters, or None if the tokenizer does not
+    provide them; `marked` the spans of the template's own markers; `turn_end` is the token after
+    the last reply, `added` are all added tokens.
     """
 
     render: Callable[[Sequence[Message], Any, bool], str]
@@ -46,7 +46,7 @@ class Template:
 
 
 def leading_token(text: str, added: Sequence[str]) -> str | None:
-    """The longest of the added tokens that a text begins with."""
+    """Return the longest added token that a text begins with."""
     return max(
         (token for token in added if token and text.startswith(token)), key=len, default=None
     )
@@ -55,10 +55,10 @@ def leading_token(text: str, added: Sequence[str]) -> str | None:
 def assistant_spans(
     template: Template, messages: Sequence[Message], tools: Any, text: str, turns: Sequence[int]
 ) -> list[Span]:
-    """Characters [start, stop) of the assistant's `turns` in the rendered `text`, their end tokens
-    included.
+    """Return the character spans [start, stop) of `turns` in `text`, with their end tokens.
 
-    `turns` are indexes of messages. Raises `DataError` where a turn's place does not show.
+    `turns` are indices of the assistant's messages, `text` is the rendered conversation. Raises
+    `DataError` if a turn cannot be located.
     """
     talk = _Talk(template, messages, tools, text)
     spans: list[Span] = []
@@ -70,7 +70,7 @@ def assistant_spans(
 
 @dataclass(frozen=True)
 class _Talk:
-    """A conversation and its rendered text."""
+    """Conversation with its rendered text."""
 
     template: Template
     messages: Sequence[Message]
@@ -79,7 +79,10 @@ class _Talk:
     words: dict[int, Span | None] = field(default_factory=dict)  # what was found, by message
 
     def start(self, index: int, at: int) -> int:
-        """Where the turn `index` begins; trained turns before it end at `at`."""
+        """Return the position where turn `index` begins.
+
+        Trained turns before it end at `at`.
+        """
         text = self.text
         content = self.messages[index]["content"].strip()
         shown = self._begun(index, prompt=True)
@@ -111,7 +114,7 @@ class _Talk:
         return self._after_header(header[header.find(mark) :], found)
 
     def stop(self, index: int, start: int) -> int:
-        """Where the turn `index` ends, which begins at `start`: behind its end token."""
+        """Return the position after the end token of turn `index`, which begins at `start`."""
         text = self.text
         end = self.template.turn_end
         shown = self._begun(index + 1, prompt=False)
@@ -143,9 +146,10 @@ class _Talk:
         return said[1] + rest.find(token) + len(token)
 
     def _behind_header(self, index: int, at: int) -> int:
-        """Where turn `index` begins at or behind `at`, if the template knows no generation prompt:
-        a header that it writes before the words of a reply is its own; white space is not, and
-        neither is the beginning of a call.
+        """Return the start of turn `index`, at or after `at`.
+
+        Used if the template knows no generation prompt. A header that the template writes before
+        the words of a reply is skipped. White space and the beginning of a tool call are not.
         """
         said = self._words(index)
         content = self.messages[index]["content"]
@@ -154,20 +158,22 @@ class _Talk:
         return said[0] if self.text[at : said[0]].strip() else at
 
     def _begun(self, count: int, *, prompt: bool) -> str | None:
-        """The first `count` messages rendered alone; None where there are none, and where the
-        template refuses them.
+        """Return the first `count` messages rendered alone.
+
+        None if there are none, or if the template refuses them.
         """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _words(self, index: int) -> Span | None:
-        """What message `index` says, in the text; None where that does not show."""
+        """Return the span of message `index`'s content in the text, None if unclear."""
         if index not in self.words:
             self.words[index] = self._find_words(index) if 0 <= index < len(self.messages) else None
         return self.words[index]
 
     def _after_words(self, index: int, shown: str | None) -> str | None:
-        """What follows the words of message `index` in `shown`, the conversation up to it; None
-        where it is refused.
+        """Return the text after the content of message `index` in `shown`.
+
+        `shown` is the conversation up to that message. None if the template refuses it.
         """
         talk = [*self.messages[:index], _other_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
@@ -187,14 +193,18 @@ class _Talk:
         return _changed(self.text, other)
 
     def _next_content(self, index: int, at: int) -> int:
-        """Where the words of the next message that has any are first found behind `at`."""
+        """Return the position after `at` of the content of the next message that has any.
+
+        The end of the text if it is not found.
+        """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
         found = self.text.find(next(filter(None, words), ""), at)
         return found if found >= 0 else len(self.text)
 
     def _after_header(self, header: str, at: int) -> int:
-        """Where a generation prompt that begins at `at` ends, or parts from what is written there
-        (an empty think block).
+        """Return the end of the generation prompt that begins at `at`.
+
+        If the text differs from it (an empty think block), the position where they diverge.
         """
         rest = self.text[at:]
         shared = common_prefix(self.template.encode(header), self.template.encode(rest))
@@ -209,9 +219,7 @@ class _Talk:
 
 
 def _other_words(message: Message) -> Message:
-    """The same message with other words: content, reasoning and arguments of calls, where it has
-    them.
-    """
+    """Return the message with other words in its content, reasoning and call arguments."""
     calls = message.get("tool_calls") or []
     keys = ([REASONING] if message.get(REASONING) else []) + (
         ["content"] if message["content"] or not calls else []
@@ -226,7 +234,7 @@ def _other_words(message: Message) -> Message:
 
 
 def _changed(text: str, other: str) -> Span:
-    """The part of `text` in the place of which `other` has something else."""
+    """Return the span of `text` that differs in `other`."""
     stop = len(text) - common_end(text, other)
     return min(common_start(text, other), stop), stop
 
@@ -241,7 +249,7 @@ def _try_render(
 
 
 def _characters(template: Template, text: str, tokens: int) -> int:
-    """Characters that the first `tokens` tokens of `text` cover."""
+    """Return the number of characters in the first `tokens` tokens of `text`."""
     found = template.offsets(text)
     if found is not None:
         return found[1][tokens][0] if tokens < len(found[1]) else len(text)

@@ -1,4 +1,4 @@
-"""A random part of a sequence that is too long."""
+"""Random window of a sequence that is too long."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from weft.data.prefix import common_prefix
 
 @dataclass(frozen=True)
 class Window:
-    """Part of a sequence of more than `size` tokens with `probability`; `head` are ids that stay in
-    front of it where the sequence begins with them.
+    """Random window of `size` tokens of a longer sequence, drawn with `probability`.
+
+    `head` are ids that are kept in front of it if the sequence begins with them.
     """
 
     size: int
@@ -23,10 +24,10 @@ class Window:
     bos_id: int | None = None
 
     def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
-        """The sample, or a window of it.
+        """Return the sample, or a window of it.
 
-        Every place with a trained token in it is as likely; a window's first token is trained only
-        where something stands before it.
+        Every position that includes a trained token is equally likely. A window's first token is
+        trained only if another token precedes it.
         """
         if len(encoded.completions) != 1:
             return encoded
@@ -57,7 +58,10 @@ class Window:
         )
 
     def _head(self, ids: np.ndarray) -> int:
-        """How many ids stay in front; the last of `head` may have merged with what follows."""
+        """Return the number of leading ids to keep.
+
+        It can be less than `head`, whose last token can be merged with the text that follows.
+        """
         return common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id
         )

@@ -1,5 +1,6 @@
-"""A dataset written as one function of a row: `register_dataset(name, rows="prompt_answer")` makes
-a dataset of it.
+"""Datasets written as one function of a row.
+
+`register_dataset(name, rows="prompt_answer")` makes a dataset of the function.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from weft.registry import datasets, import_user_code
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A form: what `module`'s function `name` makes of a row, read as rows of the type `rows` are.
+    """Form that converts rows with function `name` of `module` to rows of the type `rows`.
 
-    `source` is a hash of the file that holds the function: another one makes other token ids.
+    `source` is a hash of the file of the function, as a changed function makes other token ids.
     """
 
     rows: str
@@ -59,7 +60,7 @@ class RowFunction:
         return list(self.inner.encode(made, tokenizer))
 
     def function(self) -> Callable[..., Any]:
-        """The function, in this process or in one that tokenizes rows."""
+        """Return the function, in this process or in one that tokenizes rows."""
         module = sys.modules.get(self.module)
         # `__main__` is another module in another process
         if module is None or self.name not in vars(module):
@@ -73,7 +74,7 @@ class RowFunction:
 
 
 class RowDataset:
-    """The rows of a file as a function makes them."""
+    """Dataset of the rows of a file, converted by a function."""
 
     def __init__(
         self, form: Form, lengths: Any, util: DatasetUtility, path: str, split: str | None
@@ -98,9 +99,10 @@ class RowDataset:
 
 
 def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[..., RowDataset]:
-    """What builds the dataset of `function`, which is called as `function(row, option=..)` and
-    returns a row of the shipped type `rows`; everything from there on (limits, masks, reports,
-    cache, mixtures) is that type's.
+    """Return a constructor of datasets that read rows of type `rows` with `function`.
+
+    `rows` is a shipped type. `function` is called as `function(row, option=..)` and returns a row
+    of that type. Limits, masks, reports, cache and mixtures work as for that type.
     """
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):

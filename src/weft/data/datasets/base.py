@@ -1,4 +1,4 @@
-"""What every dataset class is built with and answers to, and what the shipped ones share."""
+"""Interface of dataset classes, and the base of the shipped ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ BAD = "augmented"  # column of bad replies, one of which an epoch draws
 
 @dataclass(frozen=True)
 class DatasetUtility:
-    """What weft gives every dataset class: `cls(util=DatasetUtility(...), **args)`.
+    """Arguments that weft passes to every dataset class: `cls(util=DatasetUtility(...), **args)`.
 
-    One reader serves all devices, so `rank` is 0 of a `world_size` of 1; a class that draws at
-    random does so from `seed`.
+    One reader serves all devices, so `rank` is 0 and `world_size` is 1. A class that draws at
+    random uses `seed`.
     """
 
     tokenizer: Tokenizer
@@ -53,14 +53,15 @@ class DatasetUtility:
 
     @property
     def redraws(self) -> bool:
-        """Whether a sample is another one in every epoch."""
+        """Return whether the samples differ between epochs."""
         return self.random_window > 0 or self.tokenizer.dress.tags
 
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """Samples by index: `__getitem__` returns a SequenceSample of one id; the same index gives the
-    same sample.
+    """Dataset with samples by index: `__getitem__` returns a SequenceSample of one id.
+
+    The same index gives the same sample.
     """
 
     def __len__(self) -> int: ...
@@ -82,8 +83,9 @@ def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
 
 @runtime_checkable
 class StreamDataset(Protocol):
-    """Whole batches, laid out by the dataset; every `iter()` begins an epoch and repeats the same
-    batches.
+    """Dataset that yields whole batches.
+
+    Every `iter()` begins an epoch and repeats the same batches.
     """
 
     def __iter__(self) -> Iterator[SequenceSample]: ...
@@ -91,7 +93,7 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class Tokenized(Protocol):
-    """A dataset whose rows lie in a table, made of a form: the shipped ones."""
+    """Dataset with its rows in a table, made by a form, as the shipped ones are."""
 
     form: type[Form]
     table: TokenTable | TableAhead
@@ -100,11 +102,10 @@ class Tokenized(Protocol):
 def build_table(
     form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
 ) -> tuple[TokenTable | TableAhead, Redrawn | None]:
-    """The table of a shipped dataset, and its samples as epochs draw them, where they do; `options`
-    are fields of `form` and of `Lengths`.
+    """Return the table of a shipped dataset, and its redrawn samples if they differ by epoch.
 
-    Raises `ConfigError` with the nearest name for other options, `DataError` for rows that cannot
-    be used.
+    `options` are fields of `form` and of `Lengths`. Raises `ConfigError` with the nearest name for
+    other options, `DataError` for rows that cannot be used.
     """
     source = Source(
         path,
@@ -130,9 +131,9 @@ def build_table(
 
 
 def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
-    """What is drawn of rows that are too long, None: nothing.
+    """Return the random window for rows that are too long, or None if it is off.
 
-    Raises `ConfigError` where the system text of every conversation cannot stay in front.
+    Raises `ConfigError` if the system text of every conversation cannot stay in front.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -156,7 +157,7 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
 
 
 def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]:
-    """A form and its limits from one set of options. Raises `ConfigError` for unknown ones."""
+    """Split options into a form and its limits. Raises `ConfigError` for unknown options."""
     of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(Lengths)}
     for name in options:
@@ -176,12 +177,11 @@ def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]
 
 
 class TableDataset:
-    """What the shipped datasets have in common: rows of one `form`, as samples of one id.
+    """Base class of the shipped datasets: rows of one `form`, as samples of one id.
 
-    A dataset is a docstring and a form.
+    A subclass consists of a docstring and a form.
 
-    `options` are fields of the form and of `Lengths`; `usual` are those that hold where none is
-    given.
+    `options` are fields of the form and of `Lengths`; `usual` are the defaults of those options.
     """
 
     form: ClassVar[type[Form]]
@@ -208,7 +208,7 @@ class TableDataset:
 
 
 def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
-    """Whether sample i of a dataset is that of its table."""
+    """Return whether sample i of a dataset is sample i of its table."""
     return (
         isinstance(dataset, TableDataset) and type(dataset).__getitem__ is TableDataset.__getitem__
     )
@@ -218,24 +218,24 @@ def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
 
 
 def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
-    """Raise `UserError` where the tokenizer lacks what answers need: EOS, or a chat template."""
+    """Raise `UserError` if the tokenizer lacks EOS, or with `as_chat` a chat template."""
     tokenizer.require_eos()
     if as_chat:
         tokenizer.require_chat_template()
 
 
 def ended(tokenizer: Tokenizer, content: str) -> list[int]:
-    """Ids of a whole text, with EOS at the end (one of them)."""
+    """Return the ids of a whole text, with exactly one EOS at the end."""
     ids = tokenizer.encode(content)
     eos = tokenizer.require_eos()
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
 def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any) -> Encoded:
-    """A group of whole sequences; what follows the longest prefix that a sequence shares with
-    `prompt` is the answer.
+    """Return a group of whole sequences, trained after their longest common prefix with `prompt`.
 
-    So a token that merges the prompt's end with the answer's beginning is the answer's.
+    A token that merges the end of the prompt with the beginning of the answer belongs to the
+    answer.
     """
     bounds = [common_prefix(prompt, sequence) for sequence in sequences]
     masks = [
@@ -254,12 +254,11 @@ def replied(
     as_chat: bool = False,
     **more: Any,
 ) -> Encoded:
-    """A group of replies to the prompt in the column `key`: each is what follows the prompt's text,
-    and EOS.
+    """Return a group of replies to the prompt in the column `key`.
 
-    A prompt of messages, or any with `as_chat`, is rendered by the chat template, and a reply as
-    the assistant's turn; to a dialogue in the `\\n\\nHuman:` form it is stripped, as the turns
-    before it are.
+    Each reply is the text after the prompt, and EOS. A prompt of messages, or any prompt with
+    `as_chat`, is rendered by the chat template, with the reply as the assistant's turn. A reply to
+    a dialogue in the `\\n\\nHuman:` form is stripped then, as the turns before it are.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -275,7 +274,7 @@ def replied(
 def render_reply(
     tokenizer: Tokenizer, row: Row, key: str, reply: str, *, as_chat: bool = False
 ) -> str:
-    """The text of which `replied` makes tokens."""
+    """Return the text that `replied` tokenizes."""
     if as_chat or not isinstance(row[key], str):
         return tokenizer.dressed_text(
             [*conversation(row, key), _turn(tokenizer, row, key, reply)], row.get("tools")
@@ -284,7 +283,7 @@ def render_reply(
 
 
 def _turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
-    """A reply to the prompt in the column `key` as the assistant's message."""
+    """Return a reply to the prompt in the column `key` as the assistant's message."""
     if isinstance(row[key], str) and dialogue.HUMAN in row[key]:
         reply = reply.strip()
     if tokenizer.dress.tags:
@@ -295,9 +294,9 @@ def _turn(tokenizer: Tokenizer, row: Row, key: str, reply: str) -> Message:
 
 
 def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
-    """The prompt as plain text.
+    """Return the prompt as plain text.
 
-    Raises `BadRow` where something is to stand around conversations, which it is not.
+    Raises `BadRow` if an option adds a system message, which only conversations have.
     """
     for option, asked in (
         ("system_prefix", tokenizer.dress.prefix),
@@ -313,11 +312,10 @@ def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 
 
 def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
-    """A group of whole sequences and their masks: the prompt is the longest common prefix before
-    any trained token.
+    """Return a group of whole sequences with their masks.
 
-    Tokens after the last trained one are left out. Raises `BadRow` where a sequence has no trained
-    token.
+    The prompt is the longest common prefix before any trained token. Tokens after the last trained
+    one are left out. Raises `BadRow` if a sequence has no trained token.
     """
     if not all(any(mask) for mask in masks):
         raise BadRow("nothing in it is to be learned: no turn of the assistant, or an empty one")
@@ -343,9 +341,10 @@ def continued(
     may_be_empty: bool = False,
     **more: Any,
 ) -> Encoded:
-    """A group of conversations that go on from `context`; only what follows it is trained.
+    """Return a group of conversations that continue `context`; only the continuations are trained.
 
-    `may_be_empty`: a last turn without words is a reply too, whose end is learned. Raises `BadRow`.
+    `may_be_empty`: a last turn without content is a reply too, of which the end is trained. Raises
+    `BadRow`.
     """
     found = []
     for number, reply in enumerate(replies, 1):
@@ -363,8 +362,9 @@ def continued(
 def check_replies(
     messages: Sequence[Message], where: str = "", *, may_be_empty: bool = False
 ) -> None:
-    """Raise `BadRow` where the assistant has no turn, or one without any content (`may_be_empty`:
-    that is not the last).
+    """Raise `BadRow` if the assistant has no turn, or a turn without any content.
+
+    `may_be_empty`: the last turn can be without content.
     """
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:

@@ -1,6 +1,6 @@
-"""`chat`: conversations, of which the assistant's turns are learned.
+"""Dataset type `chat`: conversations, trained on the assistant's turns.
 
-Also Open-Assistant trees, every thread of them.
+Also Open-Assistant trees, with all of their threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Chat:
-    """`train_on: last` learns the last turn alone; `all` learns every turn of the assistant.
+    """Form of conversations.
 
-    A `system` column begins conversations that have no system message.
+    `train_on: last` trains the last turn only; `all` trains every turn of the assistant.
 
-    Of a row `{prompt, completion}` whose completion is messages, the prompt (messages or text) is
-    not learned.
+    A `system` column is put in front of conversations that have no system message.
+
+    If a row is `{prompt, completion}` with messages as completion, the prompt (messages or text) is
+    not trained.
     """
 
     messages_key: str | None = None
@@ -54,7 +56,7 @@ class Chat:
         return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
-        """The sample of a row that has this id, alone."""
+        """Return the one sample of a row that has this id."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(
@@ -93,8 +95,9 @@ class Chat:
 
 @register_dataset("chat")
 class ChatDataset(TableDataset):
-    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages, as keys `prompt`,
-    `completion`, `loss_mask`; the first reply that is learned begins the completion.
+    """Rows `{messages[{role, content}]}`, or `{prompt, completion}` of messages.
+
+    Keys `prompt`, `completion`, `loss_mask`; the first trained reply begins the completion.
 
     `options`: messages_key, id_key, train_on, max_seqlen, max_prompt_len, overlong, truncate_side.
     """

@@ -1,4 +1,4 @@
-"""`paired_comparison`: a prompt with pairs of a better and a worse answer."""
+"""Dataset type `paired_comparison`: a prompt with pairs of a better and a worse answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Answer j of `pos_answers` is better than answer j of `neg_answers`; `margin` is one number or
-    one a pair.
+    """Form of prompts with pairs of answers.
+
+    Answer j of `pos_answers` is better than answer j of `neg_answers`. `margin` is one number, or
+    one per pair.
 
     `max_pairs_per_prompt` keeps the first pairs of a row that has more. `as_chat`: the prompt is
     rendered as the user's message, and each answer as the assistant's.
@@ -64,8 +66,9 @@ def _margins(value: Any, pairs: int) -> list[float]:
 
 @register_dataset("paired_comparison")
 class PairedComparisonDataset(TableDataset):
-    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions: better, worse,
-    better, worse, ...
+    """Rows `{prompt, pos_answers[], neg_answers[]}` as groups of 2n completions.
+
+    The completions alternate: better, worse, better, worse, ...
 
     Keys `prompt`, `completion`, `loss_mask`, `rank` (0 better, 1 worse), `comparison` (the pair),
     `margin`, `label`. `options`: prompt_key, id_key, max_pairs_per_prompt, as_chat, max_seqlen,

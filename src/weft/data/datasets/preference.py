@@ -1,6 +1,6 @@
-"""`preference`: a chosen and a rejected reply, as texts, message lists or whole conversations.
+"""Dataset type `preference`: a chosen and a rejected reply.
 
-Also single labelled replies.
+They are texts, message lists or whole conversations. Also single labelled replies.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ Values = Mapping[str, list[float]]
 
 @dataclass(frozen=True)
 class Preference:
-    """Where the two are whole conversations, what they share is the prompt, and a prompt column
-    beside them is not read: lists that begin with a user's or a system message, or texts of the
-    `\\n\\nHuman:` form (split after the last `\\n\\nAssistant:` that both share). Otherwise they
-    are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without the
-    reply that these may end with.
+    """Form of rows with a chosen and a rejected reply, or with one labelled reply.
+
+    If both replies are whole conversations, their common beginning is the prompt, and a prompt
+    column is not read. Whole conversations are lists that begin with a user or system message, or
+    texts of the `\\n\\nHuman:` form (split after the last common `\\n\\nAssistant:`). Otherwise
+    they are replies to the row's prompt: `prompt`, `instruction`, `question`, or `messages` without
+    a final reply.
 
     `as_chat`: texts are rendered with the chat template too. A row `{prompt, completion, label}` or
-    `{messages, label}` without the two is a single reply that is wanted (true or 1) or not (false
-    or 0); `kto_tag` is another name of `label`.
+    `{messages, label}` without the pair is a single reply that is wanted (true or 1) or unwanted
+    (false or 0); `kto_tag` is another name of `label`.
     """
 
     prompt_key: str | None = None
@@ -104,7 +106,7 @@ class Preference:
     def _texts(
         self, row: Row, tokenizer: Tokenizer, chosen: str, rejected: str, values: Values
     ) -> Encoded:
-        """Two texts: replies to the row's prompt, or whole dialogues."""
+        """Return two texts: replies to the row's prompt, or whole dialogues."""
         replies = [text({"chosen": chosen}, "chosen"), text({"rejected": rejected}, "rejected")]
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         prompt = None if key is None else row[key]
@@ -153,7 +155,7 @@ class Preference:
 
 
 def _label(value: object, key: str) -> float:
-    """1 for a reply that is wanted: true, or the number 1."""
+    """Return 1 for true or the number 1, 0 for false or 0. Raises `BadRow` otherwise."""
     if isinstance(value, bool) or value in (0, 1):
         return float(value)
     raise BadRow(
@@ -162,7 +164,10 @@ def _label(value: object, key: str) -> float:
 
 
 def _shared(talks: Sequence[Sequence[Message]]) -> int:
-    """How many leading messages two conversations share, a reply to go on with left over."""
+    """Return the number of leading messages shared by two conversations.
+
+    At least one message of each conversation is not counted: it is the reply.
+    """
     shared = 0
     for one, other in zip(*talks, strict=False):
         if one != other:

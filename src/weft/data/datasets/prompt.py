@@ -1,4 +1,7 @@
-"""`prompt`: prompts to complete; every other column of a row goes along for rewards and verifiers."""
+"""Dataset type `prompt`: prompts to complete.
+
+All other columns of a row are kept for rewards and verifiers.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ MESSAGES = "prompt_messages"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text, or messages rendered with the template's generation prompt.
+    """Form of prompts: a text, or messages rendered with the template's generation prompt.
 
     `as_chat`: a text is the user's message.
 
     Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared
-    turn. The messages of a rendered prompt go along as `prompt_messages`. Of an Open-Assistant tree
-    every message of the prompter is a prompt.
+    turn. The messages of a rendered prompt are kept as `prompt_messages`. Every message of the
+    prompter in an Open-Assistant tree is a prompt.
     """
 
     prompt_key: str | None = None
@@ -47,7 +50,7 @@ class Prompt:
         )
 
     def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """(the column of the prompt, the row with that column, the columns it is made of)"""
+        """Return (prompt column, row with that column, columns that it is made of)."""
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
@@ -87,7 +90,7 @@ class Prompt:
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
     def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
-        """A message of the prompter in a tree, after the messages before it."""
+        """Return a prompter's message of a tree, after the messages before it."""
         columns = {
             name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)
         }
@@ -102,7 +105,10 @@ class Prompt:
 
 
 def _shared(row: Row) -> str:
-    """What two dialogues begin with, up to and with the assistant's mark."""
+    """Return the common beginning of two dialogues, up to and including the assistant's mark.
+
+    Raises `BadRow` if they have none.
+    """
     shared = dialogue.shared_prompt(text(row, "chosen"), text(row, "rejected"))
     if not shared.strip():
         raise BadRow(

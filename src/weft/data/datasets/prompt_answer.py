@@ -1,4 +1,4 @@
-"""`prompt_answer`: a prompt and the answer to learn.
+"""Dataset type `prompt_answer`: a prompt and the answer to train on.
 
 Also alpaca, `prompt/completion` and `question/answer` rows.
 """
@@ -17,7 +17,7 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """The answer is everything after the prompt, and EOS.
+    """Form of prompts with an answer, which is everything after the prompt, and EOS.
 
     `as_chat`: the prompt is rendered as the user's message.
     """
@@ -39,7 +39,7 @@ class PromptAnswer:
         return [replied(tokenizer, row, prompt_key, [answer], as_chat=self.as_chat)]
 
     def _parts(self, row: Row) -> tuple[str, str]:
-        """(the column of the prompt, the answer)"""
+        """Return (prompt column, answer)."""
         prompt_key = need_prompt(row, self.prompt_key, "prompt_answer")
         answer_key = need(
             row, (self.answer_key,) if self.answer_key else ANSWER_KEYS, "prompt_answer"
@@ -53,7 +53,7 @@ class PromptAnswer:
 
 @register_dataset("prompt_answer")
 class PromptAnswerDataset(TableDataset):
-    """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`, one completion an id.
+    """Rows `{prompt, answer}` as keys `prompt`, `completion`, `loss_mask`; one completion per id.
 
     `options`: prompt_key, answer_key, id_key, as_chat, max_seqlen, max_prompt_len, overlong,
     truncate_side.

@@ -1,6 +1,6 @@
-"""`ranking`: several replies to one prompt, the best first.
+"""Dataset type `ranking`: several replies to one prompt, the best first.
 
-Also Open-Assistant trees, wherever replies were ranked.
+Also Open-Assistant trees, for messages with ranked replies.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Ranking:
-    """`prompt` as text or messages (or `messages`, `prefix`), `replies` best first; `max_replies`
-    keeps the best ones. Where the prompt is null, replies are whole texts. Of the column
-    `augmented`, replies made bad on purpose, every epoch draws one, which ranks last.
+    """Form of prompts with ranked replies.
+
+    `prompt` is text or messages (or `messages`, `prefix`), `replies` are sorted best first.
+    `max_replies` keeps the best ones. If the prompt is null, replies are whole texts. The column
+    `augmented` has deliberately bad replies, of which every epoch draws one, ranked last.
 
     `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
     """
@@ -70,7 +72,7 @@ class Ranking:
         return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
 
     def _replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
-        """Best first; one of the row's bad ones, where it has any, comes last."""
+        """Return the replies, best first, followed by one of the row's bad ones if it has any."""
         bad = texts(row, BAD) if row.get(BAD) else []
         replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=1 if bad else 2)
         if not bad:
@@ -84,7 +86,7 @@ class Ranking:
     def _branch(
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> Encoded:
-        """The ranked replies to one message of a tree."""
+        """Return the ranked replies to one message of a tree."""
         kept = [
             [{"role": "assistant", "content": reply["text"]}]
             for reply in replies[: self.max_replies]

@@ -1,5 +1,6 @@
-"""`text`: plain texts, every token of which is learned; beside conversations they keep a model from
-forgetting its language.
+"""Dataset type `text`: plain texts, trained on every token.
+
+Mixed with conversations, they keep a model from forgetting its language.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class Text:
-    """The column `text`, and EOS.
+    """Form of the column `text`, followed by EOS.
 
-    The first token is the prompt: nothing stands before it that could tell it.
+    The first token is the prompt, as no token before it could predict it.
     """
 
     text_key: str = "text"
@@ -38,8 +39,7 @@ class Text:
 
 @register_dataset("text")
 class TextDataset(TableDataset):
-    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; nothing is
-    masked.
+    """Rows `{text}` as keys `prompt` (the first token), `completion`, `loss_mask`; all is trained.
 
     `options`: text_key, id_key, max_seqlen, overlong, truncate_side.
     """

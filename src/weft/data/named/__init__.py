@@ -1,6 +1,4 @@
-"""Datasets by name: what each is (`entries/*.yaml`), how its rows are read (`readers/`), and where
-a copy of it lies.
-"""
+"""Named datasets: entries (`entries/*.yaml`), row readers (`readers/`), and their files."""
 
 from weft.data.named.catalogue import find, names
 from weft.data.named.entry import Entry

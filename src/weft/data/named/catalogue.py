@@ -1,6 +1,4 @@
-"""Every dataset that has a name: the ones weft ships, those that a user registers, those of a
-user's YAML file.
-"""
+"""Catalogue of named datasets: shipped, registered by a user, or in a user's YAML file."""
 
 from __future__ import annotations
 
@@ -35,10 +33,9 @@ PAIR = "{source}-{target}"
 
 
 def find(name: str, files: Sequence[str] = ()) -> Entry:
-    """The entry called `name`, in the user's `files` first.
+    """Return the entry called `name`; the user's `files` come first.
 
-    Raises `ConfigError` with the nearest names, and for a pair of languages that there are no
-    prompts for.
+    Raises `ConfigError` with the nearest names, and for a pair of languages without prompts.
     """
     known = _known(files)
     found = known.get(name) or known.get(name.lower())
@@ -51,7 +48,8 @@ def find(name: str, files: Sequence[str] = ()) -> Entry:
 
 
 def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no aliases."""
+    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no
+    aliases."""
     if mode is not None and mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     return sorted(
@@ -60,7 +58,7 @@ def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
 
 
 def read_entries(file: Path) -> dict[str, Entry]:
-    """The entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
+    """Read the entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{file}: must hold entries as NAME: {{reader: .., repo: ..}}")
@@ -68,8 +66,9 @@ def read_entries(file: Path) -> dict[str, Entry]:
 
 
 def _known(files: Sequence[str]) -> dict[str, Entry]:
-    """All entries by name and alias; later ones go before earlier ones: shipped, registered, of
-    files.
+    """Return all entries by name and alias.
+
+    Later ones override earlier ones: shipped, registered, of files.
     """
     entries: dict[str, Entry] = dict(_shipped())
     for name in named_datasets.names():
@@ -98,7 +97,7 @@ def _registered(name: str, value: Any) -> Entry:
 
 
 def _pair(entry: Entry, name: str) -> Entry:
-    """The entry for one pair of languages."""
+    """Return the entry for one pair of languages."""
     pair = name[len(entry.name) - len(PAIR) :]
     languages = pair.split("-")
     if (

@@ -1,6 +1,4 @@
-"""One dataset that is known by name: where it comes from, which reader reads it, and with which
-options.
-"""
+"""Entry of a named dataset: its source, its reader, and the options of the reader."""
 
 from __future__ import annotations
 
@@ -16,14 +14,13 @@ SEVERAL = ("modes", "aliases")  # fields that hold several names
 
 @dataclass(frozen=True)
 class Entry:
-    """A source and how to read it.
+    """Source of a named dataset and its reader.
 
-    `train` and `valid` are a split, or a pattern of its files (`*x*.json`); without `valid` a part
-    of the rows is set aside. `options` are those of the reader; what a user writes beside the name
-    goes before them.
+    `train` and `valid` are a split, or a pattern of its files (`*x*.json`). Without `valid`, a part
+    of the rows is set aside. `options` are options of the reader; a user's options override them.
 
-    `repo` with `config` and `revision` is a hub dataset, `url` a file; an entry with neither is
-    read from a local copy alone.
+    `repo` with `config` and `revision` is a hub dataset, `url` a file. An entry with neither is
+    read from a local copy only.
     """
 
     name: str
@@ -44,7 +41,7 @@ class Entry:
 
     @classmethod
     def parse(cls, name: str, value: Any, where: str) -> Entry:
-        """Read an entry of a YAML file; keys that are no fields are options of the reader.
+        """Parse an entry of a YAML file; keys that are not fields are options of the reader.
 
         Raises `ConfigError`.
         """
@@ -77,7 +74,7 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """Where it is fetched from, in words."""
+        """Return the source of the dataset, as text for messages."""
         if self.repo:
             config = f", configuration {self.config}" if self.config else ""
             return f"https://huggingface.co/datasets/{self.repo}{config}"

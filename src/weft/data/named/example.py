@@ -1,6 +1,4 @@
-"""What readers make of rows, whatever it is used for: a conversation and replies to it, and its row
-in each mode.
-"""
+"""Output of readers: a conversation with replies, and its row in each mode."""
 
 from __future__ import annotations
 
@@ -19,12 +17,11 @@ TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the dataset type of 
 
 @dataclass(frozen=True)
 class Example:
-    """`replies` to a conversation that ends with the user, the best first.
+    """Conversation that ends with the user, and `replies` to it, best first.
 
-    Without a conversation `text` is what they go on with as it stands, and without replies it is
-    plain text.
+    Without a conversation, the replies continue `text`; without replies, `text` is plain text.
 
-    Examples of one `group` are never split into training and validation. `columns` go along with a
+    Examples of one `group` are never split into training and validation. `columns` are kept with a
     prompt (mode rl).
     """
 
@@ -38,7 +35,7 @@ class Example:
 
 @dataclass
 class Use:
-    """Settings and counters of one reading of a named dataset.
+    """Settings and counters of one pass over a named dataset.
 
     `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part
     of their conversation.
@@ -55,27 +52,26 @@ class Use:
         self.left_out[reason] += count
 
     def shorten(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns with at most `most` characters each; counts the row where one has more."""
+        """Return the turns cut to `most` characters each; counts the row if one was longer."""
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
         return [turn[:most] for turn in turns]
 
     def note_columns(self, row: Mapping[str, Any], *columns: str) -> None:
-        """Count a row that holds something in these columns, which the reader of its conversation
-        does not read.
-        """
+        """Count a row with non-empty values in columns that its reader does not read."""
         self.cut.update(f"column {column!r}" for column in columns if row.get(column))
 
     def random(self, *parts: object) -> random.Random:
-        """Random numbers for one purpose, the same in every run."""
+        """Return a random generator for one purpose, the same in every run."""
         digest = hashlib.blake2b(
             "|".join(map(str, (self.seed, self.name, *parts))).encode(), digest_size=8
         ).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
     def clean(self, *said: str) -> bool:
-        """Whether none of these texts holds a phrase that no model should learn; counts it where
-        one does.
+        """Return whether none of these texts contains an unwanted phrase.
+
+        Counts the example as skipped if one does.
         """
         if any(unwanted(text) for text in said):
             self.skip("unwanted phrases")
@@ -92,7 +88,10 @@ def assistant(content: str, **more: Any) -> Message:
 
 
 def alternating(turns: Sequence[str], system: str | None = None, **more: Any) -> list[Message]:
-    """Texts of the user and the assistant in turn; `more` (lang, ...) stands with each."""
+    """Return messages of the user and the assistant in turn.
+
+    `more` (lang, ...) is added to each.
+    """
     if system and system.strip():
         head = [{"role": "system", "content": system}]
     else:
@@ -101,12 +100,12 @@ def alternating(turns: Sequence[str], system: str | None = None, **more: Any) ->
 
 
 def conversation(messages: Sequence[Message], **more: Any) -> Example:
-    """An example whose reply is the last message."""
+    """Return an example whose reply is the last message."""
     return Example(context=messages[:-1], replies=messages[-1:], **more)
 
 
 def row_of(example: Example, mode: str) -> tuple[str, dict[str, Any]] | None:
-    """(dataset type, row) of an example in a mode; None where it has too little for it."""
+    """Return (dataset type, row) of an example in a mode, or None if it lacks a part."""
     own = {} if example.id is None else {"id": example.id}
     plain = not example.context
     if plain and mode == "rl":

@@ -1,6 +1,6 @@
-"""The files of a named dataset: a local copy, or fetched once.
+"""Files of a named dataset: a local copy, or a download.
 
-Without a network it says so at once, and where a copy may lie.
+Without a network, the error says so at once and names the folder for a copy.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Files:
-    """The files to train on, and those of the source's own validation split (none where it has
-    none).
-    """
+    """Training files, and files of the source's own validation split (empty if it has none)."""
 
     train: list[Path]
     valid: list[Path]
 
 
 def copies(entry: Entry, cache: Path) -> Path:
-    """Where a copy of the files may be put, and where a file that was fetched by its address lies."""
+    """Return the folder for copies of the files.
+
+    Files that are downloaded from a URL are saved there too.
+    """
     return cache / "datasets" / entry.name
 
 
 def locate(entry: Entry, path: str | None, cache: Path) -> Files:
-    """The files, from `path`, the folder of copies, or the place they come from.
+    """Return the files, from `path`, the folder of copies, or their public source.
 
-    Raises `DataError` where there are none.
+    Raises `DataError` if there are none.
     """
     at_hand = local(entry, path, cache)
     if at_hand is not None:
@@ -61,7 +62,7 @@ def locate(entry: Entry, path: str | None, cache: Path) -> Files:
 
 
 def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
-    """The files that are at hand without a network, or None."""
+    """Return the files that are available without a network, or None."""
     if path is not None:
         place = Path(path).expanduser()
         if not place.exists():
@@ -93,8 +94,9 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
 
 
 def _absent(entry: Entry, path: str) -> str:
-    """What to do where a file is not there; sections name files of other machines, without a
-    folder.
+    """Return advice for a file that does not exist.
+
+    A `path` without a folder comes from a section, which names files of other machines.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -107,9 +109,9 @@ def _absent(entry: Entry, path: str) -> str:
 
 
 def chosen(entry: Entry, place: Path) -> Files:
-    """The files of an entry in a folder; a file is all there is to train on.
+    """Return the files of an entry in a folder; a file is used for training as it is.
 
-    Raises `DataError` where the folder has none.
+    Raises `DataError` if the folder has none.
     """
     if place.is_file():
         return Files([place], [place] if entry.valid == entry.train else [])
@@ -139,8 +141,9 @@ def chosen(entry: Entry, place: Path) -> Files:
 
 
 def named_file(entry: Entry, file: Path) -> str:
-    """A file of a dataset as errors name it: with the dataset's name, and one that came from the
-    hub by its name there.
+    """Return the name of a file for errors, with the name of the dataset.
+
+    A file from the hub has its name on the hub.
     """
     parts = file.parts
     if entry.repo is not None and "snapshots" in parts:
@@ -150,7 +153,10 @@ def named_file(entry: Entry, file: Path) -> str:
 
 
 def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
-    """The rows of a file; of plain text the records that `separator` ends, as `{text: ..}`."""
+    """Iterate over the rows of a file.
+
+    In plain text, rows are the records that end with `separator`, as `{text: ..}`.
+    """
     if (
         entry.rows_in is not None
         and file.name.endswith(".json")
@@ -169,7 +175,7 @@ def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]
 
 
 def _inside(file: Path, key: str) -> list[Row] | None:
-    """The rows under a key of a file that is one JSON object; None for files of rows."""
+    """Return the rows under a key of a file with one JSON object; None for files of rows."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
@@ -208,7 +214,10 @@ def _of_split(root: Path, split: str) -> list[Path]:
 
 
 def _request(entry: Entry) -> dict[str, Any]:
-    """What is asked of the hub: the files of the configuration, or those that the patterns name."""
+    """Return the arguments of the hub request.
+
+    It asks for the files that the patterns match, or for all files of the configuration.
+    """
     patterns = [
         which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)
     ]
@@ -261,9 +270,9 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 
 
 def _within(ask: Callable[[], Found]) -> Found:
-    """What `ask` returns.
+    """Return the result of `ask`.
 
-    Raises `OSError` or `HfHubHTTPError` where nobody answers in time, or something else than yes.
+    Raises `OSError` or `HfHubHTTPError` if there is no answer in time or the answer is an error.
     """
     try:
         return hub.within(hub.SECONDS, ask)
@@ -278,7 +287,7 @@ def _reason(error: Exception) -> str:
 
 
 def _missing(entry: Entry, cache: Path, why: str) -> str:
-    """One message on what would be fetched and where a copy may lie."""
+    """Return an error text on the missing download and the folder for a copy."""
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (
         f"{entry.name}: there is no copy at hand, and nothing could be fetched from "

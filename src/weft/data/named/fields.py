@@ -1,5 +1,6 @@
-"""Columns of a row by their path, and texts made of several: `"{context} {question}"`,
-`"{answers.text.0}"`.
+"""Columns of a row by path, and texts made of several columns.
+
+Examples: `"{context} {question}"`, `"{answers.text.0}"`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ def fill(template: str, row: Row, random: Random) -> str:
 
 
 def pick(path: str, row: Row, random: Random) -> Any:
-    """The value at a path; None for a key that a mapping inside the row lacks, as Parquet has it
-    for one that holds null.
+    """Return the value at a path.
 
-    Raises `BadRow` for a column that the row lacks.
+    None for a key that a nested mapping lacks, as Parquet has it for null. Raises `BadRow` for a
+    column that the row lacks.
     """
     value: Any = row
     if path in row:  # also a column with a dot in its name

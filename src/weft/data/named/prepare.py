@@ -1,5 +1,6 @@
-"""A named dataset as files of rows that weft's own dataset types read, made once and kept under a
-hash of all they depend on.
+"""Conversion of a named dataset to files of rows for weft's own dataset types.
+
+Done once; the result is cached under a hash of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -43,9 +44,7 @@ Reader = Callable[..., Iterator[Example]]
 
 @dataclass(frozen=True)
 class Split:
-    """What is set aside for validation: the source's own split (`own`), or where it has none this
-    `share` of its groups.
-    """
+    """Validation set: the source's own split (`own`), or `share` of its groups if it has none."""
 
     share: float = 0.0
     own: bool = True
@@ -53,14 +52,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The source to read in place of the named one, and what was left out, in words."""
+    """Source that replaces the named one, and notes on the rows that were left out."""
 
     source: SourceSpec
     notes: tuple[str, ...] = ()
 
 
 def mode_of(dataset_type: str) -> str:
-    """What an experiment with rows of this type uses a dataset for: sft, rm or rl.
+    """Return the use of named datasets for rows of this type: sft, rm or rl.
 
     Raises `ConfigError` for a user's own type.
     """
@@ -82,7 +81,7 @@ def cache_root(cache_dir: str | None) -> Path:
 def prepare(
     source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()
 ) -> Prepared:
-    """The rows of `source.named`, as files.
+    """Write the rows of `source.named` to files.
 
     Raises `ConfigError` and `DataError` with the name, the rule and the fix.
     """
@@ -126,7 +125,7 @@ def prepare(
 
 
 def _notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
-    """Say how many rows gave no example, and what of the others' conversations is in none."""
+    """Iterate over notes on left-out rows, left-out parts of conversations, and unread keys."""
     left_out = report["left_out"]
     if left_out:
         told = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
@@ -139,7 +138,7 @@ def _notes(name: str, report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def reader_options(reader: Reader) -> list[str]:
-    """The names of a reader's options."""
+    """Return the names of a reader's options."""
     parameters = list(inspect.signature(reader).parameters.values())[2:]
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
     for p in parameters:
@@ -152,7 +151,7 @@ def reader_options(reader: Reader) -> list[str]:
 def _options(
     entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the reader's options, those of the dataset type) of what an entry and a user say.
+    """Return (options of the reader, options of the dataset type) from an entry and a user.
 
     Raises `ConfigError`.
     """
@@ -194,7 +193,7 @@ def _report(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class _Making:
-    """One entry in one mode, being read."""
+    """Conversion of one entry in one mode."""
 
     entry: Entry
     reader: Reader
@@ -202,9 +201,7 @@ class _Making:
     mode: str
 
     def digest(self, files: Files, split: Split) -> str:
-        """A hash of all that the rows depend on: the files, the entry, the options, and the
-        reader's code.
-        """
+        """Return a hash of the files, the entry, the options, and the reader's code."""
         source = inspect.getsourcefile(self.reader)
         if source:
             code = hashlib.sha256(Path(source).read_bytes()).hexdigest()
@@ -254,7 +251,7 @@ class _Making:
     def _write(
         self, files: list[Path], stream: TextIO, use: Use, start: int = 0
     ) -> tuple[str, list[str]]:
-        """(dataset type, the group of each row) of the rows written."""
+        """Write the rows; return (dataset type, group of each row)."""
         groups: list[str] = []
         types: set[str] = set()
         rows = _Rows(self.entry, files)
@@ -298,8 +295,9 @@ class _Making:
 
 
 class _Rows:
-    """The rows of several files; `at` is the place of the one read last, and once all are read that
-    of the files.
+    """Rows of several files; `at` is the place of the last row read.
+
+    Once all rows are read, it is the place of the files.
     """
 
     def __init__(self, entry: Entry, files: list[Path]) -> None:
@@ -321,7 +319,7 @@ class _Rows:
 
 
 def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:
-    """Move the rows that are held out from the first file to the second; how many each has."""
+    """Move the held-out rows from the first file to the second; return both row counts."""
     whole = parts[0].with_name(f"{parts[0].name}.all")
     rename(parts[0], whole)
     with whole.open() as lines, parts[0].open("w") as train, parts[1].open("w") as valid:

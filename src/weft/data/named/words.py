@@ -1,5 +1,6 @@
-"""Phrases that give away what an answer was copied from; entries with `filter_words` leave out rows
-that hold one.
+"""Phrases that reveal the model an answer was copied from.
+
+Entries with `filter_words` leave out rows that contain one.
 """
 
 from __future__ import annotations

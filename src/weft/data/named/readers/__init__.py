@@ -1,3 +1,5 @@
-"""Readers of named datasets: functions `reader(rows, use, *, option=..)` that make examples of rows
-of one shape.
+"""Readers of named datasets.
+
+A reader is a function `reader(rows, use, *, option=..)` that makes examples of rows of one
+shape.
 """

@@ -1,4 +1,4 @@
-"""Conversations of several turns, in the shapes that public datasets have."""
+"""Readers of multi-turn conversations, in the formats of public datasets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def messages(
     lang: str | None = None,
     filter_words: bool = False,
 ) -> Iterator[Example]:
-    """Lists of messages (`role`/`content` or `from`/`value`) under the usual keys or `column`, up
-    to the assistant's last turn.
+    """Make examples of lists of messages, up to the assistant's last turn.
+
+    The messages (`role`/`content` or `from`/`value`) are under the usual keys or in `column`.
     """
     for index, row in enumerate(rows):
         turns = normalise(pick(column or need(row, MESSAGE_KEYS, "chat"), row, use.random(index)))
@@ -54,9 +55,10 @@ def sharegpt(
     max_chars: int = MAX_CHARS,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """`from`/`value` turns of web pages: escapes and references are taken out, turns of one speaker
-    joined, and conversations left out that the bot begins, that end with the user, or where the bot
-    says nothing.
+    """Make examples of `from`/`value` turns of web pages.
+
+    Escapes and references are removed, and consecutive turns of one speaker joined. Conversations
+    are left out if the bot begins, if they end with the user, or if the bot says nothing.
     """
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))
@@ -100,8 +102,9 @@ def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | 
 
 @register_reader("gpt4all")
 def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Rows `{prompt, response}`, and `{conversation: [{User, Bot}]}` with one of the two in each
-    entry.
+    """Make examples of rows `{prompt, response}` and `{conversation: [{User, Bot}]}`.
+
+    Each entry of a conversation has one of the two keys.
     """
     for row in rows:
         if row.get("conversation") is None:
@@ -127,8 +130,9 @@ def gpt4all(rows: Iterable[Row], use: Use) -> Iterator[Example]:
 
 @register_reader("soda")
 def soda(rows: Iterable[Row], use: Use, *, input_max_length: int = MAX_CHARS) -> Iterator[Example]:
-    """Talks of two people who take turns; the narrative stands before the first turn, and the
-    second speaker is the assistant.
+    """Make examples of dialogues of two people, the second of whom is the assistant.
+
+    The narrative is put before the first turn.
     """
     for row in rows:
         speakers = list(row["speakers"])
@@ -236,8 +240,9 @@ def by_system(
     max_char_len: int = 8000,
     seed: int = 42,
 ) -> Iterator[Example]:
-    """Rows of one system message as rounds of conversations of about `max_char_len` characters;
-    `num_samples` draws that many rows.
+    """Make conversations of about `max_char_len` characters from rows of one system message.
+
+    Rows become rounds of the conversation; `num_samples` draws that many rows.
     """
     chosen = list(rows)
     Random(seed).shuffle(chosen)

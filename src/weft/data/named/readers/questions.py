@@ -1,5 +1,6 @@
-"""Questions with an answer: tables of instructions, question-answer sets, summaries, rows that hold
-several pairs.
+"""Readers of questions with an answer.
+
+Tables of instructions, question-answer sets, summaries, rows with several pairs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ WORDS = 512  # of a text that is summarized
 
 
 class PairOptions(TypedDict, total=False):
-    """How a row becomes a question and its answer; columns may be paths or templates
-    (`weft.data.named.fields`).
+    """Options for converting a row to a question and its answer.
+
+    Columns may be paths or templates (`weft.data.named.fields`).
     """
 
     prompt: str  # "INSTRUCTION" where it is absent
     answer: str  # "RESPONSE" where it is absent
     lang: str
-    lang_column: str  # the column that says the language
+    lang_column: str  # column with the language
     system: str
     input: str  # a column that goes below the question ...
     join: list[str]  # ... after one of these, at random

@@ -1,4 +1,4 @@
-"""Replies that people or models compared: pairs, scored answers, wins, ranked lists."""
+"""Readers of compared replies: pairs, scored answers, wins, ranked lists."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def pairs(
     rejected: str = "rejected",
     system: str | None = None,
 ) -> Iterator[Example]:
-    """Two replies a row, as texts, or as lists of messages: replies, or whole conversations that
-    differ in their last turn.
+    """Make examples of two replies per row.
+
+    They are texts, or lists of messages: replies, or whole conversations that differ in their last
+    turn.
     """
     for index, row in enumerate(rows):
         random = use.random(index)
@@ -85,14 +87,16 @@ def _compared(
 
 
 def _opening(context: Sequence[Message]) -> str:
-    """What the user says first; a system message is shared by many."""
+    """Return the first user message; a system message is not used, as many rows share it."""
     return str(next(message["content"] for message in context if message["role"] == "user"))
 
 
 @register_reader("hh")
 def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Anthropic's `\\n\\nHuman:`/`\\n\\nAssistant:` dialogues, one chosen and one rejected, of as
-    many turns that differ in the last.
+    """Make examples of Anthropic's dialogues, one chosen and one rejected.
+
+    They have the `\\n\\nHuman:`/`\\n\\nAssistant:` form, equally many turns, and differ in the
+    last.
     """
     for row in rows:
         talks = [_turns(str(row[key])) for key in ("chosen", "rejected")]
@@ -116,7 +120,7 @@ def _turns(text: str) -> list[Message]:
 
 
 class ScoreOptions(TypedDict, total=False):
-    """How answers with scores become a ranking."""
+    """Options for converting scored answers to a ranking."""
 
     max_answers: int  # 5 where it is absent
     references: bool  # false takes `[1]` out of the answers
@@ -134,8 +138,9 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Answers with scores, [answer, score, ...] by column (several scores are added up), all rows
-    of one question together, the best first.
+    """Make examples of scored answers, [answer, score, ...] by column, best first.
+
+    Several scores are added up. All rows of one question are joined.
     """
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
@@ -172,8 +177,9 @@ def comparisons(
     max_answers: int = 5,
     least_confidence: float | None = None,
 ) -> Iterator[Example]:
-    """OpenAI's comparisons of two summaries: a pair a row, or (`grouped`) all summaries of a post
-    by how often they won.
+    """Make examples of OpenAI's comparisons of two summaries: a pair per row.
+
+    `grouped`: all summaries of a post, by how often they won.
     """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
@@ -218,8 +224,9 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """A list of answers with ranks, the smaller the better, to a prompt: a question, or a dialogue
-    in the `\\n\\nHuman:` form.
+    """Make examples of lists of answers with ranks, smaller is better.
+
+    The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
     """
     for index, row in enumerate(rows):
         asked = fill(prompt, row, use.random(index))
@@ -249,8 +256,9 @@ def endings(
     endings: str = "endings",
     label: str = "label",
 ) -> Iterator[Example]:
-    """HellaSwag: a beginning and its right ending before one of the wrong ones at random, plain
-    texts and no dialogue.
+    """Make examples of HellaSwag: a beginning with its right ending and a random wrong one.
+
+    The texts are plain, without a dialogue.
     """
     for index, row in enumerate(rows):
         choices = list(checked(row[endings], endings))
@@ -267,10 +275,10 @@ def endings(
 
 @register_reader("augmented")
 def augmented(rows: Iterable[Row], use: Use) -> Iterator[Example]:
-    """Open-Assistant's ranked replies with bad ones made by a model: in training one of them, at
-    random, comes last.
+    """Make examples of Open-Assistant's ranked replies with bad ones made by a model.
 
-    Rows `{prefixes, responses, augmented, split}`; `split` says what they are for.
+    In training, one of the bad ones, at random, is ranked last. Rows are
+    `{prefixes, responses, augmented, split}`; `split` is the use of the row.
     """
     for index, row in enumerate(rows):
         if _for_training(row) != use.training:

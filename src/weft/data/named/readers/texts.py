@@ -15,8 +15,9 @@ CHUNK = 64 * 1024
 def plain_text(
     rows: Iterable[Row], use: Use, *, column: str = "text", max_chunk_size: int = CHUNK
 ) -> Iterator[Example]:
-    """A column of text, cut into pieces of at most `max_chunk_size` characters; the pieces of a row
-    stay in one split.
+    """Make examples of a text column, cut into pieces of at most `max_chunk_size` characters.
+
+    The pieces of a row stay in one split.
     """
     for index, row in enumerate(rows):
         text = str(row[column] or "")

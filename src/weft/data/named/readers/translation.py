@@ -1,4 +1,4 @@
-"""Pairs of sentences in two languages as requests to translate, one direction at random."""
+"""Reader of sentence pairs as translation requests, in a random direction."""
 
 from __future__ import annotations
 
@@ -91,8 +91,9 @@ def translation(
     mix_probability: float = 0.2,
     maximum_size: int = MOST,
 ) -> Iterator[Example]:
-    """`{translation: {de: .., en: ..}}`; with `mix_probability` a pair that stands near comes
-    before one, as a turn of its own.
+    """Make examples of rows `{translation: {de: .., en: ..}}`.
+
+    With `mix_probability`, a nearby pair is put before a pair, as a separate turn.
     """
     pairs = (
         (row["translation"][source], row["translation"][target], source, target) for row in rows
@@ -102,8 +103,9 @@ def translation(
 
 @register_reader("divemt")
 def divemt(rows: Iterable[Row], use: Use, *, mix_probability: float = 0.2) -> Iterator[Example]:
-    """`{src_text, tgt_text, subject_id: tur_t1}` out of English; languages without prompts are left
-    out.
+    """Make examples of rows `{src_text, tgt_text, subject_id: tur_t1}`, from English.
+
+    Languages without prompts are left out.
     """
     found = []
     for row in rows:
