@@ -105,8 +105,9 @@ def find_family(raw: Mapping[str, Any], type: str | None = None) -> Family:
 
 
 def problem(key: str, value: Any) -> str | None:
-    """What a value has to be that is not, in words; None for one that can be used, and for keys
-    that not every model has.
+    """Return the rule that a value violates, in words, or None.
+
+    None also for keys that not every model has.
     """
     if value is None:
         return None

@@ -214,7 +214,7 @@ class Reader:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most of the weights are stored in."""
+        """The dtype of most weights."""
         return self.files.dtype
 
     def stored_name(self, hf: str) -> str:
@@ -442,7 +442,7 @@ def save_config(
     dtype: torch.dtype,
     pooling: Pooling = "last",
 ) -> None:
-    """What `save` writes beside the weights."""
+    """Write the files that `save` puts next to the weights."""
     _write_config(
         Path(directory), families.get(config.family).to_hf(config, head), head, dtype, pooling
     )

@@ -113,7 +113,7 @@ def values_of(path: str) -> Mapping[str, Any]:
 
 
 def gives_scores(values: Mapping[str, Any]) -> bool:
-    """Whether a model is a reward model by its config.json."""
+    """Return whether a model is a reward model according to its config.json."""
     kinds = values.get("architectures") or []
     return any(scored in str(kind) for kind in kinds for scored in SCORED)
 
@@ -127,7 +127,7 @@ def backend_of(values: Mapping[str, Any]) -> str:
 
 
 def cost(values: Mapping[str, Any]) -> str:
-    """What it costs that weft has no family of a model's type, in a line."""
+    """Return a line on the disadvantages of a model type without a weft family."""
     return (
         f"weft has no family for models of type {values.get('model_type')}, so backend=hf runs "
         f"it: slower, and on several "

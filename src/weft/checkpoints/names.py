@@ -49,8 +49,9 @@ Steps = Mapping[int, Path]
 
 @dataclass(frozen=True)
 class Named:
-    """What a name stands for: `path` is a directory or a hub name, `note` what the user is told
-    about it.
+    """The model that a name refers to.
+
+    `path` is a directory or a hub name; `note` is a message for the user about it.
     """
 
     path: str
@@ -59,11 +60,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is looked for: `roles` serve, the first of them best; `option` is what the user set;
-    `fileroot` holds the runs.
+    """The kind of model to look for.
 
-    `began` is the checkpoint that a run under way began with: a name without a step goes on
-    standing for it. `own` is that run's directory.
+    `roles` are acceptable, the first ones preferred; `option` is the option that the user set;
+    `fileroot` is the folder of all runs. `began` is the checkpoint that an unfinished run began
+    with: a name without a step keeps referring to it. `own` is the directory of that run.
     """
 
     option: str = ""
@@ -77,9 +78,9 @@ class Wanted:
 
 
 def locate(given: str, wanted: Wanted | None = None) -> Named:
-    """What `given` stands for.
+    """Return the model that `given` refers to, without looking up hub names.
 
-    A hub name is not looked up. Raises `CheckpointError`: the option, the rule, the fix.
+    Raises `CheckpointError` with the option, the rule and the fix.
     """
     wanted = wanted or Wanted()
     refuse_url(given, wanted.said(given), CheckpointError)
@@ -116,7 +117,7 @@ def locate(given: str, wanted: Wanted | None = None) -> Named:
 
 
 def find(given: str, wanted: Wanted) -> Named:
-    """What `given` stands for; a hub name is in the cache, or the hub has it.
+    """Return the model that `given` refers to; a hub name must be in the cache or on the hub.
 
     Raises `CheckpointError`.
     """
@@ -140,7 +141,7 @@ def newest_run(path: str) -> str:
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a directory is a model's or an adapter's."""
+    """Return whether a directory contains a model or an adapter."""
     return (folder / CONFIG).is_file() or (folder / ADAPTER).is_file()
 
 

@@ -251,7 +251,7 @@ def read_adapter_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _check_numbers(file: Path, settings: Mapping[str, Any]) -> None:
-    """That what is computed with are numbers, and each pattern one of modules' names."""
+    """Check that settings used in computations are numbers, and patterns map module names."""
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(

@@ -26,7 +26,7 @@ class PrefixSettings:
 
 
 def holds_prefix(path: str | Path | None) -> bool:
-    """Whether a path is a directory with a prefix in it.
+    """Return whether a path is a directory with a prefix in it.
 
     Raises `CheckpointError` for settings that cannot be read.
     """

@@ -53,7 +53,7 @@ class PrefixReader:
             )
 
     def __contains__(self, name: object) -> bool:
-        """Whether it holds a parameter."""
+        """Return whether the parameter `name` belongs to the prefix."""
         return isinstance(name, str) and (
             is_prefix(name) or (name == "score.weight" and self._score in self._files.names)
         )

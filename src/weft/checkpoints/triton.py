@@ -138,8 +138,9 @@ class LogProbs(nn.Module):
 
 
 def _arguments(input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """What `transformers` takes: the whole mask [B, 1, T, T], so that no length becomes part of the
-    module.
+    """Return arguments for a `transformers` model with the full mask [B, 1, T, T].
+
+    With the full mask, no length becomes a constant of the exported module.
     """
     ids = input_ids.to(torch.int64)
     places = torch.ones_like(ids).cumsum(dim=1)

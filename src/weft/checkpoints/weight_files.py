@@ -51,7 +51,7 @@ LONGEST_NAME = 200  # characters of a tensor's name that a message shows
 
 @dataclass(frozen=True)
 class Stored:
-    """Where one tensor lies."""
+    """Location of one tensor in a file."""
 
     file: Path
     dtype: torch.dtype

@@ -38,7 +38,7 @@ class PrefixSpec:
 
 
 class Role(Protocol):
-    """What a role's other options say of its weights."""
+    """Properties of a role's weights that its other options set."""
 
     lora: LoRASpec
     prefix: PrefixSpec

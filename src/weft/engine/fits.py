@@ -55,9 +55,10 @@ class Way:
 
 
 def ways(cases: Cases) -> list[Way]:
-    """As it is set, and what would take less: recomputation, and with it one thing more.
+    """Return the current settings and alternatives that need less memory.
 
-    What is set already is left out, and so are adapters where they are refused (fp8).
+    The alternatives are recomputation, and recomputation with one more change. Omitted are changes
+    already made, and adapters if they are refused (fp8).
     """
     option = "gradient_checkpointing=true"
     again = _changed(cases, lambda s: replace(s, recompute=1))
@@ -98,8 +99,9 @@ def _is_there(package: str) -> bool:
 
 
 def lines(cases: Cases, begin: str) -> Iterator[str]:
-    """Which GPU holds the run, in a line that begins so; where that is not the smallest, which ways
-    lead to smaller ones.
+    """Yield a line that begins with `begin` and names the smallest GPU that holds the run.
+
+    Further lines name changes with which the run fits on smaller GPUs, or the least it needs.
     """
     if not any(case.settings.trained for case in cases.values()):
         return

@@ -120,13 +120,15 @@ class NetworkShape:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a role's spec says, and the device: `chunk_rows` tokens' logits are held at once; every
-    `recompute`-th layer is computed again (0: none); `offload_optimizer`: masters and optimizer
-    state are never on the device; `weights_leave` and `optimizer_leaves`: they are in host memory
-    between the role's calls; `packs`: products copy their right side into a form of their own;
+    """Settings of a role and its device that determine memory.
+
+    `chunk_rows`: tokens whose logits exist at once; `recompute`: every n-th layer is recomputed (0:
+    none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave`
+    and `optimizer_leaves`: they are in host memory between the role's calls.
+
+    Three are for float32 on CPUs. `packs`: products copy their right operand into another format;
     `in_place`: logits become their statistics and gradients without a copy (weft's own kernels);
-    `adds_rows`: a tied embedding's look-up adds its rows to the head's gradient. The last three are
-    for float32 on CPUs.
+    `adds_rows`: the look-up of a tied embedding adds its rows to the head's gradient.
     """
 
     dtype: str
@@ -224,10 +226,12 @@ def estimate(shape: NetworkShape, settings: Settings, works: Iterable[Work]) -> 
 
 
 def _gathered(shape: NetworkShape, settings: Settings, *, adds_up: bool) -> int:
-    """What ranks that share parameters put together: embedding and output matrix, a block and the
-    next one, which is on its way, and that block's gradient before it is shared out; all parameters
-    where they are not shared out in between, and all gradients where those of several micro-batches
-    add up whole (`adds_up`).
+    """Return the bytes of parameters and gradients that sharing ranks gather at once.
+
+    They are the embedding and the output matrix, a block and the next one, which is being gathered,
+    and that block's gradient before it is scattered. They are all parameters if these are not
+    scattered in between, and all gradients if those of several micro-batches are summed unsharded
+    (`adds_up`).
     """
     if shape.shards == 1:
         return 0

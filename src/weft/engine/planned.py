@@ -21,9 +21,9 @@ MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf
 def planned_facts(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """As `Engine.description` of the mesh's first rank, without weights and without the device.
+    """Return `Engine.description` of the mesh's first rank, without weights and device.
 
-    A backend of a user's own tells its name alone. Raises `UserError` as the backend does.
+    A user's own backend reports its name only. Raises `UserError` as the backend does.
     """
     spec = chosen(spec)
     if spec.backend not in MODULES:

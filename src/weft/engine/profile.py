@@ -15,7 +15,7 @@ from weft.writing import destination, rename
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """What is done within it has this name in a trace."""
+    """Return a context manager whose work has this name in a trace."""
     label: AbstractContextManager[object] = torch.profiler.record_function(name)
     return label
 

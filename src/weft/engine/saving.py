@@ -27,7 +27,7 @@ def token_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
 
 
 def generation_config(spec: ModelSpec) -> dict[str, Any]:
-    """What the model's own generation_config.json says; saving puts the special tokens in."""
+    """Return the model's own generation_config.json; saving adds the special tokens."""
     return dict(model_values(str(spec.path), "generation_config.json"))
 
 
@@ -77,7 +77,7 @@ def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
 
 
 def notes(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> tuple[str, ...]:
-    """What the user should know of the padding token in a trained role's checkpoints."""
+    """Return notes on the padding token in a trained role's checkpoints."""
     if spec.head == "score" and spec.trained and pooling == "mean":
         return (
             "pooling=mean: scores are read from the mean over all tokens, which transformers "

@@ -30,7 +30,7 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class _Common:
-    """What sequences `start` to `end` of the sorted order have in common: `size` tokens."""
+    """Common prefix of `size` tokens of the sequences `start` to `end` in sorted order."""
 
     start: int
     end: int
@@ -45,8 +45,9 @@ class _Common:
 
 
 def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]:
-    """Those that spare most tokens in all, each of `least` >= 1 tokens or more and without the last
-    token of any prompt.
+    """Return the prefixes that save most tokens in all.
+
+    Each has at least `least` >= 1 tokens, and never the last token of a prompt.
     """
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tobytes())
     tree = _tree([_alike(prompts[a], prompts[b]) for a, b in pairwise(order)], least)
@@ -103,7 +104,7 @@ def _tree(common: Sequence[int], least: int) -> list[_Common]:
 
 
 def _alike(one: Tokens, other: Tokens) -> int:
-    """How many tokens two prompts begin with alike, the last of either left out."""
+    """Return the number of equal first tokens of two prompts, without the last token of either."""
     most = max(0, min(len(one), len(other)) - 1)
     differing = np.flatnonzero(one[:most] != other[:most])
     return int(differing[0]) if len(differing) else most

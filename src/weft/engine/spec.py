@@ -426,15 +426,14 @@ class ModelSpec:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the role has low-rank adapters or a prefix, trained or a copy of trained ones,
-        beside frozen weights.
+        """Return whether the role has low-rank adapters or a prefix on frozen weights.
+
+        They may be trained, or a copy of trained ones.
         """
         return (self.trained or self.mirrors) and (self.lora.r > 0 or self.prefix.num_tokens > 0)
 
     def mirror(self) -> ModelSpec:
-        """Of a copy of the role on another layout: weights that come from the role's own, and no
-        optimizer.
-        """
+        """Return the spec of a copy on another layout: weights come from the role, no optimizer."""
         return replace(self, trained=False, mirrors=self.trained, schedule=None)
 
     def with_head(self, head: Head, *, trained: bool) -> ModelSpec:
@@ -516,7 +515,8 @@ class GenerationSpec:
 
     @property
     def truncates(self) -> bool:
-        """Whether a limit on the vocabulary is in force, so that log-probs are normalised over the
-        kept ids.
+        """Return whether sampling is limited to a part of the vocabulary.
+
+        Log-probs are then normalized over the kept ids.
         """
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

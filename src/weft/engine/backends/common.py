@@ -111,7 +111,7 @@ def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None
 
 
 def check_compilable(spec: ModelSpec, layout: Layout) -> None:
-    """What `check_compile` says that no device is needed for."""
+    """Run the part of `check_compile` that needs no device."""
     if spec.fp8 and not spec.compile:
         raise ConfigError(
             "fp8=true: without compile=true scaling costs more than products save; set it, or "
@@ -140,9 +140,9 @@ def check_compilable(spec: ModelSpec, layout: Layout) -> None:
 
 
 def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | None:
-    """What multiplies in compiled blocks; None: torch itself.
+    """Return the matrix product for compiled blocks; None for torch's own.
 
-    Raises `ConfigError` where 8-bit floats are asked for and cannot be had.
+    Raises `ConfigError` if 8-bit floats are requested and not available.
     """
     if not spec.fp8:
         return None

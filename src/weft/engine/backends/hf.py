@@ -103,9 +103,9 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """What the engine of a rank would say of itself, from config.json alone: no weights are read.
+    """Return the engine's description of a rank from config.json alone, without weights.
 
-    Raises `UserError` as `hf_backend` does, as far as no weights are needed.
+    Raises `UserError` as `hf_backend` does, for errors that can be detected without weights.
     """
     path = common.check_spec(spec)
     common.check_copies(mesh.layout)
@@ -133,7 +133,7 @@ def _copy(network: HFNetwork, mesh: RankMesh, device: torch.device) -> Part:
 
 
 def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """What the role asks of its module: what is trained, adapters, recomputation."""
+    """Apply the role's settings to its module: trained parameters, adapters, recomputation."""
     module.requires_grad_(spec.trained)
     if spec.has_adapters:
         hf_lora.attach(module, spec.lora, seed=spec.seed)
@@ -168,10 +168,9 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) -> TransformerConfig:
-    """What the generator reads of a network: vocabulary, the table of positions, and the shape of
-    cached keys and values.
+    """Return the configuration for the generator: vocabulary, positions, shapes of the cache.
 
-    Where keys and values do not fit weft's cache, it holds tokens, as one layer of `DIGITS`
+    If keys and values don't fit weft's cache, the cache holds tokens: one layer of `DIGITS`
     numbers.
     """
     values = module.config.to_dict()
@@ -200,7 +199,10 @@ def _describe(module: PreTrainedModel, trial: Trial, embedding: nn.Embedding) ->
 
 
 def _fits_cache(trial: Trial) -> bool:
-    """Whether weft's cache can hold the keys and values: all layers alike, keys as wide as values."""
+    """Return whether weft's cache can hold the keys and values.
+
+    All layers must have equal shapes, and keys must be as wide as values.
+    """
     return len(set(trial.shapes)) == 1 and trial.shapes[0][2] == trial.shapes[0][3]
 
 
@@ -209,13 +211,13 @@ def _attention(config: TransformerConfig) -> int:
 
 
 def _pooling(spec: ModelSpec, path: str) -> Pooling:
-    """What the spec asks for, else what the directory says."""
+    """Return the pooling that the spec sets, or else the directory."""
     stored = hf_io.read_raw(path).get(hf_io.POOLING)
     return "mean" if "mean" in (spec.pooling, stored) else "last"
 
 
 def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
-    """What is slower than it might be, and why."""
+    """Return notes on what is slower than possible, and why."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -232,7 +234,7 @@ def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ..
 
 
 def _reading(spec: ModelSpec, device: torch.device) -> tuple[str, ...]:
-    """What the host's memory has to do with it."""
+    """Return notes on the host memory that reading the weights takes."""
     if device.type == HOST.type or spec.init_from_scratch or hf_load.straight_to(device):
         return ()
     return (

@@ -95,8 +95,9 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
 def planned(
     spec: ModelSpec, mesh: Mesh, device: torch.device, tokenizer: Tokenizer | None = None
 ) -> Mapping[str, Any]:
-    """What the engine of the mesh's first rank would say of itself, from config.json alone: no
-    weights are read, and the device need not be there. Without a tokenizer no tokens are added.
+    """Return the description of the engine of the mesh's first rank from config.json alone.
+
+    No weights are read, and the device need not exist. Without a tokenizer no tokens are added.
     Raises `UserError` as `torch_backend` does.
     """
     path = common.check_spec(spec)
@@ -136,9 +137,7 @@ def _facts(
     layout: Layout,
     device: torch.device,
 ) -> dict[str, Any]:
-    """What a rank's part of the network of `config` says of itself beside its numbers of
-    parameters.
-    """
+    """Return facts on a rank's part of the network, other than its numbers of parameters."""
     sizes = sizes_of(network) | {
         "row_ranks": layout.tensor if spec.sequence_parallel else 1,
         "shards": layout.fsdp,
@@ -153,7 +152,7 @@ def _facts(
 
 
 def _drops(network: Transformer, spec: ModelSpec) -> bool:
-    """Whether there is dropout in training."""
+    """Return whether training uses dropout."""
     rates = (
         network.config.embed_dropout,
         network.config.hidden_dropout,
@@ -194,7 +193,7 @@ def _adapters_keep(network: Transformer) -> int:
 
 
 def _is_fused(block: torch.nn.Module) -> bool:
-    """Whether the MLP's activation is computed again in place of being kept: not with experts."""
+    """Return whether the MLP's activation is recomputed instead of kept; never with experts."""
     return isinstance(block, Block) and isinstance(block.mlp, MLP)
 
 
@@ -226,7 +225,7 @@ def _dropped(block: torch.nn.Module) -> int:
 
 
 def sizes_of(network: Transformer) -> dict[str, int]:
-    """What `weft.engine.memory.NetworkShape` says of a network beside its numbers of parameters."""
+    """Return the fields of `weft.engine.memory.NetworkShape` other than numbers of parameters."""
     config = network.config
     lm = network.kind == "lm"
     experts = config.experts

@@ -84,13 +84,15 @@ class Caches(Protocol):
     def draw(
         self, cache: Any, rows: DecodeBatch, settings: SettingsTable
     ) -> Callable[[], Drawn] | None:
-        """As `decode`, with the tokens that are drawn of it, in one go; returns what waits for
-        them. None, and nothing is computed, where these rows are not drawn so.
+        """Run a decode step as `decode` does and sample its tokens in the same call.
+
+        Returns a function that waits for them, or None, computing nothing, if these rows can't be
+        sampled in this way.
         """
         ...
 
     def multi_step(self, rows: DecodeBatch, settings: SettingsTable) -> MultiStepDecoder | None:
-        """What computes several decode steps in a call; None where they are computed one at a time."""
+        """Return the decoder of several steps per call; None if steps are computed one at a time."""
         ...
 
     def weights_changed(self) -> None:
@@ -114,7 +116,7 @@ def caches_for(network: Decoder, device: torch.device, budget: Budget) -> Caches
 
 
 def _flashes(config: TransformerConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether flash attention reads pages here; else FlexAttention may."""
+    """Return whether flash attention reads pages on this device; otherwise FlexAttention may."""
     plain = config.attention_softcap is None and flash.serves(device, dtype, config.head_dim)
     return plain and flash.abilities().block_table
 
@@ -222,7 +224,7 @@ class PageCaches:
 
     @property
     def is_unused(self) -> bool:
-        """Whether every page has come back."""
+        """Return whether every page has been returned."""
         return not self._pool.pages.num_used
 
     def renew(self, network: Decoder, budget: Budget) -> bool:
@@ -329,8 +331,10 @@ class PageCaches:
 
 
 class KeptPages:
-    """What one engine's generators leave to the next: pages, and the graphs over them, which cost
-    as much as many steps. While no generator is open they stay where they are until `drop`.
+    """Pages and captured graphs that an engine's generators pass on to the next one.
+
+    Capturing the graphs costs as much as many steps. While no generator is open, pages and graphs
+    stay allocated until `drop`.
     """
 
     def __init__(self) -> None:
@@ -341,7 +345,7 @@ class KeptPages:
         return 0 if self._kept is None else self._kept.num_bytes
 
     def take(self, network: Decoder, device: torch.device, budget: Budget) -> Caches:
-        """Those of the last generator, where they serve this one, or new ones."""
+        """Return the caches of the last generator if they suit this one, or new ones."""
         kept = self._kept
         self._kept = None
         if kept is not None:
@@ -365,8 +369,10 @@ class KeptPages:
 
 
 def storage_of(network: Decoder) -> Hashable:
-    """What differs once a captured pass would read other memory than the network does, or compute
-    another thing: where its tensors lie, and which adapters are at work.
+    """Return a value that changes if a captured pass would be wrong for the network.
+
+    That is, if it would read other memory or compute something else: the addresses of the tensors,
+    and the active adapters.
     """
     tensors = [kernels.address(x) for x in network.parameters()]
     if isinstance(network, torch.nn.Module):

@@ -20,8 +20,9 @@ class Decoder(Protocol):
     held_layers: Sequence[int]  # numbers of its blocks in the whole network
 
     def shares_prefixes(self, longest: int) -> bool:
-        """Whether its attention reads a prefix that is stored apart, for sequences of up to
-        `longest` tokens.
+        """Return whether attention supports separately stored prefixes.
+
+        `longest` is the largest number of tokens of a sequence.
         """
         ...
 
@@ -34,7 +35,7 @@ class Decoder(Protocol):
 
     @property
     def reads_pages(self) -> bool:
-        """Whether keys and values are read by weft's attention, so that they may lie in pages."""
+        """Return whether keys and values may be stored in pages: weft's attention reads them."""
         ...
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor: ...
@@ -44,7 +45,7 @@ class Decoder(Protocol):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """What the states are multiplied by; None where another rank does."""
+        """Matrix that maps states to logits; None if another rank has it."""
         ...
 
     def parameters(self) -> Iterator[Tensor]: ...

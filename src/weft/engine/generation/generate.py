@@ -457,8 +457,9 @@ def _stopped_by_text(
     stops: Mapping[tuple[str, int], StopText],
     least: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
-    """Whether each row's new token completes a stop text of its own, not before its settings'
-    `least` tokens.
+    """Return whether each row's new token completes one of the row's stop texts.
+
+    Not before the row has the `least` tokens of its settings.
     """
     count = len(rows)
     stopped = np.zeros(count, bool)

@@ -53,7 +53,7 @@ class Captured:
     output: Tensor
 
     def __call__(self, step: Steps) -> Tensor:
-        """What it makes of a step of as many rows as it has, or fewer."""
+        """Run the graph for a step of at most its number of rows; return its output."""
         self.host.zero_()
         self.host[: len(step)] = torch.from_numpy(step)
         self.inputs.copy_(self.host, non_blocking=True)
@@ -101,10 +101,10 @@ class DecodeGraphs:
         self._captured.clear()
 
     def __call__(self, kind: str, step: Steps, *, form: Hashable, expected: int = 0) -> Tensor:
-        """What the run of this kind makes of a step [R, C], to be read before the next call.
+        """Return the output of a step [R, C] of this kind; it is valid until the next call.
 
-        `form` is anything that differs once the memory behind the step has moved, `expected` the
-        most rows that are to come.
+        `form` is any value that differs after the memory of the step has moved; `expected` is the
+        largest number of rows still to come.
         """
         if form != self._form:
             self.drop()

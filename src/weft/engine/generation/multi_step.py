@@ -70,8 +70,9 @@ class MultiStepDecoder:
         return min(max(1, most), cache.capacity - int(cache.used[: len(self._rows)].max()))
 
     def _draws_plainly(self, kind: int) -> bool:
-        """Whether such rows are drawn from the whole vocabulary, but for ends that may not come
-        yet, and end by their tokens or their number.
+        """Return whether rows are sampled from the whole vocabulary, except ends not allowed yet.
+
+        They also must end by their tokens or their number alone.
         """
         spec = self._settings.specs[kind]
         needs_more = spec.greedy or spec.stop or spec.record_support or spec.top_logprobs

@@ -67,7 +67,7 @@ SERVED: Mapping[str, Callable[[TransformerConfig], bool] | None] = {
 
 
 def serves(config: TransformerConfig) -> bool:
-    """Whether the kernel computes networks of this configuration."""
+    """Return whether the kernel supports networks of this configuration."""
     for field in fields(config):
         if field.name not in SERVED:
             if getattr(config, field.name) != field.default:
@@ -78,7 +78,7 @@ def serves(config: TransformerConfig) -> bool:
 
 
 def reads_only_written(network: object) -> bool:
-    """Whether the network's attention reads no place of a slot that no token was written to."""
+    """Return whether attention reads only those positions of a slot that have been written."""
     if not isinstance(network, Transformer):
         return False
     config = network.config
@@ -111,7 +111,7 @@ class Passes:
         self._fits = _fits(network)
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """As `Transformer.hidden`."""
+        """Return hidden states as `Transformer.hidden` does."""
         context = x.attention
         prepared = None
         if isinstance(context, Cached) and not prefix.begins_in_prefix(
@@ -123,7 +123,7 @@ class Passes:
         return prepared.forward.run(self._pass(prepared, x), rows)
 
     def ahead(self, x: Packed, draws: kernels.Drawing) -> tuple[Tensor, Tensor]:
-        """As `CachedForward.run_ahead`, over a cache of which `draws` is true."""
+        """Run `CachedForward.run_ahead` on a cache for which `draws` returns True."""
         assert isinstance(x.attention, Cached)
         prepared = self._over(x.attention.cache)
         assert prepared is not None
@@ -131,17 +131,17 @@ class Passes:
 
     @property
     def multi_step(self) -> bool:
-        """Whether several decode steps may be computed in one call."""
+        """Return whether several decode steps may be computed in one call."""
         settings = self._network.config.rope
         return self._fits and (settings is None or settings.scaling not in rope.CHANGING)
 
     def draws(self, cache: KVCache) -> bool:
-        """Whether tokens are drawn in the same call as decode steps over the cache are computed."""
+        """Return whether decode steps over the cache and sampling are computed in the same call."""
         prepared = self._over(cache)
         return prepared is not None and prepared.forward.weights.head is not None
 
     def is_ready(self, cache: KVCache) -> bool:
-        """Whether the cache and the weights lie where they lay at the last pass over it."""
+        """Return whether the cache and the weights have the same addresses as in the last pass."""
         prepared = self._prepared.get(cache)
         return prepared is not None and prepared.moves == cache.moves
 
@@ -176,7 +176,7 @@ class Passes:
         return CachedPass(x.tokens, context.slots, context.new, after, rotation, prefixes)
 
     def _prefixes(self, prepared: _Prepared, context: Cached) -> tuple[PrefixRows, ...]:
-        """Those of a decode step are mostly those of the one before."""
+        """Return the prefixes of a decode step, which mostly equal those of the step before."""
         if context.max_len > 1:
             return tuple(_prefix(cache, rows) for cache, rows in context.continued)
         if context.groups is not prepared.groups:
@@ -206,8 +206,9 @@ class Passes:
 
 
 def _fits(network: Decoder) -> bool:
-    """Whether the kernel computes what the network's modules do, and they no more than that: no
-    hooks, no adapters, no parts that ranks have to reduce.
+    """Return whether the kernel computes everything that the network's modules do.
+
+    False for hooks, adapters, or parts that ranks have to reduce.
     """
     if not isinstance(network, Transformer) or not serves(network.config):
         return False

@@ -30,7 +30,7 @@ class Prefix:
 
 @dataclass
 class PrefixIndex:
-    """How many of the sequences at hand begin with each chain."""
+    """Number of current sequences that begin with each chain of tokens."""
 
     # tokens that a new prefix must spare: its length times the sequences beyond the first
     least: int

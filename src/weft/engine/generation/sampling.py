@@ -63,8 +63,9 @@ class Ban:
 
 
 def limits(spec: GenerationSpec, vocab_size: int) -> bool:
-    """Whether the spec leaves ids of this vocabulary out; a top_k at or above the vocabulary is no
-    limit.
+    """Return whether the spec excludes ids of this vocabulary.
+
+    A top_k of at least the size of the vocabulary excludes nothing.
     """
     return not spec.greedy and (spec.top_p < 1.0 or 0 < spec.top_k < vocab_size or spec.min_p > 0.0)
 
@@ -123,9 +124,10 @@ def likely(
 
 
 def draw_rows(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> Draw:
-    """As `draw` of the whole vocabulary, each row at its own temperature ([R]; rows of 0 only fill
-    up), or where there are none the likeliest ids. Nothing in it depends on the host, so that a
-    graph can hold it.
+    """Sample as `draw` does from the whole vocabulary, with one temperature per row.
+
+    `temperatures` are [R]; rows with 0 are padding. Without temperatures, the likeliest ids are
+    returned. Nothing depends on the host, so that a graph can capture it.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperatures is None:

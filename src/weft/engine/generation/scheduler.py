@@ -153,7 +153,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def plan(self) -> StepPlan:
-        """What the next step runs; whatever is planned counts as done from now on."""
+        """Return the work of the next step; planned work counts as done from now on."""
         preempted = self._make_room()
         decodes = list(self.running.values())
         if not preempted:  # their tokens may not be booked yet, and there is no room anyway
@@ -285,8 +285,10 @@ class Scheduler:
             count += 1
 
     def _room_for(self, sequence: Sequence) -> list[Fill] | None:
-        """What is to be computed for a sequence (a new prefix, then its own tokens), its memory
-        taken; None, and nothing is taken, where there is no room.
+        """Allocate memory for a sequence and return the prefills it needs.
+
+        These are a new prefix, if any, then the sequence's own tokens. Returns None and allocates
+        nothing if there is not enough room.
         """
         fills = []
         known = sequence.known()
@@ -319,8 +321,9 @@ class Scheduler:
         return stored if stored.tokens == tokens else None  # other tokens with the same hash
 
     def _chunks(self) -> list[Chunk]:
-        """As much of what is being filled, in order, as the budget allows; what fits into one step
-        is not cut.
+        """Return chunks of the pending prefills, in order, up to the budget.
+
+        A prefill that fits into one step is not split.
         """
         room = self.budget.max_prefill_tokens
         chunks: list[Chunk] = []

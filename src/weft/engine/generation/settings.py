@@ -44,7 +44,7 @@ class InGraph:
 
 
 def joined(first: Drawn, second: Drawn) -> Drawn:
-    """Those rows, then these."""
+    """Concatenate the rows of both."""
     supports = [[()] * len(drawn[0]) if drawn[2] is None else drawn[2] for drawn in (first, second)]
     recorded = first[2] is not None or second[2] is not None
     return (
@@ -183,9 +183,10 @@ class SettingsTable:
     def in_graph(
         self, settings: npt.NDArray[np.int64], done: npt.NDArray[np.int64]
     ) -> InGraph | None:
-        """How rows are drawn in a captured graph; None where it cannot hold that: limits, ends that
-        may not come yet, kept ids that are recorded, other ids that are told, and rows of both
-        kinds.
+        """Return the sampling parameters of rows in a captured graph; None if it can't sample them.
+
+        A graph does not support limits, ends not allowed yet, recorded sets of kept ids, reported
+        alternatives, or a mixture of greedy and sampled rows.
         """
         if self._own.record_support or (done < self.least[settings]).any():
             return None

@@ -22,8 +22,9 @@ class StopText:
         self._tail = ""
 
     def feed(self, token: int) -> bool:
-        """Whether this token completes a stop text; one that was complete before does not count
-        again.
+        """Return whether this token completes a stop text.
+
+        A stop text that was complete before does not count again.
         """
         text = self._tail + self._decoder.feed([token])
         self._tail = text[max(0, len(text) - self._keep) :]

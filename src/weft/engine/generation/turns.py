@@ -35,8 +35,9 @@ def open_turns(
     budget: Budget,
     settle: Settle,
 ) -> Iterator[TurnsGenerator]:
-    """As `open_generator`, with `count` of them that share the budget; in a pipeline no more than
-    it has ranks.
+    """Open `count` generators that share the budget, as `open_generator` opens one.
+
+    In a pipeline there are at most as many as ranks.
     """
     ends = frozenset(eos_ids)
     share = replace(
@@ -81,7 +82,10 @@ class TurnsGenerator:
         return not self._events and all(generator.idle for generator in self._generators)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """As `BatchGenerator.submit`; an id that is new goes to the generator that has least to do."""
+        """Submit requests as `BatchGenerator.submit` does.
+
+        A new id goes to the least busy generator.
+        """
         loads = Counter(dict.fromkeys(range(len(self._generators)), 0))
         for id, left in self._left.items():
             loads[self._homes[id]] += left
@@ -109,9 +113,9 @@ class TurnsGenerator:
         return self._finish() if self._begun else []
 
     def abort(self, ids: Iterable[str]) -> list[Partial]:
-        """As `BatchGenerator.abort`.
+        """Abort requests as `BatchGenerator.abort` does.
 
-        Tokens whose step had begun are part of what is returned, and events of the next step.
+        Tokens whose step had begun are part of the result, and events of the next step.
         """
         self._finish_all()
         wanted = list(ids)
@@ -123,7 +127,7 @@ class TurnsGenerator:
         return partials
 
     def weights_changed(self, version: int, *, keep_kv: bool = False) -> None:
-        """As `BatchGenerator.weights_changed`."""
+        """Record new weights as `BatchGenerator.weights_changed` does."""
         self._finish_all()
         for generator in self._generators:
             generator.weights_changed(version, keep_kv=keep_kv)

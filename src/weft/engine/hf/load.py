@@ -105,9 +105,10 @@ def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
-    """How `transformers` is told to give each tensor, once it is read, to a device with memory of
-    its own, so that the host never holds the whole model. It does so with the package accelerate
-    alone; without, nothing is told.
+    """Return arguments with which `transformers` moves each tensor to the device once it is read.
+
+    The host then never holds the whole model. This needs the package accelerate; without it, the
+    result is empty.
     """
     if device.type == "cpu" or not is_accelerate_available():
         return {}

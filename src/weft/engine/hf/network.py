@@ -89,7 +89,7 @@ class HFNetwork(nn.Module):
         temperature: float = 1.0,
         support: Support | None = None,
     ) -> dict[Output, Tensor]:
-        """As `weft.models.network.transformer.Transformer`."""
+        """Compute outputs as `weft.models.network.transformer.Transformer` does."""
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
@@ -120,7 +120,7 @@ class HFNetwork(nn.Module):
 
     @property
     def reads_pages(self) -> bool:
-        """Where its attention modules call weft's attention, which reads them."""
+        """Return whether its attention modules call weft's attention, which reads pages."""
         return self._caches
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
@@ -146,7 +146,7 @@ class HFNetwork(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """As `Transformer.output_matrix`."""
+        """Matrix that maps states to logits, as in `Transformer.output_matrix`."""
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -208,7 +208,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter stands."""
+    """Location of a parameter."""
 
     owner: nn.Module
     name: str

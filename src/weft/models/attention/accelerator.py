@@ -35,7 +35,7 @@ def dense(given: AttentionInputs, context: Dense) -> Tensor:
 
 
 def prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
-    """As `dense`, where sequences share prefixes."""
+    """Compute attention as `dense` does, for sequences that share prefixes."""
     mask = _mask(context, len(given.q), given.spec.window)
     return flex.packed(given.q, given.k, given.v, mask, given.spec)
 

@@ -36,8 +36,9 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
 
 def by_torch(given: AttentionInputs, context: Cached) -> Tensor:
-    """As `by_kernels`: one masked rectangle for a decode step, row by row where several tokens
-    follow cached ones.
+    """Compute what `by_kernels` computes, with torch operations.
+
+    A decode step is one masked rectangle; rows with several new tokens are computed one by one.
     """
     layer = context.cache.row_of[given.layer]
     if context.max_len == 1:
@@ -77,9 +78,10 @@ def _decode(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tens
 
 
 def _prefixes(grouped: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> AttentionState:
-    """What rows [R, kv_heads, group, dim] see in their prefixes.
+    """Return the attention of rows [R, kv_heads, group, dim] over their shared prefixes.
 
-    All rows of a prefix are the queries of one product with its keys, which are read once.
+    The queries of all rows of a prefix are multiplied with its keys at once, so the keys are read
+    once.
     """
     kept = torch.promote_types(grouped.dtype, torch.float32)
     out = torch.zeros_like(grouped)
@@ -121,8 +123,9 @@ def _chunk(q: Tensor, context: Cached, spec: AttentionSpec, layer: int) -> Tenso
 def _after(
     q: Tensor, k: Tensor, v: Tensor, prefix: KVCache, spec: AttentionSpec, layer: int
 ) -> Tensor:
-    """As `rectangles.tail`, for a sequence that goes on from a prefix: merged as in training, so
-    that rounding is the same.
+    """Return the attention of a sequence that continues a prefix, as `rectangles.tail` does.
+
+    The parts are merged in the same way as in training, so that rounding is the same.
     """
     count = q.shape[2]
     before = int(prefix.used[0])

@@ -169,7 +169,7 @@ class Prefixed:
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """As in `Dense`."""
+        """Return masks by window size, as `Dense.masks` does."""
         return {}
 
     @property

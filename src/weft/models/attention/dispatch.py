@@ -81,14 +81,14 @@ def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
 
 
 def segments_of(context: Dense | Prefixed, spec: AttentionSpec) -> VarlenSegments:
-    """Which keys of a pack each of its rows sees."""
+    """Return the keys of a pack that each of its rows attends to."""
     if isinstance(context, Prefixed):  # whose networks have no window that a sequence exceeds
         return VarlenSegments(context.dense.segments, context.across)
     return VarlenSegments(context.segments, None, spec.window)
 
 
 def _limited(spec: AttentionSpec, dropout: TokenDropout | None) -> bool:
-    """Whether scores are capped, or weights dropped: not what weft's kernels do."""
+    """Return whether scores are capped or weights dropped, which weft's kernels don't support."""
     return spec.softcap is not None or (dropout is not None and spec.dropout > 0.0)
 
 

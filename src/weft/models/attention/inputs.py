@@ -26,5 +26,5 @@ class AttentionInputs:
 
     @property
     def drops(self) -> bool:
-        """Whether weights are dropped in this pass."""
+        """Return whether attention weights are dropped in this pass."""
         return self.dropout is not None and self.spec.dropout > 0.0

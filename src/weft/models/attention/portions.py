@@ -40,7 +40,7 @@ class Portion:
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Of each run what it has of each sequence."""
+        """Pieces of each sequence in each run of this rank's tokens."""
         found = []
         row = 0
         for start, stop in self.runs:
@@ -56,7 +56,7 @@ class Portion:
 
     @cached_property
     def dense(self) -> Dense:
-        """What is here of each sequence, which may be nothing."""
+        """The local part of each sequence, which may be empty."""
         counts = [
             sum(max(0, min(end, stop) - max(first, start)) for start, stop in self.runs)
             for first, end in pairwise(self.whole.starts)
@@ -139,8 +139,9 @@ def _gathered(given: AttentionInputs, context: Portion) -> tuple[Tensor, Tensor]
 
 
 def _nothing(given: AttentionInputs, k: Tensor, v: Tensor) -> Tensor:
-    """Of no tokens, and yet a result of all that is given: every rank takes part in the backward
-    pass of the others' keys.
+    """Return an empty result that depends on all inputs.
+
+    Every rank then takes part in the backward pass of the other ranks' keys.
     """
     return given.q + (k.sum() + v.sum()) * 0.0
 

@@ -103,7 +103,10 @@ def masked(
     spec: AttentionSpec,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """As `causal`, of the keys that are `seen`, bool, broadcast over [n, heads, rows, keys]."""
+    """Compute attention as `causal` does, over the keys selected by `seen`.
+
+    `seen` is bool and broadcasts over [n, heads, rows, keys].
+    """
     shared = q.shape[1] != k.shape[1]
     if spec.softcap is None and drop is None:
         return F.scaled_dot_product_attention(

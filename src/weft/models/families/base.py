@@ -91,9 +91,9 @@ class Family:
         return values
 
     def keymap(self, config: TransformerConfig, head: str = "lm") -> KeyMap:
-        """Where the parameters of a network with this head lie.
+        """Return the names of the parameters of a network with this head in a checkpoint.
 
-        Value and score heads have `score.weight` for the lm head.
+        Value and score heads have `score.weight` in place of the language-model head.
         """
         keys = self.keys(config)
         if head != "lm":
@@ -152,7 +152,10 @@ class ConfigReader:
         return ACTIVATIONS[name]
 
     def extra(self) -> dict[str, Any]:
-        """What nobody asked for. Quantized weights are refused here, for every family alike."""
+        """Return the keys that no reader has asked for.
+
+        Raises for quantized weights, in any family.
+        """
         self.refuse(
             "quantization_config",
             "weft trains and runs unquantized weights; load the unquantized model",
@@ -161,7 +164,7 @@ class ConfigReader:
 
 
 def problem(value: Any, default: Any) -> str | None:
-    """What is wrong with a value where a configuration usually has one like `default`, or None."""
+    """Return what is wrong with a value that usually resembles `default`, or None."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
         fits = value in (True, False)

@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """What both generations read alike."""
+    """Return the configuration fields that both generations of Gemma share."""
     fields = common.llama_fields(read, tied=True, act=(act, "gelu_pytorch_tanh"))
     bias = read("attention_bias", False)
     read.refuse("use_bidirectional_attention", "attention here is causal")

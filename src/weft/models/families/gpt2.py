@@ -14,7 +14,7 @@ from weft.registry import register_hf_family
 
 
 def gpt2_fields(read: ConfigReader, act: str) -> dict[str, Any]:
-    """What GPT-2 and StarCoder read alike."""
+    """Return the configuration fields that GPT-2 and StarCoder share."""
     read.refuse("add_cross_attention", "there is no encoder to attend to")
     hidden = read("n_embd", 768)
     heads = read("n_head", 12)

@@ -169,14 +169,17 @@ class Tables:
     def places(
         self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Where the token at each position of each row lies, counted in tokens from the first page."""
+        """Return the storage index of the token at each position of each row.
+
+        Indices count tokens from the beginning of the first page.
+        """
         page = self.pages.page
         return self.table[rows, positions // page].astype(np.int64) * page + positions % page
 
     def _shared(
         self, rows: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Which of `rows` write next to a page that is partly full and has other users."""
+        """Return those of `rows` whose next token goes to a partly filled page that others use too."""
         page = self.pages.page
         partial = np.flatnonzero(before % page)
         last = self.table[rows[partial], before[partial] // page]

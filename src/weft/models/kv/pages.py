@@ -66,7 +66,7 @@ class Paged:
 
     @property
     def decodes(self) -> bool:
-        """Whether each row has one new token, after others or not."""
+        """Return whether each row has exactly one new token."""
         return self.history is None and not self.fresh
 
     @cached_property
@@ -212,7 +212,7 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """What row 0 of `prefix` holds precedes what these empty rows will hold."""
+        """Let row 0 of `prefix` precede the future tokens of these empty rows."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.put(slot, prefix.tables.of(0))

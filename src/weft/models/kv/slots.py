@@ -101,7 +101,7 @@ class Cached:
 
     @cached_property
     def fresh(self) -> bool:
-        """Whether nothing was cached before: a first prefill."""
+        """Return whether nothing was cached before this pass: a first prefill."""
         return not (self.used.any() or any(self.prefixes) or self.groups)
 
     @cached_property

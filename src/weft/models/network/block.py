@@ -30,12 +30,12 @@ from weft.models.network.shared_rows import RowShare, SharedRows, entered
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What every block of one pass reads: who attends to whom, the rotation of each token, its
-    dropout; and where experts tell how they are used. Of the last block the states of `rows`, int64
-    [N], may be all that is wanted.
+    """Inputs that all blocks of a pass share.
 
-    Where ranks share the rows of the stream of states, `shared` says how; what is inside attention
-    and MLP has all rows.
+    They are the attention context, the rotation and dropout of each token, and the collector of
+    expert statistics. `rows`, int64 [N], limits the output of the last block to some tokens. If
+    ranks share the rows of the residual stream, `shared` describes how; inside attention and MLP
+    every rank has all rows.
     """
 
     attention: AttentionContext
@@ -61,19 +61,19 @@ class BlockContext:
 
     @property
     def share(self) -> RowShare | None:
-        """Which of the states are here that come in."""
+        """Share of this rank in the rows that enter the block."""
         return None if self.shared is None else self.shared.tokens
 
     @property
     def late_share(self) -> RowShare | None:
-        """Which of those are here that are wanted."""
+        """Share of this rank in the rows that leave the last block."""
         if self.shared is None or self.rows is None:
             return self.share
         return self.shared.wanted
 
     @property
     def cached(self) -> bool:
-        """Whether keys and values of tokens before these lie in a cache."""
+        """Return whether a cache holds keys and values of earlier tokens."""
         return isinstance(self.attention, Cached | Paged)
 
     @cached_property
@@ -85,7 +85,7 @@ class BlockContext:
 
     @cached_property
     def stream_dropout(self) -> TokenDropout | None:
-        """That of those among them that are here."""
+        """Dropout of the rows of the residual stream that this rank has."""
         late = self.late_dropout
         share = self.late_share
         return late if late is None or share is None else late.select(share.own)
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         return heads
 
     def mix(self, heads: Tensor, at: BlockContext) -> Tensor:
-        """What `heads` gives -> what `o` reads: [T, heads x head_dim]."""
+        """Return the input of `o` [T, heads x head_dim], computed from the output of `heads`."""
         if at.dropout is None:
             dropout = None
         else:
@@ -338,7 +338,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Feeding:
-    """What an MLP or experts are told beside the states: see `Block.out`."""
+    """Arguments of an MLP or of experts in addition to the states: see `Block.out`."""
 
     late: TokenDropout | None
     stream: TokenDropout | None

@@ -120,8 +120,9 @@ class TransformerConfig:
 
     @property
     def head_layers(self) -> float:
-        """What the output matrix costs a token, in layers: a pipeline's last stage has so many
-        fewer.
+        """Cost of the output matrix for a token, in layers.
+
+        The last stage of a pipeline has so many layers fewer.
         """
         inner = self.intermediate_size
         active = 1
@@ -138,7 +139,7 @@ class TransformerConfig:
 
     @property
     def num_weights(self) -> int:
-        """How many numbers the matrices hold, biases and norms aside."""
+        """Number of weights in all matrices, without biases and norms."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
         matrices = (3 if self.gated else 2) * self.hidden_size
         mlp = matrices * self.intermediate_size * self.num_layers

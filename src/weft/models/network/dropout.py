@@ -59,10 +59,11 @@ class DropoutKeys:
 
 @dataclass(frozen=True)
 class TokenDropout:
-    """What a place in the network needs to drop: each token's key int32 [T, 2] and position int32
-    [T]. `layer` is the one whose places drop, a number or an integer tensor [] that a compiler
-    takes as an input; `first_head` counts the heads of all layers before the first of those whose
-    weights are dropped.
+    """Arguments of dropout at a place in the network.
+
+    The key int32 [T, 2] and position int32 [T] of each token. `layer` is the layer whose values are
+    dropped, a number or an integer tensor [] that a compiler takes as an input; `first_head` is the
+    number of heads in all layers before the first layer whose attention weights are dropped.
     """
 
     keys: Tensor
@@ -80,7 +81,7 @@ class TokenDropout:
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
-        """As `drop`, at a place of the layer."""
+        """Drop values as `drop` does, at a place of the layer."""
         return self.drop(x, rate, site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
@@ -125,7 +126,10 @@ def in_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | No
 
 
 def _kept(words: Tensor, rate: float) -> Tensor:
-    """Whether the number that a word stands for (its top 24 bits / 2^24) is at least `rate`."""
+    """Return whether the number in [0, 1) that each word encodes is at least `rate`.
+
+    The number is the word's top 24 bits / 2^24.
+    """
     return ((words >> 8) & 0xFFFFFF) >= round(rate * 2**24)
 
 

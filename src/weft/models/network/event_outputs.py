@@ -183,7 +183,7 @@ def _logits(hidden: Tensor, projection: Projection, temperature: float) -> tuple
 
 @dataclass(frozen=True)
 class _Events:
-    """Of some rows: their ids, and any other id."""
+    """Events of some rows: their ids, and any other id."""
 
     logprobs: Tensor  # [R, K + 1]
     lse: Tensor  # [R]: of all logits

@@ -39,9 +39,9 @@ def train_embeddings(network: Transformer) -> None:
 
 
 def frozen_layers(first: int | None, last: int | None, num_layers: int) -> int | None:
-    """How many of the first blocks are frozen: `first`, or all but the `last`; None: nothing is.
+    """Return the number of first blocks that are frozen: `first`, or all but `last`; None for none.
 
-    Raises `ConfigError` where the network is not so deep.
+    Raises `ConfigError` if the network has fewer layers.
     """
     if first is not None and first > num_layers:
         raise ConfigError(

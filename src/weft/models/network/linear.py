@@ -112,7 +112,7 @@ class Linear(nn.Module):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its matrix is held in few bits."""
+        """Return whether the matrix is quantized."""
         return isinstance(self.weight, Quantized)
 
     def rows(self, part: str) -> slice:

@@ -61,7 +61,7 @@ def attach(
 def add(
     network: nn.Module, *, r: int, alpha: float, dropout: float, targets: Sequence[str] = ()
 ) -> None:
-    """As `attach`, with no values in the adapters yet."""
+    """Attach adapters as `attach` does, without initial values."""
     there = list(_layers(network))
     held = {name.rsplit(".", 1)[1] for name in there}
     for target in targets:
@@ -137,7 +137,7 @@ def adapters(network: nn.Module) -> dict[str, Adapter]:
 
 
 def adapters_of(layer: Linear) -> list[Adapter]:
-    """Those of the layer's parts that have one."""
+    """Return the adapters in a layer."""
     return [adapter for adapter in layer.adapters.values() if isinstance(adapter, Adapter)]
 
 
@@ -160,7 +160,7 @@ def scales(network: nn.Module) -> dict[str, float]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter."""
+    """Return whether a parameter belongs to an adapter."""
     return name.endswith((f".{A}", f".{B}"))
 
 

@@ -18,9 +18,7 @@ from weft.models.network.linear import Adapter, Linear
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """Where a canonical parameter lies: `rows` of a parameter of the module, all of it where they
-    are None.
-    """
+    """Location of a canonical parameter: `rows` of a module's parameter, or all of it if None."""
 
     name: str  # the parameter's own name in the module
     parameter: nn.Parameter

@@ -67,7 +67,7 @@ class Ahead:
         return mixed.index_select(0, self.kept)
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
-        """Of every token; a prefix has its sequence's."""
+        """Return the dropout of every token; tokens of a prefix use that of their sequence."""
         return dropout.select(self.owner)
 
 
@@ -136,7 +136,7 @@ def ahead(
 def cover(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> Cover | None:
-    """Which new tokens stand for the prefix's `count`; None where none does."""
+    """Return the new tokens in place of which the `count` prefix tokens are put; None for none."""
     if isinstance(context, Paged):
         if context.decodes:
             return None
@@ -150,7 +150,10 @@ def cover(
 
 
 def begins_in_prefix(context: Cached, count: int) -> bool:
-    """Whether any new token of slots stands for one of the prefix's `count`."""
+    """Return whether a new token of the slots takes the place of a prefix token.
+
+    The prefix has `count` tokens.
+    """
     return bool((context.before + context.used < count).any())
 
 
@@ -161,12 +164,12 @@ def train(network: nn.Module) -> None:
 
 
 def is_prefix(name: str) -> bool:
-    """Whether a parameter, by its canonical name, belongs to a prefix."""
+    """Return whether a parameter, by its canonical name, belongs to a prefix."""
     return ".attention.prefix." in name
 
 
 def prefixes(network: nn.Module) -> list[Prefix]:
-    """Of every layer that is here; none where the network has none."""
+    """Return the prefixes of the local layers; empty if the network has none."""
     return [module for module in network.modules() if isinstance(module, Prefix)]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RowShare(Protocol):
-    """Which of some rows are here. Every rank calls each method."""
+    """Rows of a tensor that this rank has. Every rank must call each method."""
 
     @property
     def own(self) -> Tensor:
@@ -26,7 +26,7 @@ class RowShare(Protocol):
         ...
 
     def gather_alike(self, x: Tensor) -> Tensor:
-        """As `gather`, where every rank goes on to the same result."""
+        """Gather rows as `gather` does, if all ranks compute the same result from them."""
         ...
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class RowShare(Protocol):
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Of one pass.
+    """Row shares of one pass.
 
-    `kept` int64 says which of this rank's tokens, numbered here, are its wanted ones.
+    `kept` int64 are the indices of this rank's tokens whose output is wanted.
     """
 
     tokens: RowShare  # of all tokens of the pack
@@ -49,16 +49,17 @@ class SharedRows:
 
 
 class RowSharing(Protocol):
-    """How the ranks share rows, pass by pass."""
+    """Factory of row shares: how the ranks share the rows of each pass."""
 
     def __call__(self, tokens: Tensor, rows: Tensor | None) -> SharedRows:
-        """Of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted; None: at every
-        token.
+        """Return the shares of a pack of `tokens` [T] whose states at `rows` int64 [N] are wanted.
+
+        None: the states at every token.
         """
         ...
 
     def count(self, length: int) -> int:
-        """Of a pack of `length` tokens how many this rank has."""
+        """Return the number of tokens that this rank has of a pack of `length` tokens."""
         ...
 
 

@@ -60,7 +60,7 @@ class Projection:
         return own if self.split is None else self.split.gather(own)
 
     def own_logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """As `logits`, of the part of the vocabulary that is here."""
+        """Return logits as `logits` does, of the local part of the vocabulary."""
         return _cap(_project(hidden, self.weight, self.bias, wide), self.softcap)
 
 
@@ -182,9 +182,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Of some rows: logits over the temperature, and what is known of their softmax: statistics, or
-    all log-probs.
-    """
+    """Logits of some rows over the temperature, with statistics of their softmax or all log-probs."""
 
     logits: Tensor
     capped: Tensor
@@ -222,7 +220,7 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Known:
-    """What one chunk of rows came to; entropy and best [R] where they are asked for."""
+    """Results of one chunk of rows; `entropy` and `best` [R] only if they are wanted."""
 
     softmax: _Softmax
     labels: Tensor  # in this rank's part of the vocabulary; below 0 where it lies in another
@@ -233,7 +231,7 @@ class _Known:
 
 
 def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> _Known:
-    """Of `logits` over the temperature [R, V] and `labels` [R]."""
+    """Compute the results of `logits` over the temperature [R, V] and `labels` [R]."""
     if settings.split is not None:
         return _known_of_part(logits, capped, labels, settings, settings.split)
     if kernels.serves(logits):
@@ -255,7 +253,7 @@ def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) 
 def _known_of_part(
     logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings, split: VocabularySplit
 ) -> _Known:
-    """As `_known`, where the logits are those of a part of the vocabulary.
+    """Compute the results as `_known` does, from logits of one part of the vocabulary.
 
     With lse_r and H_r of a rank's part, the log of the sum over all is lse = logsumexp of lse_r,
     and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
@@ -376,7 +374,7 @@ def _again(
 
 
 def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor | None]:
-    """Those of the log-probs and of the entropy of some rows."""
+    """Return the gradients of the log-probs and of the entropy of some rows."""
     grad_entropy = gradients.get("entropy")
     return gradients["logprobs"][rows], None if grad_entropy is None else grad_entropy[rows]
 
@@ -389,8 +387,9 @@ def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> T
 
 
 def same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a gradient is what it was said to be; an accelerator takes it at its word, since
-    asking would make it wait.
+    """Return whether two gradients are equal; on an accelerator, True without a comparison.
+
+    A comparison there would wait for the device.
     """
     if one is None or other is None:
         return one is other

@@ -246,7 +246,7 @@ class Transformer(nn.Module):
 
     @property
     def output_matrix(self) -> Tensor | None:
-        """What states are multiplied by for the logits; None where another rank has it."""
+        """Matrix that maps states to logits; None if another rank has it."""
         return self.projection.weight if self.ends and self.kind == "lm" else None
 
     @property
@@ -255,11 +255,12 @@ class Transformer(nn.Module):
         return self.head.projection(self._tied)
 
     def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
-        """Whether a prefix that several sequences go on from is computed once, where none has more
-        than `longest` tokens; `on` a device, which is the parameters' own where none is named.
+        """Return whether a prefix of several sequences can be computed once.
 
-        Not where a token's state depends on what comes after it in its sequence (rotations by
-        length, mean pooling), nor where attention has a limit that the merged form lacks.
+        `longest` is the largest number of tokens of any of them; `on` is a device, by default that
+        of the parameters. False if the state of a token depends on later tokens of its sequence
+        (rotations by length, mean pooling), or if attention has a limit that the merged form does
+        not support.
         """
         config = self.config
         device = on or next(self.parameters()).device
@@ -347,7 +348,7 @@ class Transformer(nn.Module):
 
 
 def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix.Cover | None:
-    """Where the `count` tokens of the layers' prefix stand in a pass."""
+    """Return the positions of the layers' `count` prefix tokens in a pass."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.cover(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
