@@ -67,6 +67,9 @@ SET = {
     "TERM": "xterm",
 }
 
+# The environment as `prepare` made it; weft, Ray and fixtures set other variables afterwards.
+prepared: dict[str, str] = {}
+
 
 def cleaned(given: Mapping[str, str], home: Path) -> dict[str, str]:
     """The environment of tests from the one that was `given`, with `home` as the user's home."""
@@ -96,6 +99,7 @@ def prepare() -> None:
     fresh = cleaned(os.environ, Path(made))
     os.environ.clear()
     os.environ.update(fresh)
+    prepared.update(fresh)
     time.tzset()
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")  # what `open` reads text as
 
