@@ -46,10 +46,9 @@ LISTED = {
 def imports(source: str) -> Iterator[tuple[str, str]]:
     """Yield (module, name) for each `from weft... import name` in Python source."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module.split(".")[0] == "weft":
-                for alias in node.names:
-                    yield node.module, alias.name
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("weft."):
+            for alias in node.names:
+                yield str(node.module), alias.name
 
 
 def imports_of_page(text: str) -> Iterator[tuple[str, str]]:
