@@ -161,7 +161,7 @@ def test_copies_are_wherever_a_role_works_beside_its_own_mesh() -> None:
         ),
         (
             {"gen__layout": "t2", "gen__device_mesh": "1,0"},
-            "gen.device_mesh='1,0': device numbers must rise; write 0,1",
+            "gen.device_mesh='1,0': device numbers must be in ascending order; write 0,1",
         ),
         (
             {"actor__device_mesh": "2", "gen__layout": "d4"},

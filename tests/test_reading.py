@@ -25,8 +25,8 @@ class PanicException(BaseException):
     ("raised", "said"),
     [
         (OSError(2, "No such file or directory"), "no such file or directory"),
-        (RecursionError("maximum depth"), "nests too deep"),
-        (MemoryError(), "more memory than there is"),
+        (RecursionError("maximum depth"), "is nested too deeply"),
+        (MemoryError(), "more memory than is available"),
         (KeyError("model"), "lacks 'model'"),
         (EOFError("ended"), "damaged or cut short"),
         (Exception("from Rust"), "from Rust"),
@@ -95,11 +95,11 @@ def test_what_is_no_json_object_is_refused_with_its_name(raw: bytes, tmp_path: P
     [
         ("a: [", "c.yaml:1: is not YAML"),
         ("a: '\x01'", "c.yaml: .*special characters are not allowed"),
-        ("a: 1\nb: 2\na: 3\n", "c.yaml:3: .*'a' stands here again, first on line 1"),
+        ("a: 1\nb: 2\na: 3\n", "c.yaml:3: .*'a' is repeated here, first on line 1"),
         ("a: 2020-99-99", "c.yaml:1: .*month must be"),
         (f"a: {NINES}", "c.yaml:1: .*4,300 digits"),
-        ("a: &x [*x]", "c.yaml:1: holds itself"),
-        ("a: " + "[" * 2000 + "]" * 2000, "c.yaml.* nests "),
+        ("a: &x [*x]", "c.yaml:1: contains itself"),
+        ("a: " + "[" * 2000 + "]" * 2000, "c.yaml.* nested "),
         ("a: !!python/object/apply:os.system [x]", "c.yaml:1: is not YAML"),
         ("? [a]\n: 1", "c.yaml:1: is not YAML"),
     ],
@@ -154,7 +154,7 @@ def test_which_errors_of_the_system_speak_of_a_place(tmp_path: Path) -> None:
 def test_the_home_of_nobody() -> None:
     with pytest.raises(RuntimeError) as caught:
         Path("~nobody-of-this-name/x").expanduser()
-    assert "no home here" in str(reading.place_problem(caught.value))
+    assert "no home directory here" in str(reading.place_problem(caught.value))
     assert reading.place_problem(RuntimeError("a bug")) is None
 
 
@@ -165,7 +165,7 @@ def test_a_pipe_or_a_device_in_a_folder_that_a_library_opens_is_refused(tmp_path
     reading.check_folder(tmp_path, "MODEL")
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")
     with pytest.raises(
-        UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, and no file; remove it"
+        UserError, match=r"MODEL: .*tokenizer\.json is a pipe or a device, not a file; remove it"
     ):
         reading.check_folder(tmp_path, "MODEL")
 

@@ -202,8 +202,8 @@ class Experiment:
             if len(set(trained.values())) > 1:
                 shown = ", ".join(f"{name} on {mesh}" for name, mesh in trained.items())
                 raise ConfigError(
-                    f"{role}: its weights are trained in one place, and {shown}; give these calls "
-                    f"one layout"
+                    f"{role}: its weights can be trained on one mesh only, and {shown}; give these "
+                    f"calls one layout"
                 )
             first = next(iter(own.values()), None) if all(own.values()) else None
             found[role] = next(iter(trained.values()), first or named)

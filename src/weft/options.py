@@ -302,7 +302,7 @@ def problem(spec: Field[Any], value: Any) -> str | None:
         if isinstance(value, int) and abs(value) > MOST:
             return f"must be at most {MOST}"
     if isinstance(value, str) and not value.isprintable() and "\0" in value:
-        return "must not hold the character NUL"
+        return "must not contain the character NUL"
     if value == "" and spec.default is None:
         return "is empty; leave the option out, or write null"
     check = rules.get("check")

@@ -33,7 +33,7 @@ def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key
     """
     if "|" in purpose:
         raise ConfigError(
-            f"purpose {purpose!r} of a random number holds '|', which separates the parts; leave "
+            f"purpose {purpose!r} of a random number contains '|', which separates the parts; leave "
             f"it out"
         )
     digest = hashlib.blake2b(f"{int(seed)}|{purpose}|{int(step)}|{id}|{int(k)}".encode()).digest()

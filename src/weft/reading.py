@@ -33,7 +33,7 @@ MOST_YAML = 1 << 22
 MOST_VALUES = 100_000  # values in a YAML file after expanding aliases
 MOST_DEPTH = 100
 MOST_ENTRIES = 200_000  # files and folders below a searched folder
-ROOT = "holds the whole file system; name the folder that is meant"
+ROOT = "is the root of the file system; name a folder below it"
 SHOWN = 300  # characters of a library's message that are shown
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 DIGITS = re.compile(r"Exceeds the limit .* for integer string conversion")
@@ -102,9 +102,9 @@ def reason(error: BaseException) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON: {error.msg}, line {error.lineno} column {error.colno}"
     if isinstance(error, RecursionError):
-        return "nests too deep, or holds itself"
+        return "is nested too deeply, or contains itself"
     if isinstance(error, MemoryError):
-        return "asks for more memory than there is"
+        return "needs more memory than is available"
     if isinstance(error, KeyError):
         return f"lacks {error.args[0]!r}" if error.args else "lacks a key"
     if isinstance(error, gzip.BadGzipFile | zlib.error | EOFError):
@@ -113,7 +113,7 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror[0].lower()}{error.strerror[1:]}"
     text = " ".join(str(error).split())
     if DIGITS.search(text):
-        return "holds a whole number of more than 4,300 digits"
+        return "contains a whole number of more than 4,300 digits"
     return (text[:SHOWN] + " ..." if len(text) > SHOWN else text) or type(error).__name__
 
 
@@ -129,9 +129,9 @@ def place_problem(error: Exception) -> str | None:
     unknown user.
     """
     if isinstance(error, OSError) and error.errno in PLACES and error.filename is not None:
-        return f"{shortened(str(error.filename))}: {reason(error)}; name another place"
+        return f"{shortened(str(error.filename))}: {reason(error)}; choose another path"
     if type(error) is RuntimeError and error.args == NO_HOME:
-        return "a path begins with ~ and the name of somebody who has no home here; write the folder out"
+        return "a path begins with ~ and a user who has no home directory here; write the full path"
     return None
 
 
@@ -160,7 +160,7 @@ def check_file(
         raise kind(f"{what}: {reason(error)}") from error
     if not stat.S_ISREG(found.st_mode):
         named = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe or a device"
-        raise kind(f"{what}: is {named}, and no file")
+        raise kind(f"{what}: is {named}, not a file")
     if most is not None and found.st_size > most:
         raise kind(f"{what}: has {found.st_size:,} bytes, and at most {most:,} are read")
 
@@ -174,7 +174,7 @@ def check_folder(folder: Path, what: str, kind: type[UserError] = UserError) -> 
             except FileNotFoundError:  # a broken link
                 continue
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise kind(f"{what}: {entry.path} is a pipe or a device, and no file; remove it")
+                raise kind(f"{what}: {entry.path} is a pipe or a device, not a file; remove it")
 
 
 def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> Iterator[Path]:
@@ -190,8 +190,8 @@ def files_below(folder: Path, what: str, kind: type[UserError] = UserError) -> I
         count += len(folders) + len(names)
         if count > MOST_ENTRIES:
             raise kind(
-                f"{what}: more than {MOST_ENTRIES:,} files and folders lie below it; name the "
-                f"folder that is meant"
+                f"{what}: more than {MOST_ENTRIES:,} files and folders are below it; name a "
+                f"smaller folder"
             )
         yield from (Path(place, name) for name in names)
 
@@ -207,7 +207,7 @@ def make_folder(path: Path, what: str, kind: type[UserError] = UserError) -> Non
     Raises `kind` if the system refuses.
     """
     refuse_url(path, what, kind)
-    with reading(f"{what}: the folder cannot be made", kind, "name another"):
+    with reading(f"{what}: the folder cannot be created", kind, "name another"):
         path.mkdir(parents=True, exist_ok=True)
 
 
@@ -234,7 +234,7 @@ def read_object(path: str | Path, what: str, kind: type[UserError] = UserError) 
     """Return the JSON object in a file. Raises `kind` for any other JSON value."""
     found = read_json(path, what, kind)
     if not isinstance(found, dict):
-        raise kind(f"{what}: holds no JSON object")
+        raise kind(f"{what}: contains no JSON object")
     return found
 
 
@@ -288,7 +288,7 @@ def _slip(error: yaml.MarkedYAMLError, text: str) -> str | None:
         below = re.match(r"(\s*)(\w+)\s*:", rows[index])
         if above and below and len(below[1]) >= len(above[1]):
             return (
-                f"{below[2]!r} stands below '- {above[2]}' (line {index}), which has no colon; "
+                f"{below[2]!r} is below '- {above[2]}' (line {index}), which has no colon; "
                 f"write '- {above[2]}:' so that {below[2]!r} belongs to it"
             )
     return None
@@ -308,11 +308,13 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
         count += 1
         if depth > MOST_DEPTH:
             line = node.start_mark.line + 1
-            raise kind(f"{what}:{line}: holds itself, or nests deeper than {MOST_DEPTH} levels")
+            raise kind(
+                f"{what}:{line}: contains itself, or is nested deeper than {MOST_DEPTH} levels"
+            )
         if count > MOST_VALUES:
             raise kind(
-                f"{what}: holds more than {MOST_VALUES:,} values; aliases (*name) count each time "
-                f"they stand there"
+                f"{what}: contains more than {MOST_VALUES:,} values; aliases (*name) count each time "
+                f"they are used"
             )
         if isinstance(node, yaml.MappingNode):
             stack += [(each, depth + 1) for pair in node.value for each in pair]
@@ -339,7 +341,7 @@ def _loader() -> Any:
                     raise yaml.constructor.ConstructorError(
                         None,
                         None,
-                        f"{key.value!r} stands here again, first on line {seen[key.value]}",
+                        f"{key.value!r} is repeated here, first on line {seen[key.value]}",
                         key.start_mark,
                     )
                 seen[key.value] = line

@@ -213,7 +213,7 @@ def parse_mesh(text: str | None, layout: Layout) -> Mesh:
         ranks += range(first, last + 1) if first <= last else range(first, last - 1, -1)
     if ranks != sorted(ranks):  # process groups number their ranks in ascending order
         raise ConfigError(
-            f"device_mesh={text!r}: device numbers must rise; write "
+            f"device_mesh={text!r}: device numbers must be in ascending order; write "
             f"{','.join(map(str, sorted(ranks)))}"
         )
     Mesh.check(layout, ranks, str(text))

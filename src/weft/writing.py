@@ -44,7 +44,7 @@ def destination(path: Path) -> Path:
     real = Path(os.path.realpath(path))
     if found is not None and not (real.exists() and os.path.samestat(found, real.stat())):
         raise UserError(
-            f"{path}: leads to an open file that has no name; name a file, or one that does not "
+            f"{path}: leads to an open file without a name; name a file, or one that does not "
             f"exist yet"
         )
     return real

@@ -50,7 +50,7 @@ def test_the_first_failure_comes_first(run: Path, capsys: pytest.CaptureFixture[
     )
     assert weft.main(NAMED) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "runs/e/t: nobody works on it, and it did not come to say how it ended"
+    assert lines[0] == "runs/e/t: crashed or killed"
     assert lines[2:7] == [
         "first failure: worker-1, line 2",
         "    Traceback (most recent call last):",

@@ -134,7 +134,7 @@ def test_cfg_job_prints_what_a_run_would_use(
             "model.path='latest': no run in ./runs has a checkpoint of actor or model",
         ),
         (["model.path=."], "did you mean model?"),
-        (["dataset.train_path=/"], "dataset.train_path='/': holds the whole file system"),
+        (["dataset.train_path=/"], "dataset.train_path='/': is the root of the file system"),
         (["trial_name='a b'"], "write trial_name=a-b"),
         (["mode=locl"], "must be local, ray or slurm (did you mean local?)"),
         (
@@ -155,7 +155,7 @@ def test_cfg_job_prints_what_a_run_would_use(
         ),
         (
             ["model.device_mesh=5-3"],
-            "model.device_mesh='5-3': device numbers must rise; write 3,4,5",
+            "model.device_mesh='5-3': device numbers must be in ascending order; write 3,4,5",
         ),
         (["n_nodes=2"], "n_nodes=2: mode=local is this machine"),
         (["device=gpu"], "device='gpu': must be cpu, cuda"),
@@ -199,7 +199,7 @@ def test_cfg_job_prints_what_a_run_would_use(
             "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for",
         ),
         (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
-        (["dataset.type=prompt"], "wants key 'completion'"),
+        (["dataset.type=prompt"], "needs key 'completion'"),
         (["model.path=./modle"], "did you mean model?"),
         (["model.path=rows.jsonl"], "is a file"),
         (

@@ -198,7 +198,7 @@ def test_the_same_command_again_is_refused_and_changes_nothing(
     capsys.readouterr()
     with pytest.raises(AssertionError):
         run(material, tmp_path, "sft", *words)
-    assert "holds a finished run" in capsys.readouterr().err
+    assert "contains a finished run" in capsys.readouterr().err
     assert {p: p.stat().st_mtime_ns for p in directory.rglob("*") if p.is_file()} == before
 
 
@@ -236,7 +236,7 @@ def test_no_secret_is_written_and_the_same_command_resumes(
     assert stored == {"api_key": "***", "url": "http://h/x?k=***"}
     with pytest.raises(AssertionError):  # exit code 2
         run(material, tmp_path, "grpo", *words)
-    assert "holds a finished run of this configuration" in capsys.readouterr().err
+    assert "contains a finished run of this configuration" in capsys.readouterr().err
     for command in (
         ["show", str(directory)],
         ["report", str(directory)],
@@ -259,7 +259,7 @@ def test_no_secret_is_written_and_the_same_command_resumes(
     words[2] = f"reward=[{{name: '{tmp_path}/keyed.py:f', {again}}}]"
     with pytest.raises(AssertionError):
         run(material, tmp_path, "grpo", *words)
-    assert "holds a finished run of this configuration" in capsys.readouterr().err
+    assert "contains a finished run of this configuration" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: 
     text = f"mix:\n  datasets:\n    - alpaca\n    - webgpt\n  {indent}fraction: 0.05\n    - adversarial_qa\n"
     with pytest.raises(
         ConfigError,
-        match=r"a.yaml:5: 'fraction' stands below '- webgpt' \(line 4\), which has no colon; "
+        match=r"a.yaml:5: 'fraction' is below '- webgpt' \(line 4\), which has no colon; "
         r"write '- webgpt:'",
     ):
         read_file(write(tmp_path / "a.yaml", text))
@@ -111,7 +111,7 @@ def test_a_dataset_without_its_colon_is_reported_as_that(indent: str, tmp_path: 
     ("text", "wrong"),
     [
         ("a: {b: [1, 2\n", r"a.yaml:2: is not YAML"),
-        ("a:\n  seed: 1\n  seed: 2\n", r"a.yaml:3: .*'seed' stands here again, first on line 2"),
+        ("a:\n  seed: 1\n  seed: 2\n", r"a.yaml:3: .*'seed' is repeated here, first on line 2"),
         ("- a\n- b\n", r"a.yaml:1: holds list; write sections as NAME:"),
         ("a: !!python/object:os.system {}\n", r"a.yaml:1: is not YAML"),
         ("a: &x {b: *y}\n", r"a.yaml:1: is not YAML"),

@@ -99,8 +99,8 @@ def test_a_token_is_read_from_a_regular_file(
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"a" * (1 << 17))
     wrong = {
-        tmp_path / "pipe": "is a pipe or a device, and no file",
-        tmp_path: "is a folder, and no file",
+        tmp_path / "pipe": "is a pipe or a device, not a file",
+        tmp_path: "is a folder, not a file",
         Path("/dev/zero"): "is a pipe or a device",
         tmp_path / "large": "has 131,072 bytes, and at most 65,536",
     }

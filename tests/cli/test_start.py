@@ -225,7 +225,7 @@ def test_what_reals_command_line_sets_of_an_experiment(
     assert experiment.config["allocation_mode"] == "d2" and str(
         experiment.placement["ref_inf"]
     ).startswith("d2")
-    with pytest.raises(ConfigError, match="the layouts of 'test-class' are settled in its code"):
+    with pytest.raises(ConfigError, match="the layouts of 'test-class' are set in its code"):
         registered("test-class", "t", allocation_mode="d2")
     assert main(["start", *words, "test-class", "--allocation_mode", "pipe_mode"]) == 2
     assert "--allocation_mode pipe_mode: must be manual" in capsys.readouterr().err

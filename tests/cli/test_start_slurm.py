@@ -129,7 +129,7 @@ def test_a_job_is_submitted_told_of_and_stopped(
         (sft("slurm.container_mounts=[data]"), "'data': a mount is /SOURCE"),
         (sft("launch.env.HF_TOKEN=1"), "HF_TOKEN looks like a secret"),
         (sft("launch.env={a-b: x}"), "'a-b' is not a valid environment variable name"),
-        (sft("dataset.args.api_key=abc"), "holds a secret: quickstart sft"),
+        (sft("dataset.args.api_key=abc"), "contains a secret: quickstart sft"),
         (sft("dataset.args.url=http://me:pw@h/x"), "dataset.args.url=http://***@h/x"),
         (
             sft("n_nodes=2", "model.layout=t3"),
@@ -231,7 +231,7 @@ def test_a_registered_experiment_s_scheduling(
     assert weft.main([*words[:-2], "--print-script"]) == 2
     assert "add --mode slurm" in capsys.readouterr().err
     assert weft.main(words[:-2]) == 2
-    assert "asks for 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
+    assert "requests 2 x 2 devices, and mode=local is one machine" in capsys.readouterr().err
 
 
 def test_one_machine_says_what_it_ignores(

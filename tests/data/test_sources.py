@@ -137,7 +137,7 @@ def test_a_pipe_or_a_device_among_the_files_is_refused_before_it_is_opened(
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: is a pipe or a device, and no file"):
+    with pytest.raises(DataError, match=f"{name}: is a pipe or a device, not a file"):
         find_files(str(tmp_path))
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")

@@ -20,8 +20,8 @@ from weft.data.template_check import TookTooLong, template_problem, within
         ("{{ 'x' * 10**9 }}", "repeats a text 1,000,000,000 times, line 1"),
         ("{{ [1, 2, 3] | join('x' * 100000000) }}", "repeats a text"),
         ("{{ 10 ** (10 ** 8) }}", "takes a power of 1e+08"),
-        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nests too deep"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nests too deep"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "is nested too deeply"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "is nested too deeply"),
         ("{% for a in range(2000) %}{{ 'x' * 1000 }}{% endfor %}", "makes 2,000,000 characters"),
     ],
 )

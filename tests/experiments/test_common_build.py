@@ -260,7 +260,7 @@ def test_sizes_of_a_ppo_step() -> None:
         (
             "sft",
             {"dataset__path": "/", "dataset__train_path": None},
-            "dataset.path='/': holds the whole file system",
+            "dataset.path='/': is the root of the file system",
         ),
         (
             "sft",

@@ -35,7 +35,7 @@ def main(root: Path, case: str, folder: str, kills: int, seed: int) -> None:
             ) as error:  # the kill before came after the run had written down that it was finished
                 os._exit(
                     0
-                    if killed and "holds a finished run of this configuration" in str(error)
+                    if killed and "contains a finished run of this configuration" in str(error)
                     else 1
                 )
             except BaseException as error:

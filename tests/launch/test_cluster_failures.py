@@ -76,7 +76,7 @@ def in_call(
 def noticed(run: Path) -> bool:
     """Return whether the run has lost its devices and looks for others."""
     log = (run / "log.txt").read_text()
-    return "continuing with new processes" in log or "going on with another process" in log
+    return "continuing with new processes" in log or "continuing with a new process" in log
 
 
 def errors(out: str) -> list[str]:
@@ -187,7 +187,7 @@ def test_a_worker_that_stands_still_is_given_up_after_the_shortest_deadline(
         log = (run / "log.txt").read_text()
         # what it was at
         where = (
-            r"died in [^:]*(call '|writing the recovery point)[^:]*: it has said nothing for 40 s"
+            r"died in [^:]*(call '|writing the recovery point)[^:]*: it has not responded for 40 s"
         )
         assert re.search(where, log), log
         assert f"process {worker})" in log, log

@@ -122,7 +122,7 @@ def test_models_of_all_kinds_on_many_devices_stay_within_ten_lines(width: int) -
 def test_counts_that_differ_name_their_models_and_a_limit_is_told() -> None:
     config = changed(ppo(Path(), "runs"), ppo__critic_warmup_epochs=1, max_steps=7)
     rows = dict(plan(config.build()).rows)
-    length = "7 steps (max_steps=7, which goes before total_train_epochs=2)"
+    length = "7 steps (max_steps=7, which overrides total_train_epochs=2)"
     assert rows["run"] == f"{length}, 6 optimizer steps of actor, 14 optimizer steps of critic"
     alone = dict(plan(grpo(Path(), "runs").build()).rows)
     assert (

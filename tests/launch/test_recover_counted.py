@@ -95,7 +95,7 @@ def test_recover_mode_says_whether():
 def test_three_restarts_without_a_step_are_the_end():
     sessions = [Played(3, lost(f"death {index}")) for index in range(4)]
     with pytest.raises(
-        RunError, match="death 3; 3 restarts before it brought no step after step 3"
+        RunError, match="death 3; 3 restarts made no progress after step 3"
     ) as caught:
         drive(*sessions)
     assert not isinstance(caught.value, DevicesLost)
@@ -119,6 +119,8 @@ def test_devices_that_die_while_the_session_is_made_count_too():
 
 def test_where_no_devices_come_the_message_has_both():
     first = Played(3, lost())
-    with pytest.raises(RunError, match="device 1 died; no devices in place of those: 1 is missing"):
-        drive(first, RunError("no devices in place of those: 1 is missing"))
+    with pytest.raises(
+        RunError, match="device 1 died; the lost devices were not replaced: 1 is missing"
+    ):
+        drive(first, RunError("the lost devices were not replaced: 1 is missing"))
     assert first.said[-1] == "failed"

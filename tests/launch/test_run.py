@@ -119,7 +119,7 @@ def test_the_plan_is_told_before_the_first_step(finished):
         "nodes   train",
         "24 samples per epoch, batches of 4",
         "6 steps, 6 optimizer steps",
-        "2 steps (max_steps=2, which goes before total_train_epochs=2)",
+        "2 steps (max_steps=2, which overrides total_train_epochs=2)",
         "parameters",
         "MiB",
         "thread",
@@ -131,10 +131,10 @@ def test_the_plan_is_told_before_the_first_step(finished):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({}, "holds a finished run"),
+        ({}, "contains a finished run"),
         ({"seed": 2}, "seed: 1 there, 2 here"),
         ({"recover_mode": "disabled"}, "recover_mode=disabled"),
-        ({"recover_mode": "resume"}, "holds a finished run"),
+        ({"recover_mode": "resume"}, "contains a finished run"),
     ],
 )
 def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(
@@ -149,7 +149,7 @@ def test_a_second_run_into_the_directory_is_refused_and_nothing_is_touched(
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("slurm", "mode=slurm: what a job runs is a command line"),
+        ("slurm", "mode=slurm: a job runs a command line"),
         ("locl", r"unknown mode 'locl'; did you mean local\?"),
     ],
 )
@@ -171,7 +171,7 @@ class OnlyInfers:
         (
             {"interface": "only_infers"},
             GraphError,
-            "calls train_step of the interface 'only_infers', which lacks it",
+            "calls train_step of the interface 'only_infers', which does not have it",
         ),
         ({"interface": "trian"}, ConfigError, "did you mean train"),
         ({"args": {"loss": "sft", "epocs": 2}}, ConfigError, "epocs"),
@@ -329,9 +329,9 @@ def test_registered_experiments_are_functions_or_classes(root):
     assert len(start("run-function", "first").metrics) == 2
     assert registered("run-class", "second").control.trial_name == "second"
     assert (root / "registered" / "run-function" / "first" / "config.yaml").is_file()
-    with pytest.raises(ConfigError, match="asks for 4 x 8 devices, and mode=local is one machine"):
+    with pytest.raises(ConfigError, match="requests 4 x 8 devices, and mode=local is one machine"):
         start("run-large", "a")
-    with pytest.raises(ConfigError, match="gives a NoneType"):
+    with pytest.raises(ConfigError, match="returns a NoneType"):
         start("run-nothing", "a")
     with pytest.raises(ConfigError, match="run-function"):
         start("run-funktion", "a")

@@ -225,7 +225,7 @@ def test_cancelling_lets_the_run_end_itself(on_cluster: SlurmCluster, tmp_path: 
 
 @pytest.mark.slow
 def test_sbatch_s_refusal_is_one_message(on_cluster: SlurmCluster, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sbatch refuses the job: .*partition") as caught:
+    with pytest.raises(ConfigError, match=r"sbatch rejected the job: .*partition") as caught:
         slurm.submit(request(tmp_path / "e" / "t", spec=SlurmSpec(partition="absent")))
     assert "\n" not in str(caught.value)
 

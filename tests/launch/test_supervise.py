@@ -58,10 +58,10 @@ def test_another_process_goes_on_and_the_numbers_stay(root):
     code, out = command.end(SECONDS)
     assert code == 0 and command.none_left(5), out
     log = (run / "log.txt").read_text()
-    lost = next(line for line in log.splitlines() if "was ended by SIGKILL in " in line)
+    lost = next(line for line in log.splitlines() if "was killed by SIGKILL in " in line)
     assert f"the run's process {child} on " in lost and "call 'ref_inf' of role 'ref'" in lost
     assert (
-        "going on with another process (restart 1 of 3)" in log and "resuming after step 1" in log
+        "continuing with a new process (restart 1 of 3)" in log and "resuming after step 1" in log
     )
     assert timeless(run) == timeless(root / "plain" / "e" / "t")
 

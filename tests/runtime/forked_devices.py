@@ -84,7 +84,7 @@ class _Peers:
             return [each.result(seconds) if isinstance(each, Future) else each for each in promises]
         except TimeoutError:
             raise DevicesLost(
-                f"tensors that another device holds did not come within {seconds:g} s"
+                f"tensors of another device did not arrive within {seconds:g} s"
             ) from None
 
 

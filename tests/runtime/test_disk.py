@@ -50,7 +50,7 @@ def test_where_writing_fails_the_old_directory_is_still_there(tmp_path, monkeypa
     if caught.type is RunError:
         assert "the disk is full" in str(
             caught.value
-        ) and "what was saved before it is whole" in str(caught.value)
+        ) and "what was saved before it is intact" in str(caught.value)
     monkeypatch.undo()
     disk.mend(tmp_path)
     assert (target / "a.txt").read_text() == "one"
@@ -112,7 +112,7 @@ def test_a_damaged_cut_gives_way_to_the_one_before(tmp_path):
     assert points.newest(notes.append).step == 2 and notes == []
     (tmp_path / "step2" / "a.txt").write_text("x")
     assert points.newest(notes.append).step == 1
-    assert "step 2 is damaged (a.txt has other bytes" in notes[0]
+    assert "step 2 is damaged (a.txt differs from what was written" in notes[0]
     (tmp_path / "step1" / "a.txt").unlink()
     assert points.newest(notes.append) is None
     (tmp_path / "step1.json").write_text("{")

@@ -320,7 +320,7 @@ def test_trouble_in_hearing_ends_every_wait(monkeypatch):
     one, over = job("x", [0])
     jobs.submit(one)
     monkeypatch.setattr(devices, "said", None)
-    with pytest.raises(RunError, match="hearing the devices failed"):
+    with pytest.raises(RunError, match="receiving reports of the devices failed"):
         over.result(5)
 
 

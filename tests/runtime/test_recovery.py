@@ -159,7 +159,7 @@ def test_without_any_whole_cut_the_run_begins_anew_unless_resume_is_demanded(tmp
     toy = stopped(tmp_path, monkeypatch)
     shutil.rmtree(toy.path / "recover")
     before = (toy.path / "metrics.jsonl").read_text()
-    with pytest.raises(ConfigError, match="holds no whole recovery point"):
+    with pytest.raises(ConfigError, match="contains no intact recovery point"):
         Toy(tmp_path, control=CONTROL | {"recover_mode": "resume"}).run()
     assert (toy.path / "metrics.jsonl").read_text() == before, "nothing is touched"
     toy.run()
@@ -179,7 +179,7 @@ def test_another_number_of_threads_is_taken_over_and_another_torch_is_told(tmp_p
     toy.run()
     assert asked == [before], "as many as the recovery point was computed with"
     log = (toy.path / "log.txt").read_text()
-    assert "then, 9.9 now" in log and "7 now: the run goes on" in log
+    assert "then, 9.9 now" in log and "7 now: the run continues" in log
 
 
 def test_an_equal_number_of_threads_is_left_alone(tmp_path, monkeypatch):

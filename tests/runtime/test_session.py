@@ -131,7 +131,7 @@ def test_a_run_by_steps_takes_as_many_epochs_as_they_need(tmp_path):
 
 
 def test_a_run_by_steps_ends_where_filters_leave_no_row(tmp_path):
-    with pytest.raises(RunError, match="no step was made: filters dropped every id"):
+    with pytest.raises(RunError, match="the run made no step: filters dropped every id"):
         Toy(tmp_path, drop=1.0, control={"max_steps": 11}).run()
 
 
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         patch.setattr(disk, "sync_tree", full)
         with pytest.raises(
             RunError,
-            match=r"step4 was not saved; what was saved before it is whole: the disk is full",
+            match=r"step4 was not saved; what was saved before it is intact: the disk is full",
         ):
             toy.run()
     assert [p.name for p in (toy.path / "checkpoints" / "actor").iterdir()] == ["step2"]

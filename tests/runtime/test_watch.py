@@ -47,7 +47,7 @@ def test_a_look_now_does_not_wait(monkeypatch):
 def test_who_speaks_another_language_is_not_ray(says):
     listens, (host, port) = listener()
     threading.Thread(target=answer, args=(listens, says), daemon=True).start()
-    with pytest.raises(OSError, match="what listens there is another program"):
+    with pytest.raises(OSError, match="another program listens there"):
         check_listens(f"{host}:{port}")
     listens.close()
 

@@ -54,7 +54,7 @@ def launch_devices_anew(experiment: Experiment, mode: str) -> Launch:
             return launch_devices(experiment, mode)
         except ConfigError as error:
             if mode == "local" or time.monotonic() > end:
-                raise RunError(f"no devices in place of those: {error}") from error
+                raise RunError(f"the lost devices were not replaced: {error}") from error
         time.sleep(RETURN_POLL_SECONDS)
 
 
@@ -88,7 +88,7 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
         if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
             raise ConfigError(
                 "the cluster has GPUs and this machine has none; write device=cuda, or device=cpu "
-                "to leave them"
+                "to ignore them"
             )
         check_enough(count, kind, nodes)
         told = {**environment(), **control.env}

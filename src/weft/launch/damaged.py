@@ -22,7 +22,7 @@ def damaged_weights(experiment: Experiment) -> CheckpointError | None:
         if found is not None:
             option = f"{option_of(experiment.config, role, spec.path)}.path"
             return CheckpointError(
-                f"{option}={spec.path}: the weights are damaged, and nothing finite comes of them "
+                f"{option}={spec.path}: the weights are damaged: they have non-finite values "
                 f"({found}); "
                 "take another checkpoint, or download the model again"
             )

@@ -141,7 +141,7 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
     else:
         told = f"max_steps={limit}"
     if limit == horizon.steps and epochs > 1:
-        told += f", which goes before total_train_epochs={epochs}"
+        told += f", which overrides total_train_epochs={epochs}"
     trained = {name: horizon.trained_updates(experiment, name) for name in nodes}
     yield (
         "run",

@@ -98,6 +98,6 @@ class Driven:
             self._furthest = self._session.step
         if not self._left:
             raise RunError(
-                f"{lost}; {RESTARTS} restarts before it brought no step after step {self._furthest}"
+                f"{lost}; {RESTARTS} restarts made no progress after step {self._furthest}"
             )
         self._left -= 1

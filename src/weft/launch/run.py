@@ -206,8 +206,8 @@ def check_no_masks(experiment: Experiment) -> None:
     hidden = list(masked_options(experiment.config))
     if hidden:
         raise ConfigError(
-            f"{', '.join(hidden)}: the value is {MASK}, which stands for a secret that was not "
-            f"stored; give it again, best "
+            f"{', '.join(hidden)}: the value is {MASK}, which replaces a secret that was not "
+            f"stored; set it again, preferably "
             "by an environment variable: write ${oc.env:NAME} as the value and export NAME"
         )
 
@@ -218,10 +218,10 @@ def check_mode(mode: str) -> None:
         raise unknown_name("mode", mode, MODES)
     if mode == "slurm":
         raise ConfigError(
-            "mode=slurm: what a job runs is a command line; write weft quickstart ... mode=slurm "
+            "mode=slurm: a job runs a command line; write weft quickstart ... mode=slurm "
             "or weft start ... --mode "
-            "slurm (a configuration of your own has one by register_quickstart, an experiment by "
-            "register_experiment)"
+            "slurm (register_quickstart provides one for your own configuration, register_experiment "
+            "for an experiment)"
         )
 
 

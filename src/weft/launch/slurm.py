@@ -75,7 +75,7 @@ def start(
     shown = masked_words(command)
     if shown != list(command):
         raise ConfigError(
-            f"mode=slurm: the command is written into the job's script, and holds a secret: "
+            f"mode=slurm: the command is written into the job's script, and contains a secret: "
             f"{shlex.join(shown)}; write "
             "${oc.env:NAME} as its value and export NAME, which sbatch passes on"
         )
@@ -339,8 +339,8 @@ def submit(request: Request) -> str:
     done = _slurm("sbatch", "--parsable", str(file))
     if done.returncode:
         raise ConfigError(
-            f"sbatch refuses the job: {_first_line(done.stderr)}; the script is {file}, and "
-            f"slurm.* its options"
+            f"sbatch rejected the job: {_first_line(done.stderr)}; the script is {file}, its "
+            f"options are slurm.*"
         )
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
     write(
@@ -396,7 +396,9 @@ def _state(number: str) -> str | None:
     if done.returncode:
         if "Invalid job id" in done.stderr:  # ended long ago and removed from Slurm's records
             return None
-        raise RunError(f"squeue does not say the state of job {number}: {_first_line(done.stderr)}")
+        raise RunError(
+            f"squeue did not report the state of job {number}: {_first_line(done.stderr)}"
+        )
     state = done.stdout.strip()
     if state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED"):
         return state
@@ -406,7 +408,7 @@ def _state(number: str) -> str | None:
 def _checked(*words: str) -> None:
     done = _slurm(*words)
     if done.returncode:
-        raise RunError(f"{words[0]} fails: {_first_line(done.stderr)}")
+        raise RunError(f"{words[0]} failed: {_first_line(done.stderr)}")
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str]:

@@ -39,14 +39,14 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
         made = made.initial_setup()
     if not isinstance(made, Experiment):
         raise ConfigError(
-            f"experiment {name!r} gives a {type(made).__name__}; it must return an Experiment"
+            f"experiment {name!r} returns a {type(made).__name__}; it must return an Experiment"
         )
     if allocation_mode not in (None, made.config.get("allocation_mode")):
         raise ConfigError(
-            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are settled in its "
+            f"--allocation_mode {allocation_mode}: the layouts of {name!r} are set in its "
             f"code, which returns an "
-            "Experiment; set allocation_mode there, or return the configuration and not what its "
-            "build() returns"
+            "Experiment; set allocation_mode there, or return the configuration instead of the "
+            "result of its build()"
         )
     if made.config:
         config = {**made.config, "experiment_name": name, "trial_name": trial_name}
@@ -91,9 +91,9 @@ def check_machines(name: str, mode: str = "local") -> list[str]:
         return []
     if mode == "local" and asked.n_nodes > 1:
         raise ConfigError(
-            f"experiment {name!r} asks for {asked.n_nodes} x {asked.gpus_per_node} devices, and "
+            f"experiment {name!r} requests {asked.n_nodes} x {asked.gpus_per_node} devices, and "
             f"mode=local is one machine; "
-            "start it with --mode slurm or --mode ray, or ask for one node"
+            "start it with --mode slurm or --mode ray, or request one node"
         )
     ignored = asked.ignored_on_one_machine()
     if ignored:

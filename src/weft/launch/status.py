@@ -15,7 +15,7 @@ def status_line(run: Path) -> str:
     job = slurm.running_job(run)
     pid = owner(run)
     if said == "running" and pid is None and job is None:
-        said = "nobody works on it, and it did not come to say how it ended"
+        said = "crashed or killed"
     return f"{run}: {said}" + (
         f", job {job[0]} {job[1]}" if job else f", process {pid}" if pid is not None else ""
     )

@@ -97,7 +97,7 @@ class Supervisor:
                 left = left - 1
                 restarts = restarts + 1
                 self._note(
-                    f"{lost}; going on with another process (restart {RESTARTS - left} of "
+                    f"{lost}; continuing with a new process (restart {RESTARTS - left} of "
                     f"{RESTARTS})"
                 )
 
@@ -188,9 +188,9 @@ class Supervisor:
         assert self._child is not None and self._child.returncode is not None
         code = self._child.returncode
         if code < 0:
-            how = f"by {signal.Signals(-code).name}"
+            how = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"with exit code {code}"
+            how = f"ended with exit code {code}"
         roles = {call.name: call.role for call in self._experiment.calls()}
         calls = []
         for each in list(self._calls.values())[:3]:
@@ -202,19 +202,21 @@ class Supervisor:
         at = f" in {' or '.join(calls)}" if calls else ""
         why = (
             self._gone
-            or "Ray ends it where the raylet of its machine dies, the system where memory runs out"
+            or "Ray kills it if the raylet of its machine dies, the system if memory runs out"
         )
-        return f"the run's process {self._child.pid} on {socket.gethostname()} was ended {how}{at}; {why}"
+        return f"the run's process {self._child.pid} on {socket.gethostname()} {how}{at}; {why}"
 
     def _why_not(self, left: int, step: int) -> str | None:
         """Return why the child is not replaced, or None if it is."""
         if self._asked is not None:
-            return "; it had been asked to stop, and the same command goes on from the last recovery point"
+            return (
+                "; it had been asked to stop; the same command resumes from the last recovery point"
+            )
         if self._experiment.control.recover_mode != "auto":
-            return f"; recover_mode={self._experiment.control.recover_mode} brings back nothing by itself"
+            return f"; recover_mode={self._experiment.control.recover_mode} does not restart it"
         if not left:
-            return f"; {RESTARTS} restarts before it brought no step after step {step}"
-        return None if self._directory.holds_run() else "; it had not begun"
+            return f"; {RESTARTS} restarts made no progress after step {step}"
+        return None if self._directory.holds_run() else "; it had not started"
 
     def _step(self) -> int:
         """Return the last step in metrics.jsonl."""

@@ -65,18 +65,18 @@ class Books:
             if line.is_ahead(ahead):
                 later.append(line)
             else:
-                assert line.measured is not None, f"{line.node} is not over"
+                assert line.measured is not None, f"{line.node} has not finished"
                 metrics.add(line.node, line.measured)
         self._lines = later
         return metrics.close()
 
     def state_dict(self) -> list[Any]:
         """Return the finished firings as plain values; no firing may be running."""
-        assert not self._open, "a recovery point has nothing under way"
+        assert not self._open, "no firing may be running"
         found = []
         for line in self._lines:
             assert line.firing is not None and line.measured is not None, (
-                "notes are of the step that they were made in"
+                "measurements without a firing are logged with the step in which they were made"
             )
             firing = line.firing
             measured = line.measured

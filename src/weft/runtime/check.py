@@ -76,14 +76,14 @@ def _check_call(experiment: Experiment, node: MFCDef) -> None:
     cls = interfaces.get(node.interface)
     if not inspect.isclass(cls):
         raise GraphError(
-            f"node {node.name!r}: the interface {node.interface!r} is no class; register one that "
-            f"has {node.method}"
+            f"node {node.name!r}: the interface {node.interface!r} is not a class; register one "
+            f"that has {node.method}"
         )
     if not implements(node.interface, node.method):
         there = [method for method in METHODS if implements(node.interface, method)]
         raise GraphError(
             f"node {node.name!r} calls {node.method} of the interface {node.interface!r}, which "
-            f"lacks it "
+            f"does not have it "
             f"(it has {', '.join(there) or 'none of them'}); name another interface or method"
         )
     try:
@@ -106,8 +106,8 @@ def _check_hook(node: MFCDef, name: str) -> None:
         close = nearest(name, [*HOOKS, *functions.names()])
         hint = f" (did you mean {' or '.join(close)}?)" if close else ""
         raise UnknownName(
-            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or what "
-            f"register_function has named"
+            f"{node.name}: unknown hook {name!r}{hint}; a hook is {', '.join(HOOKS)} or "
+            f"the name of a function registered with register_function"
         ) from None
 
 
@@ -117,7 +117,7 @@ def _check_cache(experiment: Experiment, node: MFCDef) -> None:
     }
     if node.method != "inference" or node.role in changed or not node.output_keys:
         raise GraphError(
-            f"node {node.name!r}: cache=True keeps the outputs of a frozen role's inference, and "
+            f"node {node.name!r}: cache=True is for inference with a frozen role only, and "
             f"this is {node.method} of "
             f"{node.role!r}{', whose weights change' if node.role in changed else ''}; leave it out"
         )

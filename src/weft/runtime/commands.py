@@ -46,7 +46,7 @@ from weft.topology import Mesh, Slice
 from weft.writing import destination
 
 Slices = Mapping[str, Slice]
-NONE = -1  # no job has this number; stands for "no command" in collectives
+NONE = -1  # means "no command" in collectives; no job has this number
 ASKED_SECONDS = 600.0  # wait for a command that other ranks have received
 
 
@@ -201,7 +201,7 @@ class Meanwhile:
             last = next((int(each[1]) for each in found if each[1] != NONE), None)
         if not left:
             return False
-        assert last is not None, "who stops has seen what waits"
+        assert last is not None, "a rank that stopped must have a pending command"
         while self._process.run_next(ASKED_SECONDS) != last:
             pass
         return True
@@ -285,7 +285,7 @@ class Keep:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         engine = process.worker.roles.at(self.source)
-        assert engine is not None, "the ranks of the source keep"
+        assert engine is not None, "only the ranks of the source run this command"
         alike = process.kept.setdefault((self.source, self.kept), {})
         alike[self.key] = Kept.of(engine, process.reallocations[self.key].gives, alike.values())
 
@@ -308,7 +308,7 @@ class Snapshot:
 
     def run(self, process: DeviceProcess, number: int) -> None:
         own = rank_folder(self.point, process.rank)
-        with disk.told(f"{own} was not written; the recovery points before it are whole"):
+        with disk.told(f"{own} was not written; earlier recovery points are intact"):
             own.mkdir()
             write_state(own / NUMERICS, numerics(process.device))
             process.worker.save_state(self.point, own)
@@ -348,7 +348,7 @@ class Save:
     directory: Path
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        with disk.told(f"{self.directory} was not written; what was saved before it is whole"):
+        with disk.told(f"{self.directory} was not written; earlier checkpoints are intact"):
             process.worker.save(self.role, self.directory)
 
 

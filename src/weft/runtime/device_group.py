@@ -233,7 +233,7 @@ class DeviceGroup:
             self._store.discard(gone.pop(ON_DRIVER, ()))
         for rank, held in gone.items():
             self._ask(
-                "letting go of tensors",
+                "discarding tensors",
                 [rank],
                 lambda rank, held=held: commands.Discard(held),  # type: ignore[misc]
             )
@@ -254,9 +254,9 @@ class DeviceGroup:
 
     def restore(self, d: Path) -> None:
         if not (d / ENGINES).is_dir() or not rank_folders(d):
-            raise CheckpointError(f"{d}: holds no state of workers")
+            raise CheckpointError(f"{d}: contains no state of workers")
         command = commands.Restore(d, len(self._all))
-        found = self._ask("taking up the recovery point", self._all, lambda rank: command).result()
+        found = self._ask("loading the recovery point", self._all, lambda rank: command).result()
         self._parameters.restored()
         for rank in sorted(found):
             for held in found[rank]:
@@ -302,12 +302,14 @@ class DeviceGroup:
         return found
 
     def numerics(self) -> Mapping[str, Any]:
-        found = self._ask("asking for its numerics", [0], lambda rank: commands.Numerics()).result()
+        found = self._ask(
+            "reading its numerical settings", [0], lambda rank: commands.Numerics()
+        ).result()
         return {**found[0], "devices": len(self._all)}
 
     def hardware(self) -> Mapping[str, Any]:
         found: Mapping[str, Any] = self._ask(
-            "asking what it is", [0], lambda rank: commands.Hardware()
+            "reading its hardware", [0], lambda rank: commands.Hardware()
         ).result()[0]
         return found
 

@@ -167,7 +167,7 @@ class DeviceProcess:
 
     @property
     def worker(self) -> Worker:
-        assert self._worker is not None, "the worker is built first"
+        assert self._worker is not None, "the worker has not been built yet"
         return self._worker
 
     @worker.setter
@@ -231,7 +231,7 @@ class DeviceProcess:
                 queued = self._queue.get(timeout=seconds)
         except queue.Empty:
             raise DevicesLost(
-                f"a command that other devices have did not come within {seconds:g} s"
+                f"a command that other devices received did not arrive within {seconds:g} s"
             ) from None
         self.report(Report(queued.number, "started"))
         try:
@@ -255,7 +255,7 @@ class DeviceProcess:
             self.worker.store.put(SequenceSample.from_bytes(raw))
         return sum(map(len, raws))
 
-    # -- what others ask for meanwhile, in other threads
+    # -- requests of other processes, served by other threads while a command runs
 
     def export(self, ids: Sequence[str], keys: Sequence[str]) -> bytes:
         """Return serialized tensors of the store, without metadata."""

@@ -117,7 +117,7 @@ class RunDirectory:
         with reading(what, ConfigError):
             found = yaml.safe_load(text)
         if not isinstance(found, dict):
-            raise ConfigError(f"{what}: holds no options; choose another trial_name")
+            raise ConfigError(f"{what}: contains no options; choose another trial_name")
         return found
 
     def saved_steps(self, role: str) -> list[int]:
@@ -152,16 +152,16 @@ def admit(
         ]
         if foreign:
             raise ConfigError(
-                f"{path} holds files that are no run's ({', '.join(foreign[:5])}); {anew}"
+                f"{path} contains files that do not belong to a run ({', '.join(foreign[:5])}); {anew}"
             )
         if mode == "resume" and control.resume_from is None:
             raise ConfigError(
-                f"recover_mode=resume: there is no run in {path}; leave the option out to begin one"
+                f"recover_mode=resume: there is no run in {path}; leave the option out to start one"
             )
         return False
     if mode == "disabled":
         raise ConfigError(
-            f"{path} holds a run already, and recover_mode=disabled goes on with none; {anew}"
+            f"{path} contains a run already, and recover_mode=disabled does not resume it; {anew}"
         )
     if control.resume_from is not None:
         return True
@@ -171,12 +171,12 @@ def admit(
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"{path} holds a run of another configuration ({'; '.join(changed[:SHOWN])}{more}); "
+            f"{path} contains a run with another configuration ({'; '.join(changed[:SHOWN])}{more}); "
             f"{anew}, "
-            f"or go on with these options all the same: resume_from={path}"
+            f"or resume it with these options: resume_from={path}"
         )
     if directory.status() == "finished":
-        raise ConfigError(f"{path} holds a finished run of this configuration; {anew}")
+        raise ConfigError(f"{path} contains a finished run of this configuration; {anew}")
     return True
 
 

@@ -45,7 +45,7 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> Path:
     temporary = target.with_name(target.name + TEMPORARY)
     remove(temporary)
     try:
-        with told(f"{target} was not saved; what was saved before it is whole"):
+        with told(f"{target} was not saved; what was saved before it is intact"):
             temporary.mkdir(parents=True)
             fill(temporary)
             sync_tree(temporary)
@@ -128,7 +128,7 @@ def told(consequence: str) -> Iterator[None]:
         else:
             reason = f"{error.strerror or error} ({error.filename or 'no file named'})"
         if full:
-            fix = "; make room and start the run again, it goes on from there"
+            fix = "; free some space and start the run again: it resumes from there"
         else:
             fix = ""
         raise RunError(f"{consequence}: {reason}{fix}") from error

@@ -17,8 +17,8 @@ from weft.errors import DevicesLost, RunError
 from weft.runtime.device_process import Activity, Command, Report, Want, Where
 from weft.runtime.events import Task
 
-# A rank may report a broken connection before the death of its peer is noticed. Its report waits
-# this long for the death, which explains more.
+# A rank can report a broken connection before the death of its peer is noticed. Its error is held
+# back this long, since the death of the peer explains more.
 DOUBT_SECONDS = 5.0
 # timeout of building, saving and moving parameters; the master enforces the deadlines of calls
 REQUEST_SECONDS = 3600.0
@@ -157,7 +157,7 @@ class Dispatch:
     def close(self) -> None:
         """Stop receiving reports and fail all unfinished jobs."""
         self._closed = True
-        self._break(RunError("the devices were let go of"))
+        self._break(RunError("the devices were released"))
 
     # -- issuing
 
@@ -192,7 +192,7 @@ class Dispatch:
         except DevicesLost as error:
             self._break(DevicesLost(f"{error}, in {job.name}"))
 
-    # -- hearing
+    # -- receiving reports
 
     def _hear(self) -> None:
         while not self._closed:
@@ -211,7 +211,9 @@ class Dispatch:
             except BaseException as error:  # otherwise every job would wait forever
                 if not self._closed:
                     self._break(
-                        RunError(f"hearing the devices failed ({type(error).__name__}: {error})")
+                        RunError(
+                            f"receiving reports of the devices failed ({type(error).__name__}: {error})"
+                        )
                     )
                 return
 

@@ -57,7 +57,7 @@ def on_edges(
     absent = [key for key in node.output_keys if key not in outputs.data]
     if absent:
         raise RunError(
-            f"made no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}"
+            f"produced no {', '.join(absent)}; its outputs are {', '.join(outputs.data) or 'none'}"
         )
     unknown = set(outputs.ids) - set(ids)
     lost = set(ids) - set(outputs.ids)

@@ -304,8 +304,8 @@ class Master:
         for key, node in self._graph.required_dataset_keys().items():
             if key not in batch.keys:
                 raise GraphError(
-                    f"node {node!r} wants key {key!r} of the rows, but rows of type "
-                    f"{self._experiment.dataset_type!r} bring "
+                    f"node {node!r} needs key {key!r} of the rows, but rows of type "
+                    f"{self._experiment.dataset_type!r} have "
                     f"{', '.join(batch.keys)}; choose another dataset.type or another graph"
                 )
 

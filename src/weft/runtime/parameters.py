@@ -68,7 +68,7 @@ class Parameters:
             over = Future[int]()
             if not self._alike(copy):
                 self._reallocate(
-                    copy, f"begin {role}", over.set_result, over.set_exception, partly=True
+                    copy, f"initializing {role}", over.set_result, over.set_exception, partly=True
                 )
                 over.result()
             self.changed(role, None, whole=True)
@@ -126,7 +126,7 @@ class Parameters:
                     source, place, self._behind(place)
                 )
                 job = Job(
-                    f"keeping weights of {role!r}",
+                    f"saving weights of {role!r}",
                     source[1].ranks,
                     _same(Keep(way.key, source, version)),
                     _nothing,
@@ -187,8 +187,8 @@ class Parameters:
                 or "none"
             )
             raise RunError(
-                f"a call on {place[1]} wants version {version} of the weights of {place[0]!r}, "
-                f"which is not kept; kept are: "
+                f"a call on {place[1]} needs version {version} of the weights of {place[0]!r}, "
+                f"which was not saved; saved versions: "
                 f"{there}"
             )
         return way

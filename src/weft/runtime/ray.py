@@ -71,15 +71,13 @@ def _take(promises: Sequence[Any], seconds: float) -> list[bytes]:
     except GetTimeoutError:
         raise _late(seconds) from None
     except RayTaskError as error:
-        raise RunError(f"tensors that another device should hold: {error.cause}") from error
+        raise RunError(f"tensors of another device cannot be read: {error.cause}") from error
     except RayError as error:
-        raise DevicesLost(
-            f"tensors that another device holds are lost ({_reason(error)})"
-        ) from error
+        raise DevicesLost(f"tensors of another device are lost ({_reason(error)})") from error
 
 
 def _late(seconds: float) -> DevicesLost:
-    return DevicesLost(f"tensors that another device holds did not come within {seconds:g} s")
+    return DevicesLost(f"tensors of another device did not arrive within {seconds:g} s")
 
 
 class _Device:
@@ -98,7 +96,7 @@ class _Device:
         if not os.path.isdir(folder):
             raise ConfigError(
                 f"there is no directory {folder} on {ray.util.get_node_ip_address()}; all "
-                f"machines of a run see one file system"
+                f"machines of a run must share one file system"
             )
         os.chdir(folder)
         sys.path[:0] = [path for path in paths if path not in sys.path]
@@ -221,7 +219,7 @@ class RayDevices:
         for each, (rank, since) in list(self._polls.items()):
             if time.monotonic() - since > self._cluster.silent_s:
                 del self._polls[each]
-                found.append((rank, Lost(f"it has said nothing for {self._cluster.silent_s:g} s")))
+                found.append((rank, Lost(f"it has not responded for {self._cluster.silent_s:g} s")))
         return found
 
     def share(self, raw: bytes) -> Any:
@@ -454,8 +452,8 @@ class Launch:
                 remove_placement_group(self._group)
                 count = self._group.bundle_count
                 raise RunError(
-                    f"the cluster had no {count} devices free within {PLACE_SECONDS:g} s; others "
-                    f"use it"
+                    f"the cluster did not have {count} free devices within {PLACE_SECONDS:g} s; "
+                    f"other programs use them"
                 )
             self._begin()
         cluster = self.cluster

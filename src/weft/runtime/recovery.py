@@ -74,7 +74,7 @@ class RecoveryPoints:
             if wrong is None:
                 return point
             note(
-                f"the recovery point at step {point.step} is damaged ({wrong}); going back to the "
+                f"the recovery point at step {point.step} is damaged ({wrong}); using the "
                 f"one before"
             )
         return None
@@ -105,7 +105,7 @@ def damage(point: RecoveryPoint) -> str | None:
     if missing:
         return f"{missing[0]} is missing"
     wrong = [name for name, sum in expected.items() if disk.checksum(point.directory / name) != sum]
-    return f"{wrong[0]} has other bytes than were written" if wrong else None
+    return f"{wrong[0]} differs from what was written" if wrong else None
 
 
 def named_point(path: Path) -> RecoveryPoint:
@@ -123,8 +123,8 @@ def named_point(path: Path) -> RecoveryPoint:
     there = ", ".join(f"step{point.step}" for point in found) or "none"
     if run is None or not found:
         raise CheckpointError(
-            f"resume_from={str(path)!r}: no run of weft with a recovery point to go on from; to "
-            f"start from its weights alone, "
+            f"resume_from={str(path)!r}: not a run of weft with a recovery point; to "
+            f"start from its weights only, "
             "give the directory as the model's path"
         )
     match = STEP.fullmatch(path.name)
@@ -133,7 +133,7 @@ def named_point(path: Path) -> RecoveryPoint:
         if damage(point) is None:
             return point
     raise CheckpointError(
-        f"resume_from={str(path)!r}: the run has no whole recovery point of that step (there are: "
+        f"resume_from={str(path)!r}: the run has no intact recovery point of that step (it has: "
         f"{there}); name one of these, "
-        "or give the directory as the model's path to start from its weights alone"
+        "or give the directory as the model's path to start from its weights only"
     )

@@ -96,9 +96,7 @@ class Roles:
         if mesh.layout.num_devices == 1:
             engine = backend(spec, mesh.layout)
         else:
-            assert self._groups is not None, (
-                "the ranks of a layout of several devices have process groups"
-            )
+            assert self._groups is not None, "a layout of several devices needs process groups"
             engine = backend(spec, mesh.layout, RankMesh(mesh, self._rank, self._groups))
         return engine
 
@@ -203,8 +201,8 @@ class Roles:
                 else:
                     there = "none"
                 raise CheckpointError(
-                    f"{folder}: holds no state of role {role!r} (roles: {there}); it is of "
-                    f"another graph"
+                    f"{folder}: contains no state of role {role!r} (roles: {there}); it was "
+                    f"written by a run of another graph"
                 )
             self.engine(role).load_state(folder / role)
 
@@ -260,6 +258,6 @@ def common(
         raise ConfigError(
             f"{source} -> {target}: parameters differ between the two roles "
             f"({', '.join(apart[:5])}); "
-            "only networks of one shape can be copied, and none with adapters"
+            "only networks of equal shapes and without adapters can be copied"
         )
     return names

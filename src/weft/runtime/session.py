@@ -40,7 +40,7 @@ RECOVERY_SECONDS = (
     600.0
 )
 CLOSE_SECONDS = 10.0
-LAST_BITS = "its numbers may differ in their last bits from those of a run that was never stopped"
+LAST_BITS = "its numbers may differ in the last bits from those of an uninterrupted run"
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,12 @@ class Session:
             self._take_up(point)
         elif goes_on and self._control.recover_mode == "resume":
             raise ConfigError(
-                f"recover_mode=resume: {self._directory.path} holds no whole recovery point; auto "
-                f"begins anew"
+                f"recover_mode=resume: {self._directory.path} contains no intact recovery point; "
+                f"recover_mode=auto starts again"
             )
         elif goes_on:
             if self._points.found():
-                why = "no recovery point is whole"
+                why = "no recovery point is intact"
             else:
                 why = "the run stopped before its first recovery point"
             self._notes.append(f"{why}; starting again")
@@ -209,7 +209,7 @@ class Session:
         self._point_step = self.step
         apart = differences(state[NUMERICS], self._group.numerics())
         if apart:
-            self._notes.append(f"warning: {apart}: the run goes on, but {LAST_BITS}")
+            self._notes.append(f"warning: {apart}: the run continues, but {LAST_BITS}")
 
     def _observe(self, info: RunInfo, *, plan: bool) -> None:
         parts = self._parts
@@ -267,8 +267,8 @@ class Session:
                     ) from lost
             if self.step == 0:
                 raise RunError(
-                    "no step was made: filters dropped every id before the node that steps follow "
-                    "had a batch"
+                    "the run made no step: filters dropped every id before the node that steps "
+                    "follow had a batch"
                 )
             self._end()
 

@@ -55,7 +55,7 @@ class Signals:
 
         `lost` is set if the devices were lost in the next step. `again` says how to resume.
         """
-        assert self.number is not None, "a signal was heard"
+        assert self.number is not None, "no signal was received"
         how = f"stopped by {NAMES.get(self.number, signal.Signals(self.number).name)} after step {step}"
         return Interrupted(
             f"{how}{'' if lost is None else f'; in the next one {lost}'}; {again}", self.number

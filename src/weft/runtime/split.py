@@ -83,7 +83,7 @@ def single_completions(batch: SequenceSample) -> SequenceSample:
         chosen = np.arange(len(sizes))
         if not np.array_equal(held, counts):
             assert (held == 1).all(), (
-                f"key {key!r} has neither one sequence a completion nor one an id"
+                f"key {key!r} has neither one sequence per completion nor one per id"
             )
             chosen = np.repeat(chosen, counts)
         lengths[key] = [[int(size)] for size in sizes[chosen]]

@@ -37,7 +37,9 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
-            raise RunError(f"{place} has the key {wrong!r}; state_dict() holds mappings from texts")
+            raise RunError(
+                f"{place} has the key {wrong!r}; mappings in state_dict() need text keys"
+            )
         return {key: _pack(each, f"{place}.{key}", tensors) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_pack(each, f"{place}[{i}]", tensors) for i, each in enumerate(value)]
@@ -49,8 +51,8 @@ def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise RunError(
-        f"{place} is a {type(value).__name__}; state_dict() holds plain values, numpy arrays and "
-        f"tensors"
+        f"{place} is a {type(value).__name__}; state_dict() may contain plain values, numpy arrays "
+        f"and tensors"
     )
 
 

@@ -71,7 +71,7 @@ def check_listens(address: str) -> None:
         while len(answer) < len(FRAME) and (more := line.recv(len(FRAME) - len(answer))):
             answer += more
     if answer[3:4] != FRAME[3:4]:
-        raise OSError("what listens there is another program")
+        raise OSError("another program listens there")
 
 
 def listens(place: tuple[str, int]) -> bool:

@@ -71,7 +71,7 @@ class Ways:
             ranks = tuple(sorted({*source[1].ranks, *target[1].ranks}))
             key = f"{source[0]} -> {target[0]}, way {len(self._ways)}"
             self._ways[between] = Way(key, ranks, transfers, cost.moved, cost.across)
-            name = f"getting ready to move {source[0]!r} to {target[0]!r}"
+            name = f"preparing to move {source[0]!r} to {target[0]!r}"
 
             def unready(error: BaseException) -> None:
                 self.unready[key] = error

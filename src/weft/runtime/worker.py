@@ -212,9 +212,7 @@ class Worker:
         def compute(missing: SequenceSample) -> SequenceSample:
             result: MFCResult = getattr(self._interfaces[name], node.method)(model, missing)
             metrics.update(result.metrics)
-            assert result.outputs is not None, (
-                f"node {name!r} makes no keys; there is nothing to cache"
-            )
+            assert result.outputs is not None, f"node {name!r} has no outputs to cache"
             return result.outputs.select(ids=missing.ids, keys=node.output_keys)
 
         outputs, known = self._caches[name].call(batch, compute)
