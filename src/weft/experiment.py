@@ -314,6 +314,7 @@ def _check_control(control: Control) -> None:
 def _check_roles(experiment: Experiment) -> None:
     roles = experiment.roles
     graph = experiment.graph
+    # Check that every role that the experiment refers to exists.
     if experiment.evaluation:
         evaluated = experiment.evaluation.graph.model_calls()
     else:
@@ -339,6 +340,7 @@ def _check_roles(experiment: Experiment) -> None:
         raise GraphError(
             f"steps_follow={experiment.steps_follow!r} is no node; nodes: {', '.join(graph.order)}"
         )
+    # Check that the calls of a role fit its spec and its backend.
     for node in (*graph.model_calls(), *evaluated):
         if node.trains and not roles[node.role].trained:
             raise GraphError(
@@ -358,6 +360,7 @@ def _check_roles(experiment: Experiment) -> None:
                 "network, or the node an "
                 f"interface with its own ({node.name}.interface=NAME)"
             )
+    # Check that roles without a network are neither moved nor saved.
     moved = {r for s in graph.syncs for r in (s.source, s.target)} | set(
         experiment.init_from.values()
     )

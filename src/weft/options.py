@@ -225,11 +225,13 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
     """
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
+    # Choose between a text and the value that it spells.
     if isinstance(value, Scalar) and value.unread is not None:
         value = value.unread.as_a(hint)
     if isinstance(value, Scalar):
         null = value.value is None and type(None) in arguments
         value = value.text if _wants_text(hint) and not null else value.value
+    # Any value, unions and literals.
     if hint is Any or isinstance(hint, TypeVar):
         return plain(value)
     if origin in (typing.Union, types.UnionType):
@@ -238,6 +240,7 @@ def coerce(value: Any, hint: Any, name: str) -> Any:
         if value in arguments:
             return value
         raise _wrong(name, value, f"must be one of {', '.join(map(str, arguments))}")
+    # Groups of options, mappings and lists.
     if is_dataclass(hint) and isinstance(hint, type):
         if isinstance(value, hint):
             return value

@@ -420,6 +420,7 @@ def holdings(
     except the last (`torch.chunk`), after the tensor and expert splits. Experts are sharded this
     way among the ranks that have the same ones.
     """
+    # Tensor and expert slices of the parameters of this rank's stages.
     own = set(layout.placement.stages_of(at.pipeline))
     found = {
         name: expert_slice(
@@ -433,6 +434,7 @@ def holdings(
     }
     if layout.fsdp == 1:
         return found
+    # Shard the rows of each stored parameter; fused parameters are one.
     sharded: dict[str, Slice] = {}
     for names in _stored(found):
         total = sum(_size(found[name][0]) for name in names)

@@ -105,6 +105,7 @@ def parts_of(
     with ExitStack() as undo:
         if cluster is not None:
             undo.callback(cluster.close)
+        # Check what needs no data, and start the devices in the background.
         experiment = replace(
             experiment, roles={name: chosen(spec) for name, spec in experiment.roles.items()}
         )
@@ -117,6 +118,7 @@ def parts_of(
             launch = None
         else:
             launch = _launch(experiment, mode, undo, cluster, anew=anew)
+        # Read the data, which determine the length of the run.
         data = load_data(
             experiment.dataset,
             experiment.dataset_type,
@@ -135,6 +137,7 @@ def parts_of(
         baseline = held_memory(device) if alone else 0.0
         if not alone and announce is not None:
             announce(plan_before(experiment, mode, horizon, tokenizers, data), starting(experiment))
+        # Build the engines.
         build = Build(experiment, specs, tokenizers, cache.absolute(), device.type)
         if launch is None:
             group: WorkerGroup = LocalGroup(
@@ -147,6 +150,7 @@ def parts_of(
         undo.pop_all()
         undo.callback(data.close)
         undo.callback(group.close, 0.0)
+        # Forecast the memory and build the remaining components.
         facts = group.describe()
         numerics = group.numerics()
         machine = group.hardware()

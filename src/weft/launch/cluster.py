@@ -84,6 +84,7 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
     from weft.runtime.ray import LEAST_SILENT_SECONDS, SILENT_SECONDS
 
     try:
+        # Check the devices of the cluster before any process starts.
         nodes = cluster.nodes()
         if kind == "cpu" and control.device is None and any(node.gpus for node in nodes):
             raise ConfigError(
@@ -91,6 +92,7 @@ def launch_devices(experiment: Experiment, mode: str, cluster: Cluster | None = 
                 "to ignore them"
             )
         check_enough(count, kind, nodes)
+        # Start the processes; the shortest deadline bounds the silence of a device.
         told = {**environment(), **control.env}
         deadlines = [call.deadline_s for call in experiment.calls() if call.deadline_s is not None]
         cluster.silent_s = max(LEAST_SILENT_SECONDS, min([SILENT_SECONDS, *deadlines]))

@@ -163,6 +163,7 @@ def forecast(
     `facts` are the engines' descriptions by role, including copies; `given` are the batches that
     need the most memory; `capacity` is the size in bytes of a GPU that is not on this machine.
     """
+    # Estimate each role on each of its meshes, also on a GPU for comparison.
     batches = [_completed(experiment, batch) for batch in given]
     meshes = experiment.meshes()
     roles = {}
@@ -195,6 +196,7 @@ def forecast(
                 on_gpu[name] = case_of(
                     replace(chosen, dtype="bfloat16"), own, works, GPU, _leaves(chosen, calls)
                 )
+        # The parameters of a role that shares another one's base are counted there.
         if any(
             shares_base(spec, s) and meshes[role].parts_as(meshes[r])
             for r, s in experiment.roles.items()
@@ -203,6 +205,7 @@ def forecast(
                 roles[role], parameters=0, masters=0, optimizer=0, gradients=0, away=0
             )
             on_gpu.pop(role)
+    # Add the limits of KV caches and the memory of separate processes.
     calls = [call for call in experiment.graph.model_calls() if call.method == "generate"]
     limits = {
         call.name: limit for call in calls if (limit := _limit(call, Place(device, capacity)))

@@ -41,11 +41,13 @@ def plan_of(
     this machine. `expected` is the memory forecast. `data` and `horizon` are None if the data were
     not read.
     """
+    # Rows above the models: nodes, data and counts.
     rows = [("nodes", " -> ".join(", ".join(names) for names in _levels(experiment)))]
     if horizon is None:
         rows.append(("data", "not read, so the number of steps is not known"))
     else:
         rows += [("data", _data(experiment, horizon)), *_counts(experiment, horizon)]
+    # Rows below the models: memory, layouts and devices.
     below = list[tuple[str, str]]()
     if (
         "memory" in numerics
@@ -56,8 +58,10 @@ def plan_of(
     if several:
         below.append(("layouts", _layouts(experiment)))
     below.append(("devices" if several else "device", _device(experiment, numerics)))
+    # Models, in the lines that are left.
     models = _models(experiment, facts, min(MODELS, LINES - len(rows) - len(below)))
     rows += [*models, *below]
+    # Details, and notes that are always shown.
     told = () if data is None else data.notes
     if data is None:
         unused = set()
@@ -115,6 +119,7 @@ def _sampling(experiment: Experiment) -> Iterator[tuple[MFCDef, int]]:
 
 def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str]]:
     """Yield rows with the steps, completions and optimizer steps per step, epoch and run."""
+    # Per step.
     sampling = list(_sampling(experiment))
     step = [
         f"{many(call.batch_size, 'prompt')} x {samples} = "
@@ -126,6 +131,7 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
     step += _updates(experiment, updates)
     if step:
         yield "step", ", ".join(step)
+    # Per epoch.
     epoch = [many(horizon.steps_per_epoch, "step")]
     epoch += [many(samples * horizon.num_ids, "completion") for _, samples in sampling]
     yield (
@@ -134,6 +140,7 @@ def _counts(experiment: Experiment, horizon: Horizon) -> Iterator[tuple[str, str
             [*epoch, *_updates(experiment, {n: horizon.updates(experiment, n)[0] for n in nodes})]
         ),
     )
+    # In the whole run.
     limit = experiment.control.max_steps
     epochs = experiment.control.total_train_epochs
     if limit != horizon.steps:

@@ -167,6 +167,7 @@ def request_of(
     """
     control = experiment.control
     config = experiment.config
+    # Take the resources from the options, completed by the experiment.
     spec = read(SlurmSpec(), config.get("slurm", {}), "slurm.")
     validate(spec, "slurm.")
     nodes = int(config.get("n_nodes", 1))
@@ -188,6 +189,7 @@ def request_of(
                 for name in ("nodelist", "exclude", "container")
             },
         )
+    # Check that they suffice for the layouts.
     devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
     if experiment.num_devices > devices:
         raise ConfigError(
@@ -318,6 +320,7 @@ def submit(request: Request) -> str:
 
     Raises `ConfigError` if the run's job is still in the queue, or if sbatch is missing or fails.
     """
+    # Check that the job can be submitted.
     there = running_job(request.run)
     if there is not None:
         raise ConfigError(
@@ -331,6 +334,7 @@ def submit(request: Request) -> str:
             "add --print-script and submit "
             "what it prints by hand"
         )
+    # Write the script and submit it.
     text = script(request)
     request.folder.mkdir(parents=True, exist_ok=True)
     file = request.folder / SCRIPT
@@ -342,6 +346,7 @@ def submit(request: Request) -> str:
             f"sbatch rejected the job: {_first_line(done.stderr)}; the script is {file}, its "
             f"options are slurm.*"
         )
+    # Record the number, by which other commands find the job.
     number = done.stdout.strip().splitlines()[-1].split(";")[0]
     write(
         request.folder / JOB,

@@ -25,6 +25,7 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
 
     Raises `ConfigError` with the nearest names, or with the problem of the registered object.
     """
+    # Call what is registered, which returns a configuration, an object or an experiment.
     thing = experiments.get(name)
     made = thing()
     if isinstance(made, RunConfig):
@@ -41,6 +42,7 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
         raise ConfigError(
             f"experiment {name!r} returns a {type(made).__name__}; it must return an Experiment"
         )
+    # An experiment from user code has its layouts already.
     if allocation_mode not in (None, made.config.get("allocation_mode")):
         raise ConfigError(
             f"--allocation_mode {allocation_mode}: the layouts of {name!r} are set in its "
@@ -48,6 +50,7 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
             "Experiment; set allocation_mode there, or return the configuration instead of the "
             "result of its build()"
         )
+    # Set the names and the environment of the run.
     if made.config:
         config = {**made.config, "experiment_name": name, "trial_name": trial_name}
     else:

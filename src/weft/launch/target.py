@@ -42,6 +42,7 @@ class Target:
         named = search.get("gpu")
         memory_gb = search.get("memory_gb")
         on_gpu = named is not None if asked is None else asked.startswith("cuda")
+        # A GPU named by an option; it need not be on this machine.
         if named is not None and on_gpu:
             name = gpu_rates(named, "bfloat16").name
             usable = memory_gb if memory_gb is not None else memory_of(name)
@@ -52,8 +53,10 @@ class Target:
                 usable * GIB,
                 f"{name}, {usable:.1f} GiB of it (search.gpu)",
             )
+        # A GPU of unknown type.
         if on_gpu and not torch.cuda.is_available():
             return cls(torch.device("cuda"), "GPU", count, None, "")
+        # A device of this machine; devices on CPUs share its memory.
         alone = mode == "local" and count == 1
         device = resolve_device(asked if alone else device_kind(experiment))
         if mode == "local" and device.type == "cpu":

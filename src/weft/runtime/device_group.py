@@ -90,6 +90,7 @@ class DeviceGroup:
             command = commands.LogTo(self._logs)
             self._logs = None
             self._ask("opening its log", self._all, lambda rank: command)
+        # Bring the weights of the call's mesh up to date first.
         node = self._calls[mfc]
         mesh = self._mesh_of[mfc]
         task = (mfc, step)
@@ -100,6 +101,7 @@ class DeviceGroup:
         weights = get((node.role, mesh), self._fails(task), version)
         if keeps:
             self._parameters.keep(node.role, step, self._fails(task))
+        # Find the part of each rank; the first rank of each part reports outputs.
         ids = owners([part for minibatch in parts for part in minibatch])
         of_rank = {
             rank: [minibatch[mesh.coordinates(rank).data] for minibatch in parts]
@@ -136,6 +138,7 @@ class DeviceGroup:
                 self._made(rank, event.outputs)
                 self.events.put(event)
 
+        # Submit the call, then mark copies as outdated if it trains.
         job = Job(
             f"call {mfc!r} of role {node.role!r}",
             mesh.ranks,

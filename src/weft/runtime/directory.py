@@ -143,6 +143,7 @@ def admit(
     mode = control.recover_mode
     path = directory.path
     anew = "choose another trial_name, or remove that directory"
+    # A new run needs a directory without foreign files.
     if not directory.holds_run():
         names = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
         foreign = [
@@ -159,6 +160,7 @@ def admit(
                 f"recover_mode=resume: there is no run in {path}; leave the option out to start one"
             )
         return False
+    # An unfinished run is resumed with the same configuration, or with any by `resume_from`.
     if mode == "disabled":
         raise ConfigError(
             f"{path} contains a run already, and recover_mode=disabled does not resume it; {anew}"

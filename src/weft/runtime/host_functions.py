@@ -72,6 +72,7 @@ class HostFunctions:
 
         def work() -> Outcome:
             try:
+                # Wait for early starts, then run the function on the whole batch.
                 for begun in [self._begun.pop((node.name, id), None) for id in firing.ids]:
                     if begun is not None:
                         begun.result()
@@ -83,6 +84,7 @@ class HostFunctions:
             except Exception as error:
                 error.add_note(f"in {what}")
                 raise
+            # Store the outputs and list the ids that the function kept.
             left = None if made is None else set(made.ids)
             kept = tuple(id for id in firing.ids if left is None or id in left)
             if outputs is not None and outputs.keys:

@@ -195,6 +195,7 @@ class Samples:
 
     def _read(self, batch: SequenceSample) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield (index of the completion in the batch, its row)."""
+        # Decode the prompts without the beginning-of-sequence token.
         if "prompt" in batch.data:
             prompt_ids = [tokens.tolist() for tokens in batch.sequences("prompt")]
         else:
@@ -205,6 +206,7 @@ class Samples:
             self._tokenizer.decode(tokens[1:] if tokens[:1] == [bos] else tokens)
             for tokens in prompt_ids
         ]
+        # Find the keys with one value per completion.
         lengths = batch.lengths["completion"]
         single = [
             k
@@ -216,6 +218,7 @@ class Samples:
             for key in single
             if key not in ("prompt", "completion", *BY_TOKEN)
         }
+        # Yield one row per completion.
         owners = batch.group_of("completion").tolist()
         for index, (owner, tokens) in enumerate(
             zip(owners, batch.sequences("completion"), strict=True)

@@ -300,11 +300,13 @@ class Session:
 
         Raises `Interrupted` if a signal was received.
         """
+        # Find what is due, and write a finished trace.
         due = {
             name: every.due(result.step, result.epochs_done) for name, every in self._due.items()
         }
         over = self._over()
         self._profiling.after(result.step, over=over or self._signals.number is not None)
+        # Write the metrics, with those of an evaluation.
         line = {
             "step": result.step,
             "epoch": result.epoch,
@@ -317,6 +319,7 @@ class Session:
         self._write_line(line)
         for note in () if self._parts.data is None else self._parts.data.new_notes():
             self._tell(note)
+        # Save checkpoints, then write a recovery point.
         if due["save"] or due["milestone"] or over:
             self._save(milestone=due["milestone"])
         saved = self._saved_step == self.step
