@@ -1,5 +1,6 @@
-"""weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO as dataflow
-graphs.
+"""weft trains language models after pretraining: SFT, reward models, DPO, PPO, GRPO.
+
+Each algorithm is a dataflow graph of model function calls.
 """
 
 from weft.registry import (

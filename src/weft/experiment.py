@@ -133,11 +133,10 @@ class Experiment:
         raise unknown_name("node", name, [n.name for n in self.graph.nodes])
 
     def with_mfc(self, name: str, **changes: Any) -> Experiment:
-        """Return a copy with changed fields of one node: `with_mfc("rew_inf", interface="x",
-        post_hooks=[])`.
+        """Return a copy with changed fields of one node.
 
-        The evaluation node of the same name is changed too. Changing the interface or host function
-        resets its arguments.
+        Example: `with_mfc("rew_inf", interface="x", post_hooks=[])`. The evaluation node of the
+        same name is changed too. Changing the interface or host function resets its arguments.
         """
         changed = _changed(self.graph, name, changes)
         evaluation = self.evaluation

@@ -33,8 +33,8 @@ def key(seed: int, purpose: str, step: int = 0, id: str = "", k: int = 0) -> Key
     """
     if "|" in purpose:
         raise ConfigError(
-            f"purpose {purpose!r} of a random number contains '|', which separates the parts; leave "
-            f"it out"
+            f"purpose {purpose!r} of a random number contains '|', which separates the parts; "
+            f"leave it out"
         )
     digest = hashlib.blake2b(f"{int(seed)}|{purpose}|{int(step)}|{id}|{int(k)}".encode()).digest()
     low, high = np.frombuffer(digest[:8], dtype="<u4")

@@ -313,8 +313,8 @@ def _check_size(root: yaml.Node, what: str, kind: type[UserError]) -> None:
             )
         if count > MOST_VALUES:
             raise kind(
-                f"{what}: contains more than {MOST_VALUES:,} values; aliases (*name) count each time "
-                f"they are used"
+                f"{what}: contains more than {MOST_VALUES:,} values; aliases (*name) count each "
+                f"time they are used"
             )
         if isinstance(node, yaml.MappingNode):
             stack += [(each, depth + 1) for pair in node.value for each in pair]

@@ -60,11 +60,11 @@ class Registry:
         self._made: dict[str, Any] = {}  # cache of converted functions
 
     def register(self, name: str, thing: Any = None, *, form: Form | None = None) -> Any:
-        """Register `thing` as `name`: `@register("x")` above a definition, or `register("x",
-        thing)`.
+        """Register `thing` as `name`.
 
-        With a `form`, `thing` is a function that `get` converts; the function itself stays callable
-        as written. Raises `ConfigError` if the name is taken.
+        Usage: `@register("x")` above a definition, or `register("x", thing)`. With a `form`,
+        `thing` is a function that `get` converts; the function itself stays callable as written.
+        Raises `ConfigError` if the name is taken.
         """
         if thing is None:
             return lambda decorated: self.register(name, decorated, form=form)

@@ -70,12 +70,12 @@ class Layout:
         degrees: dict[str, int] = {}
         if not text or not re.fullmatch(r"([a-z][0-9]{1,6})+", text):
             raise ConfigError(
-                f"layout={text[:40]}: cannot be read; it holds {rule}, at most 999,999"
+                f"layout={text[:40]}: cannot be read; it consists of {rule}, at most 999,999"
             )
         for letter, degree in re.findall(r"([a-z])([0-9]+)", text):
             if letter not in LETTERS or LETTERS[letter] in degrees:
                 raise ConfigError(
-                    f"layout={text}: {letter!r} is unknown or given twice; it holds {rule}"
+                    f"layout={text}: {letter!r} is unknown or given twice; it consists of {rule}"
                 )
             degrees[LETTERS[letter]] = int(degree)
         shards = trained and degrees.get("expert", 1) == 1
@@ -87,8 +87,9 @@ class Layout:
 
     @property
     def expert_shards(self) -> int:
-        """Number of ranks that share one sharded copy of the same experts: fsdp / expert, at least
-        1.
+        """Number of ranks that share one sharded copy of the same experts.
+
+        It is fsdp / expert, and at least 1.
         """
         return max(self.fsdp // self.expert, 1)
 
@@ -157,8 +158,9 @@ class Mesh:
         return f"{self.layout} ({devices} {', '.join(map(str, self.ranks))})"
 
     def parts_as(self, other: Mesh) -> bool:
-        """Return whether every rank has the same part of batch and network in both, ignoring
-        `fsdp`.
+        """Return whether every rank has the same part of batch and network in both meshes.
+
+        `fsdp` is ignored.
         """
         return self.ranks == other.ranks and replace(self.layout, fsdp=1) == replace(
             other.layout, fsdp=1
@@ -386,8 +388,9 @@ FUSED = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
 
 
 def stages_of(name: str, sizes: StagedSizes, stages: int, *, tied: bool) -> tuple[int, ...]:
-    """Return the pipeline stages that hold a parameter: one, or first and last for a tied
-    embedding.
+    """Return the pipeline stages that hold a parameter.
+
+    This is one stage, or the first and the last for a tied embedding.
     """
     block = re.match(r"blocks\.(\d+)\.", name)
     if block:

@@ -200,7 +200,7 @@ def test_a_job_is_planned_and_not_submitted(
     )
     assert weft.main([*sft(*words, "model.device_mesh=8-15"), "--dry-run=config"]) == 2
     assert (
-        "the layouts take 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8"
+        "the layouts need 16 devices, and n_nodes=2 x n_gpus_per_node=4 are 8"
         in capsys.readouterr().err
     )
     assert not (folder / "submitted.sh").exists() and not (folder / "runs").exists()
@@ -265,6 +265,6 @@ def test_too_few_devices_are_refused(folder: Path) -> None:
     )
     config.model.path, config.dataset.train_path, config.model.device_mesh = "m", "rows.jsonl", "2"
     with pytest.raises(
-        ValueError, match="the layouts take 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"
+        ValueError, match="the layouts need 3 devices, and n_nodes=2 x n_gpus_per_node=1 are 2"
     ):
         slurm.start(config.build(), ["x"], print_only=True)

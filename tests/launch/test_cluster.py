@@ -52,7 +52,7 @@ def node(host: str, cpus: int, gpus: int = 0) -> Node:
 def test_a_cluster_that_is_too_small_is_refused_with_what_it_has():
     check_enough(6, "cpu", [node("a", 4), node("b", 2)])
     with pytest.raises(
-        ConfigError, match=r"takes 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"
+        ConfigError, match=r"needs 8 devices .* has 6 CPUs \(a: 4, b: 2\), 2 too few"
     ):
         check_enough(8, "cpu", [node("a", 4), node("b", 2)])
     with pytest.raises(ConfigError, match=r"has 2 GPUs \(a: 2, b: 0\), 1 too few"):
@@ -67,7 +67,7 @@ def test_cpus_of_this_machine_do_not_limit_devices_and_gpus_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert local_resources(4, "cuda", CONTROL)[1] == 4
     with pytest.raises(
-        ConfigError, match="takes 4 devices and may use 2 GPUs of the 4 of this machine"
+        ConfigError, match="needs 4 devices and may use 2 GPUs of the 4 of this machine"
     ):
         local_resources(4, "cuda", replace(CONTROL, n_gpus_per_node=2))
 
@@ -76,7 +76,7 @@ def test_far_more_processes_than_cores_are_refused():
     cores = len(os.sched_getaffinity(0))
     check_processes(64 * cores)
     with pytest.raises(
-        ConfigError, match=r"takes 65,536 devices, each a process.* take at most 64 each"
+        ConfigError, match=r"needs 65,536 devices, each a process.* can run at most 64 each"
     ):
         check_processes(65536)
     with pytest.raises(ConfigError, match="each a process"):
@@ -88,13 +88,13 @@ def test_a_name_of_one_device_is_refused(root):
     assert (
         device_kind(replace(experiment, control=replace(experiment.control, device="cpu"))) == "cpu"
     )
-    with pytest.raises(ConfigError, match="device=cuda:1: names one device, and the run takes 2"):
+    with pytest.raises(ConfigError, match="device=cuda:1: names one device, and the run needs 2"):
         device_kind(replace(experiment, control=replace(experiment.control, device="cuda:1")))
 
 
 def test_without_ray_the_error_says_how_to_get_it(root, monkeypatch):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"takes 2 devices.*pip install '.*\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs 2 devices.*pip install '.*\[ray\]'"):
         launch_devices(placed(root, "none").build(), "local")
 
 
@@ -184,7 +184,7 @@ def test_a_cluster_of_two_nodes_gives_the_numbers_of_one_process(root, tmp_path,
     three = Command(*words(root, "three", "ref.device_mesh=2", *ray_words), cwd=tmp_path)
     code, out = three.end()
     assert (
-        code == 2 and "takes 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out
+        code == 2 and "needs 3 devices and the Ray cluster has 2 CPUs" in out and "1 too few" in out
     ), out
     two = Command(*words(root, "two", "ref.device_mesh=1", *ray_words), cwd=tmp_path)
     code, out = two.end()

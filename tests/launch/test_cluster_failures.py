@@ -163,7 +163,7 @@ def test_a_head_that_is_lost_ends_the_run_with_one_message(root, monkeypatch):
         assert code == 1 and len(errors(out)) == 1 and "Traceback" not in out, out
         assert "Ray's head" in errors(out)[0] or "Ray's raylet" in errors(out)[0], out
         port = nodes.address.rpartition(":")[2]
-        assert f":{port}) is gone" in errors(out)[0] and "call '" in errors(out)[0], out
+        assert f":{port}) does not respond" in errors(out)[0] and "call '" in errors(out)[0], out
         assert status_of(run) == "failed" and command.none_left(20) and nodes.no_workers()
 
 

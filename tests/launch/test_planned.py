@@ -85,13 +85,13 @@ def test_more_devices_than_were_asked_for_are_refused(folder: Path) -> None:
     assert dry_run(sft, data=False)[-1].startswith("fits: each of 2 devices")
     sft.model.device_mesh = "8-9"
     with pytest.raises(
-        ConfigError, match="the layouts take 10 devices, and n_nodes=1 x n_gpus_per_node=2 are 2"
+        ConfigError, match="the layouts need 10 devices, and n_nodes=1 x n_gpus_per_node=2 are 2"
     ):
         dry_run(sft, data=False)
     sft.n_nodes, sft.mode = 5, "ray"
     assert dry_run(sft, data=False)[-1].startswith("fits: each of 10 devices")
     many = config(SFTConfig, folder, "model", "rows.jsonl", device="cpu", allocation_mode="d65536")
-    with pytest.raises(ConfigError, match="takes 65,536 devices, each a process"):
+    with pytest.raises(ConfigError, match="needs 65,536 devices, each a process"):
         dry_run(many, data=False)
 
 

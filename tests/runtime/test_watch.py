@@ -27,7 +27,7 @@ def test_who_stops_listening_is_gone(monkeypatch):
     end = time.monotonic() + 5
     while watch.gone is None and time.monotonic() < end:
         time.sleep(0.01)
-    assert watch.gone == f"the head ({here[0]}:{here[1]}) is gone"
+    assert watch.gone == f"the head ({here[0]}:{here[1]}) does not respond"
     two.close()
 
 

@@ -352,8 +352,8 @@ def check_cache(experiment: Experiment, rows: int) -> None:
         room = int(asked * GIGABYTE / each)
         if needed > room:
             raise ConfigError(
-                f"gen.kv_cache_gb={asked:g}: has room for keys and values of {room:,} tokens, and a "
-                f"prompt with its completion can "
+                f"gen.kv_cache_gb={asked:g}: has room for keys and values of {room:,} tokens, and "
+                f"a prompt with its completion can "
                 f"have {needed:,}; write {1.05 * needed * each / GIGABYTE:.3g} or more, or leave "
                 f"it out"
             )

@@ -127,7 +127,7 @@ def check_ray(experiment: Experiment) -> None:
     """Set ray's environment variables. Raises `ConfigError` if ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            f"the run takes {experiment.num_devices} devices, and more than one, or mode=ray, "
+            f"the run needs {experiment.num_devices} devices, and more than one, or mode=ray, "
             f"needs the package ray; "
             f"run: {install('ray')}"
         )
@@ -162,7 +162,7 @@ def local_resources(count: int, kind: str, control: Control) -> tuple[int, int]:
         gpus = min(there, control.n_gpus_per_node)
     if kind == "cuda" and gpus < count:
         raise ConfigError(
-            f"the run takes {count} devices and may use {gpus} GPUs of the {there} of this "
+            f"the run needs {count} devices and may use {gpus} GPUs of the {there} of this "
             f"machine; choose smaller layouts or "
             "other device_mesh numbers, raise n_gpus_per_node, write device=cpu, or run on more "
             "machines with mode=ray"
@@ -176,8 +176,8 @@ def check_processes(count: int) -> None:
     cores = len(os.sched_getaffinity(0))
     if count > (most := MOST_A_CORE * cores):
         raise ConfigError(
-            f"the run takes {count:,} devices, each a process, and this machine's {cores} CPU "
-            f"cores take at most {MOST_A_CORE} "
+            f"the run needs {count:,} devices, each a process, and this machine's {cores} CPU "
+            f"cores can run at most {MOST_A_CORE} "
             f"each, {most:,}: choose smaller layouts or lower device_mesh numbers, or plan for "
             f"GPUs with device=cuda"
         )
@@ -195,7 +195,7 @@ def device_kind(experiment: Experiment) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise ConfigError(
-            f"device={name}: names one device, and the run takes {experiment.num_devices}; write "
+            f"device={name}: names one device, and the run needs {experiment.num_devices}; write "
             f"cuda or cpu, and say which "
             "by layout and device_mesh"
         )
@@ -210,7 +210,7 @@ def check_enough(count: int, kind: str, nodes: Sequence[Node]) -> None:
         unit = "GPUs" if kind == "cuda" else "CPUs"
         shown = ", ".join(has) or "no machine is up"
         raise ConfigError(
-            f"the run takes {count} devices and the Ray cluster has {found} {unit} ({shown}), "
+            f"the run needs {count} devices and the Ray cluster has {found} {unit} ({shown}), "
             f"{count - found} too few; "
             "choose smaller layouts, or add machines"
         )

@@ -194,7 +194,7 @@ def check_devices(experiment: Experiment) -> None:
         most := control.n_nodes * control.n_gpus_per_node
     ):
         raise ConfigError(
-            f"the layouts take {count} devices, and n_nodes={control.n_nodes} x "
+            f"the layouts need {count} devices, and n_nodes={control.n_nodes} x "
             f"n_gpus_per_node={control.n_gpus_per_node} are "
             f"{most}; raise one of them, choose smaller layouts or lower device_mesh numbers, or "
             f"leave n_gpus_per_node out"
@@ -220,8 +220,8 @@ def check_mode(mode: str) -> None:
         raise ConfigError(
             "mode=slurm: a job runs a command line; write weft quickstart ... mode=slurm "
             "or weft start ... --mode "
-            "slurm (register_quickstart provides one for your own configuration, register_experiment "
-            "for an experiment)"
+            "slurm (register_quickstart provides one for your own configuration, "
+            "register_experiment for an experiment)"
         )
 
 

@@ -193,7 +193,7 @@ def request_of(
     devices = max(nodes * max(1, gpus), asked.num_devices if asked is not None else 0)
     if experiment.num_devices > devices:
         raise ConfigError(
-            f"the layouts take {experiment.num_devices} devices, and n_nodes={nodes} x "
+            f"the layouts need {experiment.num_devices} devices, and n_nodes={nodes} x "
             f"n_gpus_per_node={gpus} are {devices}; "
             "raise one of them, choose smaller layouts or lower device_mesh numbers"
         )

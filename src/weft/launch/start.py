@@ -25,7 +25,7 @@ def registered(name: str, trial_name: str, *, allocation_mode: str | None = None
 
     Raises `ConfigError` with the nearest names, or with the problem of the registered object.
     """
-    # Call what is registered, which returns a configuration, an object or an experiment.
+    # The registered object returns a configuration, an object with a setup, or an experiment.
     thing = experiments.get(name)
     made = thing()
     if isinstance(made, RunConfig):

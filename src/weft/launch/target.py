@@ -77,7 +77,10 @@ class Target:
         """
         if self.usable is not None:
             return [self]
-        said = "GPU of {gb} GB, the smallest that suffices: this machine has none and none is named ({option})"
+        said = (
+            "GPU of {gb} GB, the smallest that suffices: this machine has none and none is named "
+            "({option})"
+        )
         return [
             replace(
                 self,

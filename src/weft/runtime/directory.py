@@ -153,7 +153,8 @@ def admit(
         ]
         if foreign:
             raise ConfigError(
-                f"{path} contains files that do not belong to a run ({', '.join(foreign[:5])}); {anew}"
+                f"{path} contains files that do not belong to a run ({', '.join(foreign[:5])}); "
+                f"{anew}"
             )
         if mode == "resume" and control.resume_from is None:
             raise ConfigError(
@@ -173,7 +174,8 @@ def admit(
     if changed:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         raise ConfigError(
-            f"{path} contains a run with another configuration ({'; '.join(changed[:SHOWN])}{more}); "
+            f"{path} contains a run with another configuration "
+            f"({'; '.join(changed[:SHOWN])}{more}); "
             f"{anew}, "
             f"or resume it with these options: resume_from={path}"
         )
@@ -196,7 +198,7 @@ def differences(
 ) -> list[str]:
     """Return one line per dotted option that differs, with both values.
 
-    Options in `FREE` are ignored, and those of `unset` that `one` lacks.
+    Options in `FREE` are ignored, and options in `unset` that `one` does not have.
     """
     found: list[str] = []
     for key in dict.fromkeys([*one, *other]):

@@ -212,7 +212,8 @@ class Dispatch:
                 if not self._closed:
                     self._break(
                         RunError(
-                            f"receiving reports of the devices failed ({type(error).__name__}: {error})"
+                            f"receiving reports of the devices failed "
+                            f"({type(error).__name__}: {error})"
                         )
                     )
                 return

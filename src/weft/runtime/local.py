@@ -89,7 +89,7 @@ class LocalGroup:
             samples=node.method == "generate",
         )
 
-    # -- what a call may take up in its middle, in the thread
+    # -- pending work that a running call executes, in the thread of calls
 
     def are_waiting(self) -> bool:
         while not self._queue.empty():

@@ -160,7 +160,10 @@ class NodeRunner:
             late = f"its deadline_s={own:g} seconds; raise it"
         else:
             late = f"{LONGEST_SECONDS:g} seconds; set deadline_s"
-        what = f"{told(run.node, run.firing)} did not finish within {late}, or find out what is blocking"
+        what = (
+            f"{told(run.node, run.firing)} did not finish within {late}, or find out what is "
+            f"blocking"
+        )
         if isinstance(run.node, MFCDef):
             return self._group.overdue(*run.own, what)
         return RunError(what)

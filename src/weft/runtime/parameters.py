@@ -143,7 +143,7 @@ class Parameters:
     def changed(self, role: str, job: Job | None, *, whole: bool = False) -> None:
         """Mark the role's copies as outdated; `job` changes the role's own weights.
 
-        With `whole`, all parameters may change, otherwise those that train steps change.
+        With `whole`, all parameters can change; otherwise only those that train steps change.
         """
         if job is not None:
             self._changing[role] = job

@@ -38,7 +38,7 @@ def descendants() -> set[Process]:
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """Send SIGKILL to those of the processes that still exist."""
+    """Send SIGKILL to the processes that still exist."""
     for process in processes:
         found = _look(process.pid)
         if found is not None and found[1] == process:

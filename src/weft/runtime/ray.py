@@ -302,9 +302,9 @@ class Cluster:
         self.check_there()
 
     def check_there(self) -> None:
-        """Raise `DevicesLost` if part of Ray is known to be lost; reports it first.
+        """Raise `DevicesLost` if part of Ray is known to be lost.
 
-        The supervisor is told because Ray can end this process at any moment.
+        The supervisor gets the report first because Ray can end this process at any moment.
         """
         if self.gone is not None:
             Wire.of(os.environ).gone(self.gone)

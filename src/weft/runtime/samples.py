@@ -127,8 +127,9 @@ class Samples:
     def _trained(
         self, ids: Sequence[str], step: int, seen: SequenceSample | None
     ) -> SequenceSample | None:
-        """Return the rows whose outputs training kept, the same in every layout, or the first rows
-        if it kept none. Return None if this step is not shown, or if nothing has a completion.
+        """Return the rows in `seen`, which are the same in every layout; if none, the first rows.
+
+        Returns None if this step is not shown, or if the rows have no completions.
         """
         if not self._in_detail(step):
             return None

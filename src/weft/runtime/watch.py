@@ -51,7 +51,7 @@ class Watch:
 
     def _told(self, name: str) -> str:
         host, port = self._places[name]
-        return f"{name} ({host}:{port}) is gone"
+        return f"{name} ({host}:{port}) does not respond"
 
 
 def check_listens(address: str) -> None:
