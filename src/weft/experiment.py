@@ -348,7 +348,7 @@ def _check_roles(experiment: Experiment) -> None:
         backend = roles[node.role].backend
         shipped = (
             backend == "null" and node.interface in interfaces.shipped()
-        )  # these ask the engine, and there is none
+        )  # shipped interfaces use the engine
         if backend in NO_NETWORK and (
             node.method in ("generate", "train_step") or _moves(node) or shipped
         ):

@@ -36,7 +36,7 @@ RETURN_POLL_SECONDS = 5.0
 
 
 # Variables that ray reads when it is imported: messages of its processes stay in their logs; the
-# dashboard, which would only collect usage statistics, is not waited for.
+# dashboard, which only collects usage statistics, does not delay the start.
 RAY_READS = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".", "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "0"}
 
 # Device files of GPUs in /dev: NVIDIA, AMD, WSL.

@@ -21,7 +21,7 @@ from weft.topology import LETTERS, Layout, Mesh
 MODELS = 3
 PATH = 24  # maximum length of a path
 MERGED = re.compile(r"\d+ models, ")  # start of a line for several models
-WORTH_TELLING = 0.1  # share of the device's memory below which memory is not mentioned
+WORTH_TELLING = 0.1  # least share of the device's memory that is mentioned
 
 Facts = Mapping[str, Mapping[str, Any]]
 

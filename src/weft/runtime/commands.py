@@ -177,7 +177,7 @@ class Meanwhile:
     def _group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        assert self._process.groups is not None, "ranks have met before"
+        assert self._process.groups is not None, "the ranks have joined a process group"
         return self._process.groups.of(ranks, host=True)
 
     def are_waiting(self) -> bool:
@@ -239,7 +239,7 @@ class Prepare:
     transfers: Sequence[Transfer]
 
     def run(self, process: DeviceProcess, number: int) -> None:
-        assert process.groups is not None, "ranks have met before"
+        assert process.groups is not None, "the ranks have joined a process group"
         group = process.groups.of(self.ranks)
         process.reallocations[self.key] = Reallocation(
             self.transfers, rank=process.rank, group=group

@@ -36,7 +36,7 @@ class Parameters:
         self._experiment = experiment
         self._ways = Ways(dispatch, experiment, built, hosts)
         self._meshes = experiment.meshes()
-        # Number of the weights that each copy has once all submitted jobs are finished.
+        # copy -> number of its weights once all submitted jobs are finished
         self._weights = dict.fromkeys(experiment.copies(), 0)
         # copies that have parameters
         self._copies = [place for place in self._weights if any(self._ways.held(place).values())]

@@ -17,7 +17,7 @@ from weft.runtime.pieces import Pieces
 SHOWN = 4  # completions shown for an ordinary step
 GROUPS = 3
 COMPLETIONS = 8  # completions per id shown for a detailed step, which has GROUPS ids
-# per completion: maximum of tokens listed one by one; maximum of characters kept
+# per completion: maximum number of tokens listed one by one, and of characters kept
 TOKENS = 256
 TEXT = 8000
 # key with one value per completion -> its name in a row
