@@ -9,8 +9,8 @@ from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 
-ONE_ANSWER = ("chat", "prompt_answer", "text")  # forms of rows with one completion each
-MARK = "weft-looks-for-this-system-text"
+ONE_ANSWER = ("chat", "prompt_answer", "text")  # dataset types with one completion per row
+MARK = "weft-looks-for-this-system-text"  # probe text that a template either writes or omits
 
 
 def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:

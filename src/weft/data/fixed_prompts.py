@@ -16,12 +16,12 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 from weft.reading import check_file, reading
 
-MOST_REPORTED = 20
+MOST_REPORTED = 20  # maximum number of invalid rows in an error message
 TEXT = (".txt", ".text")
 
 
 def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of a file of prompts.
+    """Iterate over (place, row) of a file of prompts.
 
     Formats: JSON, JSONL(.gz), Parquet, JSON strings one per line, or .txt with a prompt per line.
     """

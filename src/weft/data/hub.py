@@ -117,7 +117,7 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
         within(SECONDS, lambda: info(name, timeout=SECONDS))
     except (
         Exception
-    ) as failed:  # whatever its HTTP library raises: the hub has not said that it has it
+    ) as failed:  # any error of the HTTP library: the hub did not confirm that it has `name`
         what = f"{option}={typed!r}" if option else typed
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(

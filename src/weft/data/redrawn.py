@@ -31,10 +31,10 @@ class InParts(Protocol):
 
 @dataclass(frozen=True)
 class Redrawn:
-    """The samples of `table` as the epochs draw them.
+    """Samples of `table`, encoded again for each epoch with its random draws.
 
-    The table itself holds them undrawn: with every tag, cut at the end; no sample has more tokens
-    in any epoch.
+    The table has the samples without draws: with every tag, and truncated at the end. No sample has
+    more tokens than that in any epoch.
     """
 
     job: Job

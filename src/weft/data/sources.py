@@ -21,10 +21,10 @@ from weft.errors import DataError, nearest
 from weft.reading import check_file, files_below, reading, reason, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
-ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
-# hold no rows where `datasets` saved Arrow files
+ORIGIN = "weft: made of"  # key of a converted row with the place of the original row
+# Files without rows, which the library `datasets` saves with its Arrow files.
 SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
-CACHED = "cache-"  # begins the names of files that `datasets` keeps beside them
+CACHED = "cache-"  # prefix of the cache files that `datasets` saves in the same folder
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -37,8 +37,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 class Place:
     """Place of a row, written `FILE:LINE`.
 
-    In Parquet and Arrow files the line is the row's number. A row that was made of several has line
-    0, and is written `FILE`.
+    In Parquet and Arrow files the line is the row's number. If a row was made from several rows,
+    the line is 0, and the place is written `FILE`.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Line that is not a row, with the reason."""
+    """Line that is not a row; `wrong` is the reason."""
 
     wrong: str
 
@@ -60,9 +60,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
     `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`).
 
-    `split` keeps the files of that split, by their names. Without it, files named after a split
-    other than train are left out if some are named train. Raises `DataError` if there is nothing to
-    read.
+    `split` selects the files with the name of that split. Without it, if some files are named after
+    the split train, only those are returned. Raises `DataError` if there is nothing to read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
@@ -102,11 +101,11 @@ def read_rows(
 ) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
     """Iterate over the rows of a file with their places; bad lines are `Unreadable`.
 
-    If a row names the row it was made of (`ORIGIN`), the place is that of the original row.
+    If a row contains the place of the row it was made from (`ORIGIN`), that place is returned.
 
     `texts_as`: the column for rows that are only a text.
 
-    Raises `DataError` if the file is empty, or of another format than its name says.
+    Raises `DataError` if the file is empty, or its format differs from that of its suffix.
     """
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
@@ -188,7 +187,7 @@ def _value(line: str) -> Any:
 def _whole(value: Any) -> Any:
     """Return the value, or `Unreadable` if it contains half of a surrogate pair.
 
-    That is an emoji cut in two, and not a character.
+    A half is not a character; it comes from cutting a text inside an emoji.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -305,8 +304,7 @@ def _hidden(file: Path) -> bool:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` ->
-    train."""
+    """Return the split in the path of a file: `data/train-00000-of-00002.parquet` -> train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),

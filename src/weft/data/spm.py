@@ -19,7 +19,7 @@ from weft.errors import DataError
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
-BYTE = 6  # SentencePiece.Type
+BYTE = 6  # values of the enum SentencePiece.Type
 SPACE = "▁"
 
 
@@ -160,15 +160,17 @@ def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
-    """An int32 field; -1 is written as ten bytes of two's complement."""
+    """Return an int32 field; a negative number is stored as a 64-bit two's complement."""
     value = trainer.get(field, default)
     assert isinstance(value, int)
     return value - 2**64 if value >= 2**63 else value
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of a protobuf message: varints as integers, everything else as
-    bytes."""
+    """Iterate over (field number, value) of a protobuf message.
+
+    Varints are integers, all other values are bytes.
+    """
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
