@@ -24,7 +24,7 @@ from weft.data.window import Window
 
 @runtime_checkable
 class InParts(Protocol):
-    """Form whose rows make several samples, each of which can be encoded alone."""
+    """Form whose rows can make several samples, each of which can be encoded alone."""
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded: ...
 

@@ -54,9 +54,9 @@ class SourceSpec:
 
     At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
 
-    `fraction` and `size` draw that part of the training rows anew every epoch. `weight` is a share
-    of the mixture relative to the other weights: an epoch is as long as the scarcest source allows
-    without using a row twice.
+    With `fraction` or `size`, every epoch draws another part of the training rows. `weight` is a
+    share of the mixture relative to the other weights: an epoch is as long as the scarcest source
+    allows without using a row twice.
     """
 
     path: str = ""

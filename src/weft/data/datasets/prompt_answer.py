@@ -17,7 +17,7 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """Form of prompts with an answer, which is everything after the prompt, and EOS.
+    """Form of prompts with an answer; the answer and EOS are trained.
 
     `as_chat`: the prompt is rendered as the user's message.
     """
