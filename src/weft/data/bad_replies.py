@@ -166,7 +166,7 @@ def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
         or added[0].get("tool_calls")
         or not added[0]["content"].strip()
     ):
-        raise BadRow("its last message is no reply in words")
+        raise BadRow("its last message is not a reply with text")
     return str(added[0]["content"])
 
 

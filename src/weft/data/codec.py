@@ -75,7 +75,7 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
     Raises `DataError` if the bytes are in another format or are truncated.
     """
     if not raw.startswith(MAGIC):
-        raise DataError("these bytes are no SequenceSample: they do not begin with weft's mark")
+        raise DataError("these bytes are not a SequenceSample: they do not begin with its header")
     start = len(MAGIC) + 8
     length = int.from_bytes(raw[len(MAGIC) : start], "little")
     header = json.loads(raw[start : start + length])

@@ -62,7 +62,7 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
             else:
                 hint = f"names: {', '.join(NAMES[type])}"
             raise ConfigError(
-                f"dataset.columns: rows of dataset.type={type} have no {name!r} (it was to be "
+                f"dataset.columns: rows of dataset.type={type} have no {name!r} (given for "
                 f"column {column!r}); "
                 f"{hint}{swapped}"
             )

@@ -57,9 +57,7 @@ class SourceCount:
         `limits` are the options that limit the length of rows, in words.
         """
         if self.ahead is not None:
-            return [
-                f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"
-            ]
+            return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]
         if self.report is None:
             by_template = []
         else:

@@ -474,7 +474,7 @@ def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     for name in names:
         if names.count(name) > 1 or "/" in name:
             raise ConfigError(
-                f"dataset.sources: two sources are named {name!r}; give them a name each "
+                f"dataset.sources: two sources are named {name!r}; set the name of each "
                 f"(letters, digits, - . _)"
             )
     return list(zip(sources, names, strict=True))

@@ -100,7 +100,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
             yield {**row, "prompt": _nested(row["prompt"])}
         else:
             raise BadRow(
-                "is no tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
+                "is not a tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
                 "(thread_id, messages); "
                 f"it has: {', '.join(map(repr, row))}"
             )

@@ -250,7 +250,7 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
             calls += _calls(_json(value, f"message {number}: {kind}"))
         else:
             raise DataError(
-                f"message {number}: a content part of type {kind!r} is no text; weft trains on text"
+                f"message {number}: a content part of type {kind!r} is not text; weft trains on text"
             )
         _note_unread(part, READ_OF_PARTS | {kind}, "messages[].content[].")
     return "".join(text), "".join(reasoning), calls

@@ -445,7 +445,7 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
     if key in values:
         return values[key]
     if key in sample.lengths:
-        raise DataError(f"key {key!r} is described, but this sample holds no tensor for it")
+        raise DataError(f"key {key!r} has lengths, but this sample has no data for it")
     close = nearest(key, sample.keys)
     if close:
         hint = f"did you mean {' or '.join(close)}?"

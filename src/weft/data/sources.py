@@ -194,7 +194,7 @@ def _whole(value: Any) -> Any:
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         return Unreadable(
-            f"holds half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
+            f"contains half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
             f"pair"
         )
     except RecursionError as error:
@@ -231,9 +231,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
             if text[at + 1 :].strip():
                 yield (
                     line,
-                    Unreadable(
-                        "not JSON: something stands behind the list; what follows was not read"
-                    ),
+                    Unreadable("not JSON: there is text after the list, which was not read"),
                 )
             return
         try:

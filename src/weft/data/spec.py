@@ -122,8 +122,8 @@ class SourceSpec:
                 raise ConfigError(f"{where}.{name}={value!r}: must be a number")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(
-                f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight "
-                f"to stress a source"
+                f"{where}.fraction={self.fraction}: must be above 0 and at most 1; use weight "
+                f"to use a source more often"
             )
         if self.size is not None and not (1 <= self.size < 2**63 and self.size == int(self.size)):
             raise ConfigError(
@@ -131,7 +131,7 @@ class SourceSpec:
             )
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ConfigError(
-                f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it "
+                f"{where}.weight={self.weight}: must be above 0; leave the source out to give it "
                 f"none"
             )
         if self.valid_split is not None and not 0 <= self.valid_split < 1:

@@ -63,7 +63,7 @@ def template_problem(template: str) -> str | None:
     ):
         return None  # the template compiles; whether it suits the real messages is checked later
     if len(written[0][0]) > MOST_CHARACTERS:
-        return f"makes {len(written[0][0]):,} characters of a greeting"
+        return f"renders a greeting as {len(written[0][0]):,} characters"
     return None
 
 

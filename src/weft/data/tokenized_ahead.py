@@ -1,14 +1,13 @@
-"""Rows that are tokenized while training goes on: samples come from processes that work ahead, or
-are made when asked for.
+"""Tokenization during training, by processes that work ahead, or on demand.
 
-The order of batches and the number of steps need the ids of all samples, so these are settled
-before. A row of a form with one sample per row (`OneSample`) has one unless it is left out for its
-length. What is read before training begins:
+The order of batches and the number of steps depend on the ids of all samples, so the ids are
+determined before training. With a form of one sample per row (`OneSample`), every row has a sample
+unless it is left out for its length. Before training, weft
 
-- every row, with its id and its shape (its columns, and the kinds of values in them);
-- the samples of the first row of each shape, since rows that a form cannot use mostly differ in
-  shape from those that it can, and of all rows of a shape if this one is bad;
-- the samples of rows that may be too long, if such rows are left out or are errors.
+- reads every row, with its id and its shape (its columns, and the kinds of their values);
+- encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
+  rows of a shape if its first row is bad;
+- encodes the rows that may be too long, if such rows are left out or are errors.
 """
 
 from __future__ import annotations

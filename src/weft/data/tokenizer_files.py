@@ -116,7 +116,7 @@ def read(
     if place.is_file():
         if place.suffix == ".json":
             check_growth(place, asked)
-            with reading(f"{asked}: is no tokenizer.json", UserError):
+            with reading(f"{asked}: is not a tokenizer.json", UserError):
                 return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
@@ -209,7 +209,7 @@ def _tried(hf: Hf) -> Hf:
         and not hf("The 1st of a, b and c.", add_special_tokens=False, verbose=False)["input_ids"]
     ):
         raise ValueError(
-            "it makes no tokens of text: it has no vocabulary but special tokens; is "
+            "it gives no tokens for a text: its vocabulary has only special tokens; is "
             "tokenizer.json missing?"
         )
     if not vocab or min(vocab.values()) < 0:
@@ -218,7 +218,7 @@ def _tried(hf: Hf) -> Hf:
         )
     template = hf.chat_template
     if not isinstance(template, str | dict | None):
-        raise ValueError(f"its chat template is a {type(template).__name__}, and no text")
+        raise ValueError(f"its chat template is a {type(template).__name__}, not text")
     return hf
 
 
@@ -228,7 +228,7 @@ def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedToke
     `config` (a tokenizer_config.json) has its special tokens.
     """
     with reading(
-        f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"
+        f"tokenizer.path={path}: no tokenizer can be built from it and its tokenizer_config.json"
     ):
         return _tried(_made(spm.read_model(path), config))
 
@@ -304,7 +304,7 @@ def read_template(given: str, option: str = "tokenizer") -> str:
         given = read_text(path, f"{typed(option, 'chat_template')}={given}", ConfigError)
     problem = template_problem(given)
     if problem:
-        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; mend the template")
+        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; fix the template")
     return given
 
 
@@ -354,7 +354,7 @@ def encoded(
         if least > most:
             raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
     with reading(
-        "a text cannot be tokenized (does it hold half of a character, such as \\ud800?)",
+        "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,
     ):
         # Do not build masks: lists as long as the ids, whose construction blocks other threads.

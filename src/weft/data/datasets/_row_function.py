@@ -108,7 +108,7 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):
         raise ConfigError(
-            f"dataset type {name!r}: rows={rows!r} is no type that reads rows; take a shipped one"
+            f"dataset type {name!r}: rows={rows!r} is not a type that reads rows; use a shipped one"
         )
     file = inspect.getsourcefile(function)
     if file is None or not function.__qualname__.isidentifier():

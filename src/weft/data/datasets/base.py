@@ -150,7 +150,7 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
             raise ConfigError(
                 f"dataset.random_window keeps dataset.system_prefix in front, and the chat "
                 f"template of {tokenizer.name} writes "
-                f"no system message by itself; take one that does "
+                f"no system message by itself; use one that does "
                 f"({tokenizer.option}.chat_template=chatml), or leave one out"
             )
         head = tokenizer.encode_chat(alone)

@@ -46,7 +46,7 @@ class PromptAnswer:
         )
         if answer_messages(row) == answer_key:
             raise BadRow(
-                f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat"
+                f"{answer_key!r} holds messages, not text; such rows are of dataset.type=chat"
             )
         return prompt_key, text(row, answer_key)
 

@@ -63,7 +63,7 @@ def read_entries(file: Path) -> dict[str, Entry]:
     """Read the entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{file}: must hold entries as NAME: {{reader: .., repo: ..}}")
+        raise ConfigError(f"{file}: must contain entries as NAME: {{reader: .., repo: ..}}")
     return {str(name): Entry.parse(str(name), value, str(file)) for name, value in values.items()}
 
 
@@ -109,7 +109,7 @@ def _pair(entry: Entry, name: str) -> Entry:
     ):
         shape = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(
-            f"dataset {name!r}: {pair!r} is no pair of known languages; write two of "
+            f"dataset {name!r}: {pair!r} is not a pair of known languages; write two of "
             f"{', '.join(LANGUAGES)}, such as {shape}"
         )
     source, target = languages

@@ -55,7 +55,7 @@ def _entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
     if step == "?":
         return values[random.randrange(len(values))] if values else None
     if not step.isdecimal():
-        raise BadRow(f"{path!r}: {step!r} is no place in a list; write a number, ? or *")
+        raise BadRow(f"{path!r}: {step!r} is not an index of a list; write a number, ? or *")
     return values[int(step)] if int(step) < len(values) else None
 
 

@@ -63,7 +63,7 @@ def sharegpt(
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))
         if turns is None or not turns or turns[0][0] != "human":
-            use.skip("begun by the bot, or an empty turn of it")
+            use.skip("begun by the bot, or with an empty turn of the bot")
         elif len(turns) % 2:
             use.skip("no reply to the last turn")
         else:

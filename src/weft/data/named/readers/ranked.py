@@ -237,9 +237,7 @@ def ranked_list(
             (number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"),
             default=0,
         )
-        use.cut["replies that stand in the prompt after the last question"] += asked_last < len(
-            turns
-        )
+        use.cut["replies in the prompt after the last question"] += asked_last < len(turns)
         turns = turns[:asked_last]
         entries = sorted(
             checked(row[answers], answers), key=lambda entry: number(entry[rank], rank)
