@@ -28,6 +28,7 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
         raise ConfigError(
             "dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both"
         )
+    # Check that the chat template writes the additional system messages.
     dress = Dress(
         spec.system_prefix,
         spec.system_tags,

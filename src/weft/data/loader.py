@@ -277,6 +277,7 @@ class SourceReader:
 
     def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples."""
+        # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
         share = source.valid_split
         if share is None:
@@ -292,6 +293,7 @@ class SourceReader:
                 )
             assert isinstance(dataset, StreamDataset)
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
+        # Split the samples, and count them.
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
         train, valid = self._parts(source, name, dataset, share)
@@ -300,6 +302,7 @@ class SourceReader:
         counts = [
             SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))
         ]
+        # Read separate validation rows, and limit their number.
         if source.valid_path is not None:
             valid, count = self.validation(
                 replace(source, path=source.valid_path, split=None), name

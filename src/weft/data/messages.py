@@ -123,6 +123,7 @@ def _message(message: Any, number: int) -> Message:
             f"message {number} must be a mapping with role and content, not "
             f"{type(message).__name__}"
         )
+    # Role.
     said = _first(message, "role", "from")
     if said is None:
         raise DataError(
@@ -133,6 +134,7 @@ def _message(message: Any, number: int) -> Message:
         close = nearest(str(said).lower(), ROLES)
         raise DataError(f"message {number} has the unknown role {said!r}; {_hint(close)}")
     found: Message = {"role": role}
+    # Tool calls, under one of two keys or as the role `function_call`.
     content: Any = _first(message, "content", "value")
     calls = list(message.get("tool_calls") or [])
     if message.get("function_call"):
@@ -149,6 +151,7 @@ def _message(message: Any, number: int) -> Message:
     if said == "function_call":
         calls = _calls(_json(content, f"message {number}: function_call"))
         content = ""
+    # Reasoning, and content given as text or in parts.
     thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, reasoning, more = _parts(content, number)

@@ -61,6 +61,7 @@ def growth(values: Any) -> float:
         ),
         None,
     )
+    # A sequence of steps.
     if chain is not None:
         return math.prod(growth(each) for each in chain)
     if values.get("type") == "Prepend":
@@ -69,6 +70,7 @@ def growth(values: Any) -> float:
         return math.inf
     if values.get("type") != "Replace":
         return GROWTH.get(str(values.get("type")), 1.0)
+    # A replacement of a text or a regular expression.
     content = str(values.get("content") or "")
     pattern = values.get("pattern")
     if not isinstance(pattern, Mapping):

@@ -71,6 +71,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
                 f"{path}: weft reads {', '.join(SUFFIXES)}; convert the file to one of them"
             )
         return [place]
+    # List the data files in a directory or a copy from the hub.
     if not place.exists():
         place = _from_hub(path)
     if not place.is_dir():
@@ -81,6 +82,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
+    # Select the files of the split.
     if split:
         kept = [f for f in files if _split_of(f.relative_to(place)) == _split_name(split)]
     else:
@@ -212,6 +214,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
     halves = "\\ud" in text or "\\uD" in text
     first = True
     while True:
+        # Skip the comma after the previous entry.
         at = _after(blank, text, at)
         if not first and text.startswith(",", at):
             at = _after(blank, text, at + 1)
@@ -222,6 +225,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
             )
             return
         first = False
+        # Check for the end of the list.
         line = line + text.count("\n", counted, at)
         counted = at
         if at >= len(text):
@@ -234,6 +238,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
                     Unreadable("not JSON: there is text after the list, which was not read"),
                 )
             return
+        # Parse the entry.
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:

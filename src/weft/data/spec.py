@@ -107,6 +107,7 @@ class SourceSpec:
         return source
 
     def check(self, where: str) -> None:
+        # Numbers of rows.
         shares = [
             name for name in ("fraction", "size", "weight") if getattr(self, name) is not None
         ]
@@ -149,6 +150,7 @@ class SourceSpec:
                 f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for "
                 f"no validation"
             )
+        # Names, paths and mappings.
         if self.named is not None and (
             self.type is not None or self.split is not None or self.columns
         ):

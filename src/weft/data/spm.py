@@ -61,6 +61,7 @@ def read_model(path: Path) -> Model:
     normalizer: dict[int, bytes | int] = {}
     try:
         for number, value in _fields(path.read_bytes()):
+            # Fields of ModelProto: 1 pieces, 2 trainer_spec, 3 normalizer_spec.
             if number == 1 and isinstance(value, bytes):
                 piece = dict(_fields(value))
                 score = piece.get(2, b"\0\0\0\0")
@@ -102,6 +103,7 @@ def read_model(path: Path) -> Model:
 def convert(model: Model) -> tokenizers.Tokenizer:
     """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
+    # Build the model: Unigram, or BPE with merges in the order of the scores.
     if model.unigram:
         scored = [(piece, score) for piece, score, _ in model.pieces]
         core = tokenizers.Tokenizer(models.Unigram(scored, model.unk_id, byte_fallback))
@@ -117,6 +119,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
                 byte_fallback=byte_fallback,
             )
         )
+    # Normalize the text as sentencepiece does, and invert this when decoding.
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
@@ -133,6 +136,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
     if model.add_dummy_prefix:
         undo.append(decoders.Strip(" ", 1, 0))
     core.decoder = decoders.Sequence(undo)
+    # Register pieces that are never split.
     for kind in (CONTROL, USER_DEFINED):
         found = [
             tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)

@@ -162,6 +162,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
     else:
         most = min(limits, default=None)
     for number, (place, row) in enumerate(rows_of(source.path, source.split, source.columns)):
+        # Choose rows with a bad id, and rows that may be too long.
         own: str | None = None
         if not isinstance(row, Unreadable):
             if is_tree(row):
@@ -172,6 +173,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
                 rows.tried.add(number)
             if most is not None and _may_be_longer(job, row, most):
                 rows.tried.add(number)
+        # Choose the first row of each shape.
         shape = _shape(row, job.form.id_key, deep=len(known) < MOST_SHAPES)
         if shape not in known:
             if len(known) == 2 * MOST_SHAPES:

@@ -268,6 +268,7 @@ class Tokenizer:
             self.name,
             self.option,
         )
+        # Tokenize, then add BOS and EOS if the template does not write them.
         found = chat.mask_tokens(
             template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools)
         )

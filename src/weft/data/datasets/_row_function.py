@@ -110,6 +110,7 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
         raise ConfigError(
             f"dataset type {name!r}: rows={rows!r} is not a type that reads rows; use a shipped one"
         )
+    # The tokenizing processes import the function by its module or file.
     file = inspect.getsourcefile(function)
     if file is None or not function.__qualname__.isidentifier():
         raise ConfigError(
@@ -126,6 +127,7 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
             for key, value in options.items()
             if value is not None or key not in shipped.usual
         }
+        # Separate the options of the function from those of the form.
         of_function = {key: given.pop(key) for key in own if key in given}
         inner, lengths = configure(shipped.form, {**shipped.usual, **given})
         where = function.__module__, str(Path(file).resolve()), function.__qualname__

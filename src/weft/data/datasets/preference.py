@@ -73,6 +73,7 @@ class Preference:
             margin = number(row["margin"], "margin")
         chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
         rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
+        # A single labelled reply.
         tag = first_of(row, LABEL_KEYS) or next((key for key in LABEL_KEYS if key in row), None)
         if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
             values = {
@@ -82,11 +83,13 @@ class Preference:
                 "label": [_label(row[tag], tag)],
             }
             return [self._single(row, tokenizer, values)]
+        # Two texts.
         keys = need(row, chosen_keys, "preference"), need(row, rejected_keys, "preference")
         chosen, rejected = (row[key] for key in keys)
         values = {**PAIR, "margin": [margin] * 2}
         if isinstance(chosen, str) and isinstance(rejected, str):
             return [self._texts(row, tokenizer, chosen, rejected, values)]
+        # Two message lists: whole conversations, or replies to the row's prompt.
         talks = [as_messages(row, key, "assistant") for key in keys]
         whole = [talk[0]["role"] not in SAID for talk in talks]
         if all(whole):

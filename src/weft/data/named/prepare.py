@@ -226,6 +226,7 @@ class _Making:
         counted = Use(self.entry.name, self.mode)
         own = files.valid if split.own else []
         try:
+            # Write the rows to temporary files.
             with parts[0].open("w") as train, parts[1].open("w") as valid, unread_keys() as unread:
                 found, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
@@ -234,6 +235,7 @@ class _Making:
                         own, valid, replace(counted, training=False), start=len(groups)
                     )
                     counts[1], found = len(held), found or of_valid
+            # Hold out rows for validation if the source has no validation split.
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):

@@ -85,6 +85,7 @@ class Pairs:
     def read(self, row: Row, random: Random) -> Example | None:
         """Return the example of a row, or None if it is left out, which `use` counts."""
         options = self.options
+        # Fill in the question and the answer.
         question = self._with_input(
             fill(options.get("prompt", "INSTRUCTION"), row, random), row, random
         )
@@ -94,6 +95,7 @@ class Pairs:
             return None
         if options.get("filter_words") and not self.use.clean(question, answer):
             return None
+        # Add language, context and system message.
         if "lang_column" in options:
             lang: str | None = str(row[options["lang_column"]])
         else:
