@@ -83,10 +83,7 @@ class OneSample(Protocol):
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        """Return the text of a row's sample, whose tokens are those of the text, BOS and EOS.
-
-        Raises the errors of `encode`.
-        """
+        """Return the text that is tokenized, with BOS and EOS. Raises the errors of `encode`."""
         ...
 
 
@@ -187,10 +184,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
 
 
 def _shape(row: Row | Unreadable, id_key: str, *, deep: bool) -> Any:
-    """Return the columns of a row, except its id, with the kinds of their values.
-
-    `deep`: include the kinds of nested values.
-    """
+    """Return the columns of a row, except its id, with the kinds of (`deep`: nested) values."""
     if isinstance(row, Unreadable):
         return None
     kind = _kind if deep else _kind_alone
@@ -216,10 +210,7 @@ def _kind_alone(value: Any) -> Any:
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
-    """Return whether the sample of a row can have more than `most` tokens.
-
-    Returns True for a bad row too.
-    """
+    """Return whether the sample of a row can have more than `most` tokens; True for bad rows."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.most_tokens_in(text)
