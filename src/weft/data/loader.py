@@ -105,10 +105,10 @@ def load_data(
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
     `dataset_type` is the default of the experiment. `dataset.type` and a source's `type` override
-    it, and so does the type for Open-Assistant trees if a file contains trees. `progress`: False
-    shows nothing. `most`: maximum number of samples to read from a source. `ahead`: large files can
-    be tokenized during training (`LoadedData.ahead`). Raises `ConfigError` for options that
-    contradict each other or the dataset type, and `DataError` with a report on every bad row.
+    it, as does the type for Open-Assistant trees if a file contains trees. `progress` False shows
+    nothing; `most` limits the samples read from a source; `ahead` allows large files to be
+    tokenized during training. Raises `ConfigError` for options that contradict each other or the
+    dataset type, and `DataError` with a report on every bad row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show
@@ -142,7 +142,6 @@ def load_data(
         for one, n in zip(built, drawn, strict=True)
         for count in one.counts
     ]
-    # Read the common validation set.
     if spec.valid_path is not None:
         part, count = reader.validation(
             SourceSpec(spec.valid_path, args=spec.args, columns=spec.columns),
