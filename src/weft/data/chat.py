@@ -51,8 +51,8 @@ def generation_spans(
 class Masked:
     """Token ids of a conversation; `mask` is True on trained tokens.
 
-    `unused` names parts of the row that appear in no token, `cut` the parts of trained turns that
-    appear in none.
+    `unused` names the parts of the row that no token represents; `cut` lists the parts of trained
+    turns that the chat template omits.
     """
 
     ids: list[int]

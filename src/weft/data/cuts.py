@@ -134,7 +134,7 @@ class Turn:
     def _alone_writes(self, message: Message) -> bool:
         """Return whether the template writes the mark when the following messages are removed.
 
-        False if no messages follow.
+        Returns False if no messages follow.
         """
         return self.index < len(self.messages) - 1 and self._shows_mark(
             [*self.messages[: self.index], message]

@@ -147,9 +147,9 @@ def nodes(node: Node) -> Iterator[Node]:
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """Return the messages of a tree, each alone, a parent before its replies.
+    """Iterate over the messages of a tree, without nested replies, a parent before its replies.
 
-    The fields of the tree are added to the root.
+    The tree's id and state are added to each message.
     """
 
     def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
@@ -169,7 +169,7 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 def pruned(tree: Row, wanted: Wanted) -> Tree | None:
     """Return the tree without unwanted messages and everything below them.
 
-    None if nothing is left.
+    Returns None if nothing is left.
     """
 
     def kept(node: Node) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Check for tokenizer.json normalizers and decoders that make texts grow without bound.
 
-A chain of forty replacements of one space by two takes a terabyte for one row, and the library that
-runs it ends the process.
+A chain of forty replacements of one space by two needs a terabyte for one row, and the library then
+aborts the process.
 """
 
 from __future__ import annotations

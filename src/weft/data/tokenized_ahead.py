@@ -475,7 +475,7 @@ class TableAhead:
     def _take(self) -> Index:
         """Return the samples of the next chunk, in the order of their rows.
 
-        Empty at the end, and after `close`.
+        Returns an empty array at the end, and after `close`.
         """
         found: list[int] = []
         with self._changed:

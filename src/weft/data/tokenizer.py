@@ -122,7 +122,7 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Return ids without BOS, and the character range [start, stop) of each.
 
-        None if the tokenizer does not provide offsets.
+        Returns None if the tokenizer does not provide offsets.
         """
         if not self.hf.is_fast:
             return None
@@ -338,7 +338,7 @@ class Tokenizer:
     def drawing(self, draw: np.random.Generator) -> Tokenizer:
         """Return the tokenizer with random numbers to draw from.
 
-        Cached facts about the template are kept.
+        Cached properties of the template are copied too.
         """
         made = copy(self)
         object.__setattr__(made, "draw", draw)
@@ -382,7 +382,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Return the sha256 of everything that affects token ids.
 
-        This is the vocabulary, merges, special tokens, templates and BOS habits.
+        These are the vocabulary, merges, special tokens, templates and BOS settings.
         """
         dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
         return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)

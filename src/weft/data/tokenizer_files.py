@@ -311,9 +311,9 @@ def read_template(given: str, option: str = "tokenizer") -> str:
 def prepare(
     hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
 ) -> int | None:
-    """Apply the options to the tokenizer of `path`.
+    """Apply the options `spec` to the tokenizer read from `path`.
 
-    Returns the first new id, or None.
+    Returns the first id of added tokens, or None if none were added.
     """
     added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):

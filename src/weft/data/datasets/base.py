@@ -365,7 +365,7 @@ def check_replies(
 ) -> None:
     """Raise `BadRow` if the assistant has no turn, or a turn without any content.
 
-    `may_be_empty`: the last turn can be without content.
+    `may_be_empty`: accept a last turn without content.
     """
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:

@@ -71,7 +71,7 @@ class Use:
     def clean(self, *said: str) -> bool:
         """Return whether none of these texts contains an unwanted phrase.
 
-        Counts the example as skipped if one does.
+        If one does, the row is counted as skipped.
         """
         if any(unwanted(text) for text in said):
             self.skip("unwanted phrases")

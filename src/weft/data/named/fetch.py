@@ -1,6 +1,6 @@
 """Files of a named dataset: a local copy, or a download.
 
-Without a network, the error says so at once and names the folder for a copy.
+Without a network, an error is raised at once that names the folder for a local copy.
 """
 
 from __future__ import annotations
