@@ -154,7 +154,7 @@ class Command:
             assert line, f"it ended without {text!r}:\n{self._printed}"
             self._printed += line
 
-    def after(self, path: Path, seconds: float = 120.0) -> None:
+    def after(self, path: Path, seconds: float = 600.0) -> None:
         """Wait until there is something in a file."""
         end = time.monotonic() + seconds
         while not (path.is_file() and path.stat().st_size):
