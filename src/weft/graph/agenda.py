@@ -21,9 +21,9 @@ from weft.graph.ready import Buffer, Firing
 class Beginning:
     """Firing that can start.
 
-    `version`: the call has its own copy of the weights and uses those after so many firings of its
-    training node; an interruptible call may use newer ones. `keeps`: the firing trains, and waiting
-    calls need the weights from before it.
+    `version` is set for calls with their own copy of the weights: the number of firings of the
+    training node after which the weights were copied; an interruptible call may use newer weights.
+    `keeps`: the firing trains, and waiting calls need the weights from before it.
     """
 
     firing: Firing

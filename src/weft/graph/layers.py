@@ -13,9 +13,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Placed:
-    """Positions: `x` of each node's center, `layer` from 0, and the bends of each edge.
+    """Positions of nodes and edges in a drawing.
 
-    A bend is the (x, layer) that an edge passes between its ends.
+    `x` is the center of each node, `layer` its row, counted from 0 at the top, and `bends` the
+    (x, layer) points that each edge passes between its ends.
     """
 
     x: Mapping[str, float]
@@ -59,7 +60,7 @@ def place(
 
 
 def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node: one below the lowest node that it reads from."""
+    """Return the layer of each node, one below the lowest of its sources; 0 without sources."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(

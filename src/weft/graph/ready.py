@@ -24,7 +24,11 @@ class Firing:
 
 @dataclass
 class Entry:
-    """State of an id: existing keys, nodes that took it (with their firing's number), nodes done."""
+    """State of an id in the graph.
+
+    `keys` exist for the id, `started` maps each node that took it to the number of that firing, and
+    `done` holds the nodes that have finished with it.
+    """
 
     batch: int = 0  # number of the loader's batch
     keys: set[str] = field(default_factory=set)
@@ -49,11 +53,9 @@ class Buffer:
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
-    # number of current ids that each node has taken
+    # Number of current ids that each node has taken, and that it has finished.
     taken: Counter[str] = field(default_factory=Counter)
-    through: Counter[str] = field(
-        default_factory=Counter
-    )  # number of current ids that each node has finished
+    through: Counter[str] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
         """Add a batch of the loader, whose ids must be unique in the epoch."""
@@ -198,7 +200,10 @@ def wants_rows(
 
 @dataclass(frozen=True)
 class _Reach:
-    """Oldest ids that a node can take now, whether the batch is full, and whether rows would help."""
+    """Oldest ids that a node can take now.
+
+    `full`: they are a complete batch. `wants_rows`: more rows of the loader would complete it.
+    """
 
     ids: tuple[str, ...]
     full: bool

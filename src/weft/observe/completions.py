@@ -39,7 +39,7 @@ SHOWN = (
 )
 # Keys that only rows of the dataset have.
 TRAINED_ON = frozenset(("rank", "loss"))
-DATASET_NOTE = "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
+DATASET_NOTE = "Rows of the dataset that were trained on, as the model reads them. None of this text was written by the model."
 # Keys that answers of the model have, even if a graph ranks them.
 WRITTEN = frozenset(("reward", "finished"))
 ENDED = "ended with EOS or a stop text"

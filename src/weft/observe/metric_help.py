@@ -563,7 +563,7 @@ HELP = (
         "sampled_fraction",
         GENERATION,
         "share",
-        "Prompts that the model answered; the others were trained with the dataset's answers.",
+        "Prompts for which the model sampled completions; the others use the dataset's answers.",
         "Near the configured share.",
     ),
     MetricHelp(

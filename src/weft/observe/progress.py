@@ -41,7 +41,7 @@ SPARE_LINES = 2  # lines of the terminal kept free below the view: the cursor's 
 SPARKS = 60
 LEAST_SPARKS = 8
 UNREAD = (
-    "nobody reads the output any more; the run goes on, and log.txt in its directory has every line"
+    "the reader of the output has exited; the run continues, and log.txt in its directory has every line"
 )
 FLAGGED = ("!", "yellow")  # replaces the tick if a metric is out of range
 OUTCOMES = {"finished": ("✓", "green"), "stopped": ("■", "yellow"), "failed": ("✗", "red")}

@@ -202,7 +202,7 @@ def _chooser(spans: Spans) -> str:
     last = len(spans.steps) - 1
     gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
     if gaps:
-        left_out = '<span class="hint">Some of the steps between are left out.</span>'
+        left_out = '<span class="hint">Some steps in between are left out.</span>'
     else:
         left_out = ""
     return (

@@ -164,13 +164,13 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     `DataError` for tensors that do not match their declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
-        raise DataError(f"{len(raws)} raw contents are there for {len(tensors)} tensors")
+        raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
     made: dict[str, Tensor] = {}
     for index, tensor in enumerate(tensors):
         datatype = known(tensor.name, tensor.datatype)
         shape = list(tensor.shape)
         if tensor.name in made or any(size < 0 for size in shape):
-            raise DataError(f"tensor {tensor.name!r}: is there twice, or has the shape {shape}")
+            raise DataError(f"tensor {tensor.name!r} occurs twice, or has the invalid shape {shape}")
         if len(raws):
             raw = raws[index]
         else:
