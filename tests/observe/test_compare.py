@@ -289,9 +289,7 @@ def test_losses_that_mean_different_things_are_not_compared(
         alike = one[1] == other[1]
         assert drawn == ([[r.label for r in listed]] if alike else [[r.label] for r in listed])
         page = build_comparison(runs, tmp_path / "c.html").read_text()
-        assert (
-            'class="better"' not in page and ("A metric has several charts" in page) is not alike
-        )
+        assert 'class="better"' not in page and ("A metric has several charts" in page) is not alike
 
 
 def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: Path) -> None:

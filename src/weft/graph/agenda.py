@@ -65,6 +65,7 @@ class Agenda:
         It starts after earlier firings of the same node, after the producers of its keys, and after
         the training that its role's weights come from.
         """
+        # Finished firings that this one has to wait for.
         node = self._graph.node(firing.node)
         after = {firing.node: firing.step}
         for producer in self._graph.producers(firing.node):
@@ -73,6 +74,7 @@ class Agenda:
             )
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
+        # Calls start in order, per role if any call tolerates staleness.
         if isinstance(node, MFCDef):
             if self._by_role:
                 lane = node.role
@@ -80,6 +82,7 @@ class Agenda:
                 lane = ""
         else:
             lane = None
+        # A call with its own copy of the weights has its own order and version.
         version: int | None = None
         wants: tuple[str, int] | None = None
         if isinstance(node, MFCDef) and node.name in self._lanes:

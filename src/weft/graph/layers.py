@@ -40,6 +40,7 @@ def place(
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     for name in names:
         rows[layer[name]].append(name)
+    # Split each edge into links between neighboring layers, with a dummy node in every layer passed.
     links: dict[Pair, float] = {}  # link -> weight with which its ends are aligned
     passing: dict[Pair, list[str]] = {}
     for edge in edges:
@@ -52,6 +53,7 @@ def place(
         passing[edge] = chain
         for link in itertools.pairwise([source, *chain, target]):
             links[link] = max(links.get(link, 0.0), LOOSE if edge in bundled else 1.0)
+    # Reduce crossings, then assign coordinates.
     _order(rows, list(links))
     x = _coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
     rank = {dummy: index for index, row in enumerate(rows) for dummy in row}

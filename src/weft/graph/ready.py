@@ -213,6 +213,7 @@ class _Reach:
 def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
     node = graph.node(name)
     producers = graph.producers(name)
+    # Ids that the node has not taken and whose inputs exist.
     open_blocks = list[Block[Entry]]()
     able = list[str]()
     if buffer.taken[name] < len(buffer.entries):
@@ -223,6 +224,7 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
             b for b in open_blocks if needed <= b.known.keys and b.known.done.issuperset(producers)
         ]
         able = buffer.entries.ids_of(fitting)
+    # Limit them by the age of the weights and by the batch size.
     edges = graph.waits_for(name)
     allowed = able[: _allowed(graph, buffer, versions, edges, able)]
     if node.batch_size:
@@ -235,6 +237,7 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
             wanted = sum(len(block.ids) for block in open_blocks if block.known.batch == first)
         else:
             wanted = 1
+    # Check if another batch of rows would help.
     more = False
     if not buffer.closed and not producers and len(taken) < wanted:
         more = _allowed(graph, buffer, versions, edges, able, another=1) > len(allowed)

@@ -294,7 +294,11 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
         case "entropy":
             return "the policy always writes the same and no longer learns", (more_kl, rate), True
         case "response_length":
-            return "the policy has learned to end its answers at once", ("another reward", more_kl), False
+            return (
+                "the policy has learned to end its answers at once",
+                ("another reward", more_kl),
+                False,
+            )
         case "clip_ratio" | "approx_kl" | "importance_ratio":
             return "the updates are too large", (rate, f"fewer {kind}.ppo_epochs"), False
         case "explained_variance":
@@ -341,7 +345,11 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
         case "kept_fraction":
             return "the filter drops nearly all prompts", (harder,), False
         case "tied_fraction":
-            return "most pairs have equal rewards and do not contribute to learning", ("a finer reward", harder), False
+            return (
+                "most pairs have equal rewards and do not contribute to learning",
+                ("a finer reward", harder),
+                False,
+            )
         case "balance_loss":
             return (
                 "a few experts get most of the tokens",
@@ -396,7 +404,10 @@ def _chance(run: Judged, name: str) -> Iterator[Finding]:
         fact = f"{title(name)} {number(reached)} (chance: 0.5)"
         fixes = (run.rate(name, 3), "more epochs", "a look at the pairs")
         yield Finding(
-            "accuracy", fact, "the model has learned too little, or chosen and rejected are swapped", fixes
+            "accuracy",
+            fact,
+            "the model has learned too little, or chosen and rejected are swapped",
+            fixes,
         )
 
 
@@ -413,7 +424,7 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
         and values.index(low) < len(values) - 1
     ):
         at = steps[values.index(low)]
-        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while the training loss fell"
+        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training loss fell"
         yield Finding(
             "memorizes",
             fact,

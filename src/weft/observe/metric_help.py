@@ -180,7 +180,11 @@ HELP = (
         "policy exploits a loophole of the reward.",
     ),
     MetricHelp(
-        "reward/*", REWARD, "", "Mean value of one reward function, before it is multiplied by its weight.", "Rises."
+        "reward/*",
+        REWARD,
+        "",
+        "Mean value of one reward function, before it is multiplied by its weight.",
+        "Rises.",
     ),
     MetricHelp(
         "reward_std",
@@ -233,7 +237,9 @@ HELP = (
         "Prompts for which at least one of k completions passes.",
         "Rises, above avg@k.",
     ),
-    MetricHelp("avg@*", REWARD, "share", "Completions that pass, averaged over k per prompt.", "Rises."),
+    MetricHelp(
+        "avg@*", REWARD, "share", "Completions that pass, averaged over k per prompt.", "Rises."
+    ),
     MetricHelp(
         "kept_fraction",
         REWARD,
@@ -246,7 +252,11 @@ HELP = (
         "overlong_penalty", REWARD, "", "Mean penalty for the length of completions.", "Near 0."
     ),
     MetricHelp(
-        "baseline_reward", REWARD, "", "Mean reward of the greedy completions, used as the baseline.", "Rises with reward."
+        "baseline_reward",
+        REWARD,
+        "",
+        "Mean reward of the greedy completions, used as the baseline.",
+        "Rises with reward.",
     ),
     MetricHelp(
         "steps",
@@ -264,9 +274,19 @@ HELP = (
         "Near 0.",
         most=0.5,
     ),
-    MetricHelp("*put_tokens", REWARD, "tokens", "Tokens that a judge read (input) or wrote (output) in this step.", ""),
     MetricHelp(
-        "cost", REWARD, "", "Cost of the judge in this step, computed from the configured prices.", ""
+        "*put_tokens",
+        REWARD,
+        "tokens",
+        "Tokens that a judge read (input) or wrote (output) in this step.",
+        "",
+    ),
+    MetricHelp(
+        "cost",
+        REWARD,
+        "",
+        "Cost of the judge in this step, computed from the configured prices.",
+        "",
     ),
     MetricHelp(
         "timeouts",
@@ -386,7 +406,12 @@ HELP = (
         "Close to 1.",
     ),
     MetricHelp(
-        "bounded_fraction", POLICY, "share", "Tokens whose importance weight reached its bound.", "Near 0.", most=0.3
+        "bounded_fraction",
+        POLICY,
+        "share",
+        "Tokens whose importance weight reached its bound.",
+        "Near 0.",
+        most=0.3,
     ),
     MetricHelp(
         "effective_fraction",
@@ -396,7 +421,9 @@ HELP = (
         "Above 0.9.",
         least=0.5,
     ),
-    MetricHelp("covariance", POLICY, "", "Mean covariance of the tokens' log-probs and advantages.", ""),
+    MetricHelp(
+        "covariance", POLICY, "", "Mean covariance of the tokens' log-probs and advantages.", ""
+    ),
     MetricHelp(
         "chosen_fraction",
         POLICY,
@@ -431,7 +458,11 @@ HELP = (
     ),
     MetricHelp("value", CRITIC, "", "Mean value that the critic predicts.", "Close to return."),
     MetricHelp(
-        "values", CRITIC, "", "Mean value that the critic predicts before the update.", "Close to return."
+        "values",
+        CRITIC,
+        "",
+        "Mean value that the critic predicts before the update.",
+        "Close to return.",
     ),
     # -- preferences
     MetricHelp(
@@ -486,7 +517,11 @@ HELP = (
         "Small, at least 0.",
     ),
     MetricHelp(
-        "reward_shift", PREFERENCES, "", "BCO's running mean of implicit rewards.", "Changes slowly."
+        "reward_shift",
+        PREFERENCES,
+        "",
+        "BCO's running mean of implicit rewards.",
+        "Changes slowly.",
     ),
     MetricHelp(
         "tied_fraction",
@@ -557,7 +592,11 @@ HELP = (
         most=0.3,
     ),
     MetricHelp(
-        "interruptions", GENERATION, "", "Number of times that sampling paused to load new weights.", ""
+        "interruptions",
+        GENERATION,
+        "",
+        "Number of times that sampling paused to load new weights.",
+        "",
     ),
     MetricHelp(
         "sampled_fraction",

@@ -170,7 +170,9 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
         datatype = known(tensor.name, tensor.datatype)
         shape = list(tensor.shape)
         if tensor.name in made or any(size < 0 for size in shape):
-            raise DataError(f"tensor {tensor.name!r} occurs twice, or has the invalid shape {shape}")
+            raise DataError(
+                f"tensor {tensor.name!r} occurs twice, or has the invalid shape {shape}"
+            )
         if len(raws):
             raw = raws[index]
         else:

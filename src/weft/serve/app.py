@@ -118,7 +118,9 @@ class App:
             else:
                 here = "this server has only a reward model, which generates no text"
             if name in self.models:
-                scores = f"it is a reward model, whose scores are at /v2/models/{name}/infer; {here}"
+                scores = (
+                    f"it is a reward model, whose scores are at /v2/models/{name}/infer; {here}"
+                )
             else:
                 scores = here
             what = "no text generation by" if name in self.models else "unknown model"
@@ -151,9 +153,7 @@ class App:
         elif rest == "/infer":
             await self.inference.answer(exchange, await self._body(exchange), served)
         else:
-            raise Refused(
-                404, "/config is an extension of Triton; this server has /v2/models/NAME"
-            )
+            raise Refused(404, "/config is an extension of Triton; this server has /v2/models/NAME")
 
     def _listed(self, name: str) -> dict[str, Any]:
         """Return OpenAI's description of the model `name`, or of all models for ""."""
@@ -179,9 +179,7 @@ class App:
         """
         if self.token is None:
             if "origin" in exchange.headers:
-                raise Refused(
-                    403, "requests from web pages are refused if the server has no token"
-                )
+                raise Refused(403, "requests from web pages are refused if the server has no token")
             return
         if not allowed(exchange.headers.get("authorization"), self.token):
             raise Refused(

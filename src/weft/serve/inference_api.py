@@ -38,7 +38,9 @@ class Inference:
         """Return the model of this name and version. Raises `Refused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
             shown = name if version in (None, "") else f"{name} version {version}"
-            raise Refused(404, f"unknown model {shown[:80]!r}; this server has {', '.join(self.models)}")
+            raise Refused(
+                404, f"unknown model {shown[:80]!r}; this server has {', '.join(self.models)}"
+            )
         return self.models[name]
 
     async def answer(self, exchange: Exchange, body: bytes, served: Served) -> None:

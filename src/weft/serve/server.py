@@ -110,6 +110,7 @@ class Server:
             limit_concurrency=CONNECTIONS,
             server_header=False,
         )
+        # Start the server in a thread, and remember the event loop for gRPC.
         server = uvicorn.Server(config)
         begun = threading.Event()
 
@@ -124,6 +125,7 @@ class Server:
         )
         thread.start()
         begun.wait()
+        # Wait until the server accepts connections or has failed.
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         self._servers.append(server)

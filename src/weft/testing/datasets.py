@@ -73,6 +73,7 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
+    # Each sample alone, then all together.
     samples = [dataset[index] for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         assert isinstance(sample, SequenceSample), (
@@ -86,6 +87,7 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
         f"ids are not unique: {sorted({i for i in ids if ids.count(i) > 1})[:5]}"
     )
     SequenceSample.gather(samples)
+    # The same samples on a second access and from a second object.
     for other, what in ((dataset, "a second access"), (build(), "a second build")):
         assert len(other) == count, f"{what} has {len(other)} samples, the first {count}"
         for index, sample in zip(indices, samples, strict=True):
@@ -133,6 +135,7 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
 
     Raises `AssertionError`; `where` names the sample in its message.
     """
+    # Every key has data, and token ids are in the vocabulary.
     for key in sample.keys:
         assert key in sample.data, f"{where}: key {key!r} has lengths but no tensor"
         if key in ("prompt", "completion"):
@@ -144,6 +147,7 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
             assert not outside, (
                 f"{where}: {key!r} has ids outside the vocabulary of {tokenizer.vocab_size}"
             )
+    # Numbers of sequences and lengths match.
     if "prompt" in sample.keys:
         assert (np.diff(sample.offsets["prompt"]) == 1).all(), (
             f"{where}: 'prompt' must have one sequence per id"

@@ -210,7 +210,9 @@ def check_parts(directory: Path) -> None:
             f"reading half of {name} reads more than its bytes"
         )
     parts = [n for part in ("embedding", "block", "head") for n in reader.keymap.names(part)]
-    assert sorted(parts) == sorted(reader.keymap.keys), "the parts (embedding, blocks, head) are not the whole checkpoint"
+    assert sorted(parts) == sorted(reader.keymap.keys), (
+        "the parts (embedding, blocks, head) are not the whole checkpoint"
+    )
 
 
 @torch.no_grad()

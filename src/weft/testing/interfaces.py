@@ -134,6 +134,7 @@ def small_batch() -> SequenceSample:
     tokenizer = small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
     groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
+    # Lengths of the completions; number of tokens, of completions and of ids.
     lengths = [[len(c) for c in group] for group in groups]
     rows = sum(map(sum, lengths))
     count = sum(map(len, lengths))
@@ -269,7 +270,9 @@ def _check_state(bench: Bench, found: Sequence[str]) -> None:
     fresh.load_state_dict(read_state(bench.folder / "one"))
     write_state(bench.folder / "two", fresh.state_dict())
     same = (bench.folder / "one").read_bytes() == (bench.folder / "two").read_bytes()
-    assert same, f"{bench.cls.__name__}: load_state_dict does not restore the state that state_dict returned"
+    assert same, (
+        f"{bench.cls.__name__}: load_state_dict does not restore the state that state_dict returned"
+    )
 
 
 def _check_save(bench: Bench) -> None:
