@@ -1,8 +1,8 @@
-"""Order in which decided firings start. Pure; the caller owns clocks and threads.
+"""Order in which scheduled firings start. Pure; the caller owns clocks and threads.
 
-`ready` decides ahead of time which nodes run, on which ids and in which order. A firing starts as
-soon as its inputs exist. Calls start in the order in which they were decided, so requests to a
-group have a deterministic order whatever finishes first. If calls tolerate staleness
+`weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
+starts as soon as its inputs exist. Calls start in the order of these decisions, so the order of
+requests to a worker group does not depend on timing. If calls tolerate staleness
 (`max_staleness`), the order holds per role; if such calls have their own copy of the weights, it
 holds separately for them and for the role's other calls.
 """
@@ -36,7 +36,7 @@ class _Decided:
     firing: Firing
     after: Mapping[str, int]  # node -> required number of finished firings
     lane: str | None  # firings with the same lane start in order; None for host functions
-    version: int | None  # version of the weights for a call with its own lane
+    version: int | None  # version of the weights, for calls with their own copy
     wants: tuple[str, int] | None  # (training node, version) if newer weights are not allowed
 
 

@@ -86,7 +86,7 @@ def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Render the search field and the choice of what tokens are coloured by."""
+    """Render the search field and the menu of values by which tokens can be coloured."""
     choices = [
         f'<option value="{key}">{word}</option>'
         for key, word in COLOURS.items()

@@ -1,8 +1,7 @@
 """Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
 
-The bounds are part of each metric's description (`metric_help`). Checks that need the course of a
-run are here: a loss that rises, a reward that falls, validation that gets worse, text that repeats
-itself.
+The bounds are part of each metric's description (`metric_help`). Checks of the values over
+several steps are here: a rising loss, a falling reward, worse validation, repetitive text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Messages and calls of the inference protocol over gRPC, built from the tables below.
 
-They live in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
+They are in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
 can be loaded in the same process.
 """
 
