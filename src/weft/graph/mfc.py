@@ -127,8 +127,9 @@ class HostFunction(OnEdges):
     It may return fewer ids than it received (a filter); the loader then provides more.
     `refill_rounds` applies to calls before a filter that wait for new weights. Above 0, they take
     whole batches until the training node has a full one, in at most `refill_rounds` rounds per
-    step. With 0, they take only as many ids as are missing, in ever smaller rounds. `tokenizer_role` names the role whose tokenizer is
-    `context.tokenizer`, for functions that read text.
+    step. With 0, they take only as many ids as are missing, in ever smaller rounds.
+    `tokenizer_role` names the role whose tokenizer is `context.tokenizer`, for functions that read
+    text.
     """
 
     name: str
