@@ -137,7 +137,7 @@ class Command:
         )
         self._printed = ""
 
-    def end(self, seconds: float = 240.0) -> tuple[int, str]:
+    def end(self, seconds: float = 600.0) -> tuple[int, str]:
         """(exit code, all that it printed)."""
         try:
             out, _ = self.process.communicate(timeout=seconds)
@@ -185,7 +185,7 @@ class Command:
             os.kill((draw or random).choice(found), signal.SIGKILL)
         return len(found)
 
-    def none_left(self, seconds: float = 180.0) -> bool:
+    def none_left(self, seconds: float = 600.0) -> bool:
         """Whether all of them are gone, soon at least: helpers of a Ray that was killed give up
         after a minute or two.
         """
