@@ -199,7 +199,7 @@ def test_cfg_job_prints_what_a_run_would_use(
             "model.pipeline_schedule=1f1b has one stage per rank, and 2 were asked for",
         ),
         (["train.post_hooks=[[1]]"], "train.post_hooks=[[1]]: hook [1] cannot be read"),
-        (["dataset.type=prompt"], "needs key 'completion'"),
+        (["dataset.type=prompt"], "key 'completion'"),
         (["model.path=./modle"], "did you mean model?"),
         (["model.path=rows.jsonl"], "is a file"),
         (

@@ -100,7 +100,7 @@ def test_what_is_not_at_hand_is_named_and_fetched_with_yes_alone(
         match="section 'zzzzzz'; weft data counts --datasets all names the datasets, weft conf",
     ):
         main(["counts", "--datasets", "zzzzzz"])
-    with pytest.raises(ConfigError, match="'xx-en' is no pair of known languages"):
+    with pytest.raises(ConfigError, match="'xx-en' is not a pair of known languages"):
         main(["counts", "--datasets", "wmt2019_xx-en"])
     with pytest.raises(ConfigError, match="`all` stands alone"):
         main(["counts", "--datasets", "all", "joke"])

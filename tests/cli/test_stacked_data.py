@@ -150,7 +150,7 @@ def test_a_copy_is_named_on_the_command_line(
             "datasets.gsm8: is none of the data sets .*; did you mean datasets.gsm8k?",
         ),
         ("datasets.gsm8k=1", "datasets.gsm8k: write datasets.NAME.PARAMETER=value"),
-        ("datasets.gsm8k.fraction=2", "datasets.gsm8k.fraction=2: must lie above 0"),
+        ("datasets.gsm8k.fraction=2", "datasets.gsm8k.fraction=2: must be above 0"),
     ):
         with pytest.raises(ConfigError, match=wrong):
             main([*words, more])

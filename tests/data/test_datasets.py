@@ -410,7 +410,7 @@ BAD: list[tuple[str, Any, str]] = [
             "prompt": [{"role": "user", "content": "x"}],
             "completion": [{"role": "assistant", "content": "y"}],
         },
-        "'completion' holds messages and no text; such rows are of dataset.type=chat",
+        "'completion' holds messages, not text; such rows are of dataset.type=chat",
     ),
     (
         "paired_comparison",

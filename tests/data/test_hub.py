@@ -53,9 +53,9 @@ def refused(kind: type[HfHubHTTPError], status: int) -> HfHubHTTPError:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE=1 keeps weft from asking"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE=1 prevents weft from asking"),
         (refused(RepositoryNotFoundError, 404), "the hub has no model of this name"),
-        (refused(GatedRepoError, 403), "only to those who have asked for it"),
+        (refused(GatedRepoError, 403), "has to be requested"),
         (refused(HfHubHTTPError, 500), "the hub refuses it"),
         (
             ConnectionError("Name or service not known"),

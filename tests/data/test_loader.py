@@ -472,7 +472,7 @@ def test_dropped_rows_are_counted(files: Path, tokenizer: Tokenizer) -> None:
         ),
         (
             {"sources": [{"path": "a", "fraction": 1.5}]},
-            "fraction=1.5: must lie above 0 and at most at 1",
+            "fraction=1.5: must be above 0 and at most 1",
         ),
         ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "weight is relative"),
         ({"sources": "a"}, "must be a list"),

@@ -62,7 +62,7 @@ def test_the_short_form_is_a_list_of_sources() -> None:
             "one entry is one dataset, and this one has the keys webgpt, fraction",
         ),
         ([{"webgpt": 3}], "webgpt=3: must be a mapping"),
-        ([{"webgpt": {"fraction": 2}}], r"dataset.named\[0\].fraction=2: must lie above 0"),
+        ([{"webgpt": {"fraction": 2}}], r"dataset.named\[0\].fraction=2: must be above 0"),
         ([{"webgpt": {"max_valid": 0}}], "max_valid=0: must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=wrong):

@@ -143,7 +143,7 @@ def test_bytes_round_trip(sample: SequenceSample, compression: str | None) -> No
 
 def test_bytes_that_are_no_sample_are_refused() -> None:
     sample = SequenceSample.from_default(["a"], [3], {"completion": torch.arange(3)})
-    with pytest.raises(DataError, match="no SequenceSample"):
+    with pytest.raises(DataError, match="not a SequenceSample"):
         SequenceSample.from_bytes(pickle.dumps(sample))
     with pytest.raises(DataError, match="end within key"):
         SequenceSample.from_bytes(sample.to_bytes()[:-1])
@@ -195,7 +195,7 @@ def test_unknown_keys_and_ids_are_named() -> None:
     sample = SequenceSample.from_default(["a"], [2], {"completion": torch.arange(2)})
     with pytest.raises(DataError, match="no key 'completions'; did you mean completion"):
         sample.num_tokens("completions")
-    with pytest.raises(DataError, match="described, but"):
+    with pytest.raises(DataError, match="has lengths, but"):
         sample.meta().sequences("completion")
     with pytest.raises(DataError, match=r"\['b'\] are not in"):
         sample.select(ids=["b"])

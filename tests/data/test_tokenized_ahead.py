@@ -528,7 +528,7 @@ def test_what_is_known_later_is_told_later(both: Any, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", "chat")
     made, first = both(max_seqlen=20)
     assert "later" in made.table() and "later" not in first.table()
-    assert made.notes == ("rows: 60 samples are tokenized while training goes on",)
+    assert made.notes == ("rows: 60 samples are tokenized during training",)
     until(lambda: made.ahead[0].report())
     assert (
         made.new_notes() == ["rows: all 60 samples are tokenized", *first.notes]

@@ -244,7 +244,7 @@ def test_a_model_whose_vocabulary_is_not_there_is_refused(tmp_path: Path) -> Non
         '{"tokenizer_class": "GPTNeoXTokenizer", "eos_token": "<|endoftext|>"}'
     )
     with pytest.raises(
-        UserError, match="it makes no tokens of text: it has no vocabulary but special tokens"
+        UserError, match="it gives no tokens for a text: its vocabulary has only special tokens"
     ):
         Tokenizer.load(TokenizerSpec(), str(model), option="actor.tokenizer")
 

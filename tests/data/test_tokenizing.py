@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
         )
         == 1100
     )
-    assert "tokenized rows are not kept" in capsys.readouterr().err
+    assert "tokenized rows are not cached" in capsys.readouterr().err
 
 
 def test_progress_is_one_line_without_a_terminal(

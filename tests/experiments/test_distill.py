@@ -299,7 +299,7 @@ def test_options_may_be_spelled_as_trls(material: Path) -> None:
             ("teacher.prompt_prefix=Q",),
             "teacher.prompt_prefix=Q: the teacher reads the student's own tokens",
         ),
-        ((*MIXED, "dataset.type=prompt"), "needs key 'completion'"),
+        ((*MIXED, "dataset.type=prompt"), "key 'completion'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_and_rule(

@@ -84,7 +84,7 @@ def test_a_missing_key_names_the_node_the_key_and_what_there_is():
     with pytest.raises(GraphError) as caught:
         DataflowGraph([gen(), train()], ["prompt"])
     text = str(caught.value)
-    assert "'actor_train' wants key 'ref_logprobs'" in text
+    assert "'actor_train' reads key 'ref_logprobs'" in text
     assert (
         "prompt (dataset)" in text
         and "logprobs (actor_gen)" in text
@@ -101,28 +101,28 @@ def test_a_cycle_names_the_nodes_and_keys_on_it():
     ]
     with pytest.raises(GraphError, match="cycle") as caught:
         DataflowGraph(nodes)
-    for words in ("'a' wants z from 'c'", "'b' wants x from 'a'", "'c' wants y from 'b'"):
+    for words in ("'a' reads z of 'c'", "'b' reads x of 'a'", "'c' reads y of 'b'"):
         assert words in str(caught.value)
     assert "'d'" not in str(caught.value)
 
 
 def test_a_node_that_wants_its_own_key_is_a_cycle():
-    with pytest.raises(GraphError, match="'a' wants x from 'a'"):
+    with pytest.raises(GraphError, match="'a' reads x of 'a'"):
         DataflowGraph([HostFunction("a", "f", 4, input_keys=["x"], output_keys=["x"])], ["x"])
 
 
 @pytest.mark.parametrize(
     ("nodes", "syncs", "words"),
     [
-        ([gen(), gen()], [], "two nodes have"),
+        ([gen(), gen()], [], "name of two nodes"),
         ([], [], "no nodes"),
         ([gen(), ref(output_key_remap={})], [], "made by node 'actor_gen' and by node 'ref_inf'"),
         ([gen(batch_size=-1)], [], "batch_size=-1"),
         ([gen(max_staleness=-1)], [], "max_staleness=-1"),
-        ([gen(output_key_remap={"scores": "x"})], [], "none of its keys"),
+        ([gen(output_key_remap={"scores": "x"})], [], "not one of its keys"),
         ([gen()], [ParamSync("actor", "ref")], "node that trains 'actor'"),
         ([gen()], [ParamSync("actor", "ref", 1.0, "x")], "after 'x'"),
-        ([gen()], [ParamSync("actor", "actor", 1.0, "actor_gen")], "follow itself"),
+        ([gen()], [ParamSync("actor", "actor", 1.0, "actor_gen")], "different roles"),
         ([gen()], [ParamSync("actor", "ref", 0.0, "actor_gen")], "eta=0.0"),
     ],
 )

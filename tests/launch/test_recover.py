@@ -26,7 +26,7 @@ LONG = ("max_steps=26", "total_train_epochs=8")
 SLOW = (*LONG, "ref_inf.pre_hooks=[{function: nap, args: {seconds: 0.5}}]")
 
 
-def until(command: Command, there: Callable[[], bool], seconds: float = 180.0) -> None:
+def until(command: Command, there: Callable[[], bool], seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not there():
         assert command.process.poll() is None, command.process.communicate()[0]

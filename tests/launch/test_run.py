@@ -232,7 +232,7 @@ def test_rows_are_tokenized_while_training_goes_on(root, monkeypatch):
     begun, done, told = (
         log.index(line)
         for line in (
-            "sft: 24 samples are tokenized while",
+            "sft: 24 samples are tokenized during",
             "sft: all 24 samples are tokenized",
             cut,
         )

@@ -105,4 +105,4 @@ def test_a_good_family_says_what_was_checked(capsys: pytest.CaptureFixture[str])
         said.startswith("check_family(llama), a random model of ")
         and "the gradient of every parameter" in said
     )
-    assert said.endswith("scores of a classifier that either saved\n")
+    assert said.endswith("scores of classifiers saved by both\n")

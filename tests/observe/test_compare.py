@@ -101,7 +101,7 @@ def test_runs_that_share_nothing_and_runs_that_are_alike(tmp_path: Path) -> None
     assert "ended alike" in verdict(alike) and differing([each.run for each in alike]) == {}
     assert len({each.label for each in alike}) == 1, "they have the same folder"
     (other / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
-    assert "share no metric" in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    assert "have no common metric" in verdict(named([RunFiles.read(path) for path in (one, other)]))
     for name in ("samples.jsonl", "config.yaml", "metrics.jsonl"):
         (other / name).unlink()
         assert "compared" in build_comparison([one, other], tmp_path / "c.html").read_text()
@@ -195,7 +195,7 @@ def test_runs_of_unequal_length_are_compared_at_their_common_step(tmp_path: Path
     (long / "metrics.jsonl").write_text(noisy(0.1, 80))
     page = Page(build_comparison([short, long], tmp_path / "c.html").read_text())
     assert (
-        "At step 20, the last that all have made, slow has the higher reward: 3.6 against 1.8 "
+        "At step 20, the last that all runs have completed, slow has the higher reward: 3.6 against 1.8 "
         "(fast)." in page.text
     )
     assert "3.6 ✓" in page.text and "ended with" not in page.text, "the longer run ended at 7.65"
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_is_called_so_everywhere(tmp_path: Path) -> None:
     runs = named([RunFiles.read(path) for path in (one, other)])
     told = verdict(runs)
     assert (
-        "At step 20, the last that all have made," in told
+        "At step 20, the last that all runs have completed," in told
         and "fast (running)</b> has the higher reward" in told
     )
     assert [item.label for item in comparison_charts(runs)[0].lines] == ["slow", "fast (running)"]
@@ -245,17 +245,17 @@ def losses(folder: Path, node: str, scale: float, **config: Any) -> Path:
         (
             ("train", {"sft": {}}),
             ("actor_train", {"grpo": {}}),
-            "loss means something else in each of these runs (sft, grpo)",
+            "loss has a different meaning in each of these runs (sft, grpo)",
         ),
         (
             ("train", {"sft": {}}),
             ("train", {"distill": {}}),
-            "loss means something else in each of these runs (sft, distill)",
+            "loss has a different meaning in each of these runs (sft, distill)",
         ),
         (
             ("actor_train", {"grpo": {}}),
             ("actor_train", {"grpo": {}}),
-            "loss means something else in each of these runs (grpo",
+            "loss has a different meaning in each of these runs (grpo",
         ),
         (
             ("t", {"dpo": {"beta": 0.1}}),
@@ -289,9 +289,7 @@ def test_losses_that_mean_different_things_are_not_compared(
         alike = one[1] == other[1]
         assert drawn == ([[r.label for r in listed]] if alike else [[r.label] for r in listed])
         page = build_comparison(runs, tmp_path / "c.html").read_text()
-        assert (
-            'class="better"' not in page and ("A measure has several charts" in page) is not alike
-        )
+        assert 'class="better"' not in page and ("A metric has several charts" in page) is not alike
 
 
 def test_validation_on_the_same_rows_compares_runs_of_different_data(tmp_path: Path) -> None:
@@ -364,9 +362,9 @@ def test_how_many_runs_a_page_takes(tmp_path: Path) -> None:
 
 def test_a_better_number_of_a_run_that_is_out_of_range_is_doubted(tmp_path: Path) -> None:
     one, other = two(tmp_path)
-    assert "But look at" not in verdict(named([RunFiles.read(path) for path in (one, other)]))
+    assert "But check" not in verdict(named([RunFiles.read(path) for path in (one, other)]))
     (other / "metrics.jsonl").write_text(lines(0.4, **{"actor_train/kl": 4.0}))
-    assert "(slow). But look at fast: something is out of range in it." in verdict(
+    assert "(slow). But check fast: some of its metrics are out of range." in verdict(
         named([RunFiles.read(path) for path in (one, other)])
     )
 

@@ -244,7 +244,7 @@ def test_validation_that_turns_while_training_falls_means_that_the_model_memoriz
         rows[step - 1]["eval/loss"] = value
     told = text(judge(rows, "sft", lambda: SFT))
     assert (
-        "eval loss rose to 2.2 from 1.5 at step 20, while training fell" in told
+        "eval loss rose to 2.2 from 1.5 at step 20, while training loss fell" in told
         and "Try max_steps=20" in told
     )
     rows[29]["eval/loss"], rows[39]["eval/loss"] = 1.5, 1.51
@@ -280,7 +280,11 @@ def test_every_bound_has_a_cause_and_something_to_try() -> None:
         found = judge(lines(**values), "grpo", lambda: GRPO)
         assert found is not None
         own = [each for each in found.findings if each.key == about.pattern]
-        assert own and own[0].fixes and own[0].means != "something is wrong with it", about.pattern
+        assert (
+            own
+            and own[0].fixes
+            and own[0].means != "the run has a problem that weft does not recognize"
+        ), about.pattern
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "online_dpo"])

@@ -223,7 +223,7 @@ def test_steps_whose_line_was_lost_are_named_when_a_run_goes_on(
     if told is None:
         assert said == [] and len(list(read_rows(tmp_path / "metrics.jsonl"))) == 9
     else:
-        assert len(said) == 1 and f"no line can be read of {told}" in said[0]
+        assert len(said) == 1 and f"no readable line for {told}" in said[0]
         assert told in (tmp_path / "log.txt").read_text()
 
 
@@ -239,7 +239,7 @@ def test_steps_of_the_run_that_another_one_began_from_are_not_missed(
     Observer.open(RunInfo(tmp_path, "e", "t", {}, resumed_step=44), {}, progress=False).close(
         "stopped"
     )
-    assert "no line can be read of step 43 (1 of 4 steps)" in capsys.readouterr().out
+    assert "no readable line for step 43 (1 of 4 steps)" in capsys.readouterr().out
 
 
 def test_numbers_are_listed_as_ranges() -> None:

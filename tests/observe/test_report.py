@@ -254,7 +254,7 @@ def test_what_is_no_run_is_the_users_to_mend(tmp_path: Path) -> None:
     for name, told in (
         ("none", "no such directory"),
         ("file", "no such"),
-        ("empty", "holds no run"),
+        ("empty", "contains no run"),
         ("outer", "outer/trial"),
     ):
         with pytest.raises(UserError, match=told):

@@ -53,7 +53,7 @@ def test_there_and_back(datatype: str, binary: bool) -> None:
                 }
             ],
             b"",
-            "bytes are no",
+            "bytes, but",
         ),
         (
             [
@@ -65,7 +65,7 @@ def test_there_and_back(datatype: str, binary: bool) -> None:
                 }
             ],
             b"1234",
-            "4 bytes are no",
+            "has 4 bytes, but",
         ),
         (
             [
@@ -77,9 +77,9 @@ def test_there_and_back(datatype: str, binary: bool) -> None:
                 }
             ],
             b"",
-            "are no",
+            "bytes, but",
         ),
-        ([{"name": "a", "datatype": "INT32", "shape": [1], "data": [1]}], b"12", "2 bytes more"),
+        ([{"name": "a", "datatype": "INT32", "shape": [1], "data": [1]}], b"12", "2 bytes longer"),
         ([{"name": "a", "datatype": "INT32", "shape": [1], "data": [1]}] * 2, b"", "twice"),
     ],
 )

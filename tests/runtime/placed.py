@@ -137,7 +137,7 @@ class Command:
         )
         self._printed = ""
 
-    def end(self, seconds: float = 240.0) -> tuple[int, str]:
+    def end(self, seconds: float = 600.0) -> tuple[int, str]:
         """(exit code, all that it printed)."""
         try:
             out, _ = self.process.communicate(timeout=seconds)
@@ -154,7 +154,7 @@ class Command:
             assert line, f"it ended without {text!r}:\n{self._printed}"
             self._printed += line
 
-    def after(self, path: Path, seconds: float = 120.0) -> None:
+    def after(self, path: Path, seconds: float = 600.0) -> None:
         """Wait until there is something in a file."""
         end = time.monotonic() + seconds
         while not (path.is_file() and path.stat().st_size):
@@ -185,7 +185,7 @@ class Command:
             os.kill((draw or random).choice(found), signal.SIGKILL)
         return len(found)
 
-    def none_left(self, seconds: float = 180.0) -> bool:
+    def none_left(self, seconds: float = 600.0) -> bool:
         """Whether all of them are gone, soon at least: helpers of a Ray that was killed give up
         after a minute or two.
         """

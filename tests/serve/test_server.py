@@ -250,7 +250,7 @@ def test_options_of_sampling_are_heeded(client: httpx.Client) -> None:
         ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs=true"),
+        ({"top_logprobs": 3}, "top_logprobs", "requires logprobs=true"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "from 0 to 20"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
         ({"temperature": "hot"}, "temperature", "must be a number"),
@@ -264,7 +264,7 @@ def test_options_of_sampling_are_heeded(client: httpx.Client) -> None:
         ({"stop": [str(n) for n in range(99)]}, "stop", "up to 16"),
         ({"seed": "x"}, "seed", "whole number"),
         ({"stream": "yes"}, "stream", "true or false"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "requires stream=true"),
         ({"messages": "Hi"}, "messages", "list"),
         ({"messages": []}, "messages", "empty"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "unknown role"),
@@ -576,11 +576,11 @@ def test_rows_are_scored_as_the_engine_scores_them(
         ({"shape": [3]}, "[rows, tokens]"),
         ({"data": [[1.5, 2, 3]]}, "data must be"),
         ({"data": [["a", "b", "c"]]}, "data must be"),
-        ({"data": [[1, 2, 400]]}, "none"),
-        ({"data": [[1, 2, -1]]}, "none"),
+        ({"data": [[1, 2, 400]]}, "outside"),
+        ({"data": [[1, 2, -1]]}, "outside"),
         ({"data": [[1, 2, 2**40]]}, "data must be"),
         ({"data": None}, "neither"),
-        ({"parameters": {"binary_data_size": 4}}, "bytes are no"),
+        ({"parameters": {"binary_data_size": 4}}, "bytes, but"),
         ({"parameters": {"binary_data_size": "4"}}, "whole number"),
     ],
 )
@@ -597,7 +597,7 @@ def test_a_mask_with_a_hole_an_unknown_output_a_temperature(client: httpx.Client
     other = {**infer_body([[1, 2, 3]]), "outputs": [{"name": "logits"}]}
     cold = {**infer_body([[1, 2, 3]]), "parameters": {"temperature": 0}}
     for body, model, says in (
-        (hole, "reward", "one run"),
+        (hole, "reward", "consecutive"),
         (other, "policy", "no output 'logits'"),
         (cold, "policy", "above 0"),
     ):

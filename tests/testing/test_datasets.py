@@ -132,7 +132,7 @@ def broken(make: Any) -> type:
         (broken(lambda i: {"prompt": [1]}), "not a SequenceSample"),
         (broken(lambda i: sample("same", prompt=[1])), "ids are not unique"),
         (broken(lambda i: sample(str(i), prompt=[99999])), "outside the vocabulary"),
-        (broken(lambda i: sample(str(i), prompt=[1.0])), "token ids are int64"),
+        (broken(lambda i: sample(str(i), prompt=[1.0])), "token ids must be int64"),
         (
             broken(lambda i: sample(str(i), **({"prompt": [1]} if i else {"other": [1]}))),
             "differ in their keys",
@@ -142,7 +142,7 @@ def broken(make: Any) -> type:
             "'loss_mask' and 'completion' differ",
         ),
         (broken(lambda i: sample(str(i), prompt=[1]).meta()), "has lengths but no tensor"),
-        (Random, "other values of 'prompt'"),
+        (Random, "values of 'prompt' differ"),
         (Once, "in a second pass: ids"),
         (object, "takes no arguments"),
     ],

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Array = Any  # numpy or torch; anything that the array API standard describes
+Array = Any  # a numpy array, a torch tensor, or any other array of the array API standard
 
 
 def concat(arrays: Sequence[Array]) -> Array:

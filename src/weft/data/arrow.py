@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 PARQUET = ".parquet"
 ARROW = ".arrow"
-BATCH = 1024  # rows of a Parquet file that are in memory at once
-MAGIC = b"ARROW1"  # begins an Arrow file of the format with random access; others are streams
+BATCH = 1024  # number of rows of a Parquet file in memory at once
+MAGIC = b"ARROW1"  # first bytes of the Arrow file format; other files use the stream format
 
 Restore = Callable[[Any], Any]
 
@@ -45,7 +45,7 @@ def read(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(file: Path) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow.parquet  # a quarter of a second, so only where a file is of this form
+    import pyarrow.parquet  # takes 0.25 s, so imported only for Parquet files
 
     yield from pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=BATCH)
 

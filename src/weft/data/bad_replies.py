@@ -77,7 +77,7 @@ class Replied:
 
 
 def replied_rows(row: Row, number: int) -> Iterator[Replied]:
-    """Yield the prompts of a row with their replies.
+    """Iterate over the prompts of a row with their replies.
 
     The row is a ranking, a pair, an answer, a conversation or an Open-Assistant tree; a tree yields
     several. Raises `BadRow` if the row has no reply.
@@ -166,7 +166,7 @@ def _said(talk: Sequence[Message], before: Sequence[Message]) -> str:
         or added[0].get("tool_calls")
         or not added[0]["content"].strip()
     ):
-        raise BadRow("its last message is no reply in words")
+        raise BadRow("its last message is not a reply with text")
     return str(added[0]["content"])
 
 
@@ -208,9 +208,9 @@ WORSE: Mapping[str, Callable[[str, Random], str]] = {
     "cut": _cut,
     "repeated": _repeated,
 }
-OTHER = "other"  # the best reply to another prompt
+OTHER = "other"  # kind of bad reply: the best reply to another prompt
 KINDS = (*WORSE, OTHER)
-LEAST_WORDS = 4
+LEAST_WORDS = 4  # replies with fewer words are not made worse
 
 
 def worse(kind: str, row: Replied, others: Sequence[Replied], seed: int) -> str | None:

@@ -22,10 +22,11 @@ from weft.data.sample import SequenceSample
 from weft.data.tokenized_ahead import TableAhead
 from weft.errors import DataError, UserError
 
+# Fields of `Batching` that are always part of the fingerprint; others only if not at their default.
 SIZES = ("num_ids", "num_tokens", "option")
 # Samples used for the memory forecast while some rows are not tokenized yet.
 FEW_SAMPLES = 512
-LARGE = 8  # the memory forecast uses this many of the largest batches, and as many others
+LARGE = 8  # number of largest batches in the memory forecast, and of evenly spread ones
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Part:
     def at(self, indices: Sequence[int], epoch: int | None = None) -> SequenceSample:
         """Return several samples as one `SequenceSample`.
 
-        They are redrawn for `epoch` if the dataset redraws its samples.
+        If the dataset's samples differ between epochs, returns those of `epoch`.
         """
         if not reads_table(self.dataset):
             return SequenceSample.gather([self[index] for index in indices])
@@ -187,7 +188,7 @@ class Loader(Protocol):
 class MapLoader:
     """Loader over datasets with random access by index.
 
-    Each epoch redraws its part of each source and reshuffles.
+    Every epoch draws its share of each source again and shuffles again.
     """
 
     def __init__(
@@ -237,16 +238,19 @@ class MapLoader:
     def large_batches(self) -> list[SequenceSample]:
         """Return the batches with the most tokens, and as many spread evenly over the epoch.
 
-        The rows of the latter can share shorter prefixes. Returns only the first batch if the
-        lengths of some source are unknown without reading it. While rows are not tokenized yet,
-        returns fewer batches and estimates their tokens from bytes.
+        Evenly spread batches are included because their rows can share shorter prefixes. Returns
+        only the first batch if the lengths of a source are unknown without reading its samples.
+        While rows are not tokenized yet, returns fewer batches and estimates their tokens from
+        bytes.
         """
         (source, index), bounds = self._plan(0)
         if not all(isinstance(part.dataset, Tokenized) for part in self._parts):
             return [self._batch(0, 0)]
+        # Limit the number of samples to tokenize before training.
         number = LARGE
         if any(part.ahead is not None for part in self._parts):
             number = min(LARGE, max(1, FEW_SAMPLES // max(1, bounds[1])))
+        # Find the largest batches by their total number of tokens.
         costs = [part.expected_costs() for part in self._parts]
         tokens = np.asarray([costs[s][i] for s, i in zip(source, index, strict=True)])
         largest = np.argsort(-np.add.reduceat(tokens, bounds[:-1]), kind="stable")[:number]
@@ -260,6 +264,7 @@ class MapLoader:
         rows = slice(bounds[batch], bounds[batch + 1])
         sources = source[rows]
         indices = index[rows]
+        # Take the samples of each source, then restore the order of the batch.
         places = [np.flatnonzero(sources == number) for number in range(len(self._parts))]
         picked = [
             part.at(indices[at].tolist(), epoch)
@@ -292,7 +297,7 @@ class MapLoader:
         source = source[bounds[batch] :]
         index = index[bounds[batch] :]
         for number, part in unfinished:
-            assert part.ahead is not None, "chosen by it"
+            assert part.ahead is not None, "only unfinished parts are listed"
             part.ahead.prioritize(part.indices[index[source == number]])
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,7 +344,7 @@ class MapLoader:
         """Return (order of the samples, batch boundaries) for samples with these token counts."""
         how = self._batching
         order = np.arange(len(costs), dtype=np.int64)
-        if how.by_length:  # stable: samples of equal length keep their drawn order
+        if how.by_length:  # stable sort: samples of equal length stay in random order
             order = np.argsort(costs, kind="stable")
         if not how.mixing:
             return order, how.bounds(costs[order])
@@ -368,8 +373,8 @@ class Epochs(Protocol):
 class StreamLoader:
     """Loader over an iterable dataset that yields whole batches.
 
-    A position is restored by skipping the epoch's earlier batches. An epoch ends when the iterator
-    does, or after `len(dataset)` batches if the dataset has a length (required if endless).
+    A position is restored by skipping the epoch's earlier batches. An epoch ends with the iterator,
+    or after `len(dataset)` batches if the dataset has a length (required if it is endless).
     """
 
     def __init__(self, dataset: StreamDataset, name: str) -> None:
@@ -467,6 +472,6 @@ class StreamLoader:
                 if batches == self._limit:
                     break
             self._counted = (ids, batches)
-            # Restart: counting has advanced a dataset that is its own iterator.
+            # If the dataset is its own iterator, counting has advanced it: start again.
             self._iterator = self._ahead = None
         return self._counted

@@ -15,7 +15,7 @@ from weft.data.tokenizer import Tokenizer
 
 NAME = "the byte tokenizer"
 FORM = "chatml"
-WITH_ITS_TOKENS = "template"
+WITH_ITS_TOKENS = "template"  # value of `add_tokens`: the special tokens of the chat template
 
 
 def byte_level() -> PreTrainedTokenizerFast:

@@ -51,8 +51,8 @@ def generation_spans(
 class Masked:
     """Token ids of a conversation; `mask` is True on trained tokens.
 
-    `unused` names parts of the row that appear in no token, `cut` the parts of trained turns that
-    appear in none.
+    `unused` names the parts of the row that no token represents; `cut` lists the parts of trained
+    turns that the chat template omits.
     """
 
     ids: list[int]
@@ -64,10 +64,11 @@ class Masked:
 def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> Masked:
     """Tokenize a conversation and mark the assistant's trained turns with their end tokens.
 
-    A token that contains characters of both the template and the assistant belongs to the
-    assistant: the generation prompt alone does not contain it. Raises `DataError` if a turn cannot
-    be located, or if the template omits parts of the conversation.
+    A token that contains characters of both the template and the assistant is trained, since the
+    generation prompt does not contain it. Raises `DataError` if a turn cannot be located, or if the
+    template omits essential parts of the conversation.
     """
+    # Render the conversation and check that the template writes all of it.
     text = template.render(messages, tools, False)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [index for index in turns if messages[index].get("train", True)]
@@ -75,6 +76,7 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     unused = rendered.check(lost, messages, template.name, trained)
     if trained and turns[-1] < len(messages) - 1:
         unused |= {UNTRAINED}
+    # Locate the trained turns in the text.
     marked = template.marked(messages, tools)
     if marked is None:
         spans = assistant_spans(template, messages, tools, text, trained)
@@ -87,6 +89,7 @@ def mask_tokens(template: Template, messages: Sequence[Message], tools: Any) -> 
     else:
         ends = [(a, _with_end(text, b, template.turn_end)) for a, b in marked]
         spans = [span for turn, span in zip(turns, ends, strict=True) if turn in trained]
+    # Collect the parts that the template omits from these turns.
     cut: list[Cut] = []
     for turn, (a, b) in zip(trained, spans, strict=True):
         written = text[a:b]
@@ -136,7 +139,7 @@ def ended(
 
 
 def _with_end(text: str, stop: int, end: str | None) -> int:
-    """Return `stop`, moved past the end token if that comes next."""
+    """Return `stop`, moved past the end token if it follows."""
     rest = text[stop:].lstrip()
     if end and rest.startswith(end):
         return len(text) - len(rest) + len(end)

@@ -21,9 +21,10 @@ OPEN_ASSISTANT = (
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`tokens` are special tokens the template requires, none if its markers are plain text.
+    """Requirements of a chat template.
 
-    `needs` are the attributes of the tokenizer's special tokens that the template uses.
+    `tokens`: special tokens that the vocabulary must contain; none if the template's markers are
+    plain text. `needs`: attributes of the tokenizer, such as `eos_token`, that must be set.
     """
 
     tokens: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ def encode(tensors: Mapping[str, Tensor], values: Any, compression: str | None =
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise DataError(
-                f"key {name!r} has dtype {dtype}, which has no byte form; known: "
+                f"key {name!r} has dtype {dtype}, which cannot be serialized; known: "
                 f"{', '.join(DTYPES)}"
             )
         layout.append([name, dtype, list(tensor.shape)])
@@ -75,7 +75,7 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
     Raises `DataError` if the bytes are in another format or are truncated.
     """
     if not raw.startswith(MAGIC):
-        raise DataError("these bytes are no SequenceSample: they do not begin with weft's mark")
+        raise DataError("these bytes are not a SequenceSample: they do not begin with its header")
     start = len(MAGIC) + 8
     length = int.from_bytes(raw[len(MAGIC) : start], "little")
     header = json.loads(raw[start : start + length])
@@ -89,8 +89,8 @@ def decode(raw: bytes) -> tuple[dict[str, Tensor], Any]:
         size = empty.numel() * empty.element_size()
         if at + size > len(body):
             raise DataError(
-                f"the bytes end within key {name!r}: {len(body)} of at least {at + size} bytes "
-                f"are there"
+                f"the bytes end within key {name!r}: there are {len(body)} of at least "
+                f"{at + size} bytes"
             )
         if size:
             empty = torch.frombuffer(bytearray(body[at : at + size]), dtype=DTYPES[dtype]).reshape(

@@ -33,7 +33,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "ranking": (*ASKED, "prefix", "replies", "augmented"),
     "text": ("text",),
 }
-SHOWN = 20  # columns that a message lists
+SHOWN = 20  # maximum number of columns listed in an error message
 
 # column name of the dataset type -> column of the file, or a.b for key b of the mapping in column a
 Columns = Mapping[str, str]
@@ -41,7 +41,10 @@ Read = tuple[Place, Row | Unreadable]
 
 
 def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
-    """Raise `ConfigError`, with similar names, for a name that rows of this type do not have."""
+    """Raise `ConfigError`, with similar names, for a column that rows of this type do not have.
+
+    `args` are the dataset arguments; their `*_key` values are further column names.
+    """
     for name, value in args.items():
         if name.endswith("_key") and value == "":
             raise ConfigError(f"dataset.args.{name}='': is empty; name a column, or leave it out")
@@ -59,14 +62,14 @@ def check_names(columns: Columns, type: str, args: Mapping[str, Any]) -> None:
             else:
                 hint = f"names: {', '.join(NAMES[type])}"
             raise ConfigError(
-                f"dataset.columns: rows of dataset.type={type} have no {name!r} (it was to be "
+                f"dataset.columns: rows of dataset.type={type} have no {name!r} (given for "
                 f"column {column!r}); "
                 f"{hint}{swapped}"
             )
 
 
 def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
-    """Yield the rows of a source with its columns renamed.
+    """Iterate over the rows of a source with its columns renamed.
 
     Raises `ConfigError` after the last row for a column that no row has.
     """
@@ -76,7 +79,7 @@ def rows_of(path: str, split: str | None, columns: Columns) -> Iterator[Read]:
 
 
 def renamed(rows: Iterable[Read], columns: Columns, path: str | Path) -> Iterator[Read]:
-    """Yield rows with their columns renamed; see `rows_of`."""
+    """Iterate over rows with their columns renamed; see `rows_of`."""
     missing = dict(columns)
     there = dict[str, None]()
     for place, row in rows:
@@ -131,7 +134,7 @@ def _value(row: Row, column: str) -> Any:
 
 
 def _paths(row: Row, prefix: str = "") -> Iterator[str]:
-    """Yield the column names of a row; keys of nested mappings as dotted names."""
+    """Iterate over the column names of a row; keys of nested mappings are dotted names."""
     for key, value in row.items():
         if isinstance(value, Mapping) and value:
             yield from _paths(value, f"{prefix}{key}.")

@@ -52,12 +52,12 @@ class SourceCount:
         )
 
     def notes(self, limits: str) -> list[str]:
-        """Return lines on dropped and truncated rows, parts the template omits, and unused
-        columns."""
+        """Return lines on dropped and truncated rows, omitted parts of turns, and unused columns.
+
+        `limits` are the options that limit the length of rows, in words.
+        """
         if self.ahead is not None:
-            return [
-                f"{self.label}: {len(self.ahead):,} samples are tokenized while training goes on"
-            ]
+            return [f"{self.label}: {len(self.ahead):,} samples are tokenized during training"]
         if self.report is None:
             by_template = []
         else:

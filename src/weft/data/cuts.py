@@ -15,17 +15,17 @@ from weft.errors import DataError
 from weft.reading import shortened
 
 TAGS = re.compile(r"</?think>")
-MARK = "weft-looks-for-this-part"
+MARK = "weft-looks-for-this-part"  # probe text that a template either writes or omits
 KEPT_WHOLE = "chatml"  # weft's template that writes content unchanged
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A part that a chat template omits from trained turns.
+    """Part of trained turns that a chat template omits.
 
-    `turns` counts these turns. The first one is message `message` (from 1) of row `row` (from 0),
-    located at `place` in its file, where the omitted text is `example`. `template` is the name of
-    the tokenizer, `keep` tells the user how to keep the part.
+    `turns` is the number of turns without it. The first of them is message `message` (counted from
+    1) of row `row` (from 0), at `place` in its file; `example` is the text omitted there.
+    `template` is the name of the tokenizer, `keep` advice to the user on keeping the part.
     """
 
     part: str
@@ -47,7 +47,7 @@ class Cut:
 
 
 def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """Merge cuts with the same part, remedy and template; keep the place of the first turn."""
+    """Merge cuts with the same part, advice and template; keep the place of the first turn."""
     found: dict[tuple[str, str, str], Cut] = {}
     for cut in cuts:
         key = cut.part, cut.keep, cut.template
@@ -58,7 +58,7 @@ def joined(cuts: Iterable[Cut]) -> tuple[Cut, ...]:
 
 @dataclass(frozen=True)
 class Turn:
-    """A trained turn: message `index` of a conversation, rendered as the text `written`."""
+    """Trained turn: message `index` of a conversation, rendered as the text `written`."""
 
     template: Template
     messages: Sequence[Message]
@@ -71,17 +71,19 @@ class Turn:
         return self.messages[self.index]
 
     def cuts(self, lost: Set[str]) -> Iterator[Cut]:
-        """Yield each part of the turn that is missing from `written`.
+        """Iterate over the parts of the turn that are missing from `written`.
 
         `lost` are fields that the template never writes.
         """
         message = self.message
+        # Reasoning in a separate field.
         if message.get(REASONING) and (
             REASONING in lost or not holds(self.written, message[REASONING])
         ):
             yield self._cut(
                 REASONING, self._thoughts_stay(), missing(self.written, message[REASONING])
             )
+        # The content, or the reasoning at its beginning.
         if "content" in lost:
             yield self._cut(
                 "content", self._another_template(), missing(self.written, message["content"])
@@ -95,6 +97,7 @@ class Turn:
                     self._content_stays(),
                     missing(self.written, cut[0]),
                 )
+        # Arguments of tool calls.
         for number, call in enumerate(message.get("tool_calls") or ()):
             for path, value in arguments(call, number):
                 if path in lost or not _shows(self.written, value):
@@ -131,7 +134,7 @@ class Turn:
     def _alone_writes(self, message: Message) -> bool:
         """Return whether the template writes the mark when the following messages are removed.
 
-        False if no messages follow.
+        Returns False if no messages follow.
         """
         return self.index < len(self.messages) - 1 and self._shows_mark(
             [*self.messages[: self.index], message]

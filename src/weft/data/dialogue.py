@@ -9,9 +9,9 @@ ASSISTANT = "\n\nAssistant:"
 
 
 def shared_prompt(one: str, other: str) -> str:
-    """Return the common beginning of two dialogues, up to the last `\\n\\nAssistant:` in it.
+    """Return the common beginning of two dialogues, up to its last `\\n\\nAssistant:`.
 
-    Returns "" if there is none.
+    Returns "" if it contains none.
     """
     at = one.rfind(ASSISTANT, 0, common_start(one, other))
     return one[: at + len(ASSISTANT)] if at >= 0 else ""
@@ -41,8 +41,8 @@ def assistant_spans(text: str) -> list[tuple[int, int]]:
 def messages(text: str) -> list[dict[str, str]]:
     """Split a dialogue into chat messages; text before the first turn is the system message.
 
-    Empty turns are dropped, except an assistant's turn at the end: it is a turn to be generated, or
-    an empty reply.
+    Empty turns are dropped, except a last turn of the assistant, which is an empty reply or is
+    still to be generated.
     """
     marks = [
         (at, role, mark)

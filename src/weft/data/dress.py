@@ -15,7 +15,7 @@ import numpy as np
 from weft.data.messages import CONTEXT, FACTS, Message
 from weft.errors import DataError
 
-SHARES = ("quality", "humor", "creativity")  # facts that are numbers from 0 to 1
+SHARES = ("quality", "humor", "creativity")  # labels with a value from 0 to 1
 WORD = re.compile(r"\w+")
 WORDS_A_STEP = 5  # words per unit of the tag `length`
 
@@ -24,10 +24,10 @@ WORDS_A_STEP = 5  # words per unit of the tag `length`
 class Dress:
     """Options for the additions to a conversation.
 
-    `prefix` is a system text put before the conversation's own. `tags`: insert a system message
-    before each reply with its language, labels and context, and its length if `length` is set. Each
-    line is dropped with probability `dropout` if a random generator is given. Without
-    `label_masking` every token is trained.
+    `prefix` is a system text put before the conversation's own system message. `tags`: insert
+    before each reply a system message with the reply's language, labels and context, and its length
+    if `length` is set. If a random generator is given, each line is dropped with probability
+    `dropout`. Without `label_masking` every token is trained.
     """
 
     prefix: str | None = None

@@ -1,8 +1,8 @@
 """Worker process that encodes rows: `python -m weft.data.encode_worker`.
 
 Started by `weft.data.tokenizing`. A message is an 8-byte length and a pickle: first the job, then
-chunks of rows. The answer to a chunk is its outcome (packed if the job says so), or an error that
-no row caused. Both ends are weft processes on one machine.
+chunks of rows. The answer to a chunk is its outcome (packed if `job.packed`), or an error that
+is not about a row. Both ends are weft processes on one machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             outcome: Any = encode_rows(job, pickle.loads(raw))
             if job.packed:
                 outcome = pack(outcome)
-        except UserError as error:  # a tokenizer that lacks what a row needs
+        except UserError as error:  # for example a tokenizer without a chat template
             outcome = error
         answer = pickle.dumps(outcome)
         answers.write(len(answer).to_bytes(8, "little") + answer)

@@ -9,8 +9,8 @@ from weft.data.spec import DatasetSpec
 from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 
-ONE_ANSWER = ("chat", "prompt_answer", "text")  # forms of rows with one completion each
-MARK = "weft-looks-for-this-system-text"
+ONE_ANSWER = ("chat", "prompt_answer", "text")  # dataset types with one completion per row
+MARK = "weft-looks-for-this-system-text"  # probe text that a template either writes or omits
 
 
 def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
@@ -28,6 +28,7 @@ def dressed(spec: DatasetSpec, tokenizer: Tokenizer) -> Tokenizer:
         raise ConfigError(
             "dataset.system_tag_length=true adds to dataset.system_tags, which is false; set both"
         )
+    # Check that the chat template writes the additional system messages.
     dress = Dress(
         spec.system_prefix,
         spec.system_tags,

@@ -16,12 +16,12 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 from weft.reading import check_file, reading
 
-MOST_REPORTED = 20
+MOST_REPORTED = 20  # maximum number of invalid rows in an error message
 TEXT = (".txt", ".text")
 
 
 def prompt_rows(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) of a file of prompts.
+    """Iterate over (place, row) of a file of prompts.
 
     Formats: JSON, JSONL(.gz), Parquet, JSON strings one per line, or .txt with a prompt per line.
     """
@@ -74,7 +74,7 @@ def read_fixed_prompts(
             if len(wrong) == MOST_REPORTED:
                 break
     if wrong:
-        raise DataError("\n".join([f"{option}={path}: these rows cannot be asked:", *wrong]))
+        raise DataError("\n".join([f"{option}={path}: these rows are not valid prompts:", *wrong]))
     if not tokens:
         raise DataError(f"{option}={path}: there are no prompts in it")
     lengths = [len(ids) for ids in tokens]
@@ -87,6 +87,6 @@ def _tokens(row: Any, tokenizer: Tokenizer, *, as_chat: bool) -> list[int]:
     if isinstance(row, Unreadable):
         raise BadRow(row.wrong)
     if not isinstance(row, Mapping):
-        raise BadRow("it is no JSON object")
+        raise BadRow("it is not a JSON object")
     (encoded,) = Prompt(as_chat=as_chat).encode(row, tokenizer)
     return list(encoded.prompt)

@@ -20,10 +20,10 @@ PART = "part"  # metadata of a part: its origin, {id, first, stop, count, shared
 
 @dataclass(frozen=True)
 class Rearranged:
-    """New ids made of existing sequences.
+    """Assignment of existing sequences to new ids.
 
-    `index[key]` lists the old sequences in their new order, `counts[key]` the number of sequences
-    of each new id, and `rows` the old id from which each new id takes its metadata.
+    `index[key]`: indices of the old sequences in their new order. `counts[key]`: number of
+    sequences of each new id. `rows`: index of the old id from which each new id takes its metadata.
     """
 
     ids: tuple[str, ...]
@@ -35,7 +35,7 @@ class Rearranged:
 
 
 def part_name(part: Mapping[str, Any]) -> str:
-    """Return `id[first:stop]`; it is unambiguous, so different parts never share a name."""
+    """Return `id[first:stop]`, which is unique for each part."""
     return f"{part['id']}[{part['first']}:{part['stop']}]"
 
 
@@ -60,6 +60,7 @@ def cut_groups(
     rows: list[int] = []
     chosen: dict[str, list[Index]] = {key: [] for key in lengths}
     for row, id in enumerate(ids):
+        # Count the group's sequences; keys with one sequence for several completions are shared.
         first = {key: int(offset[row]) for key, offset in offsets.items()}
         sizes = {key: int(offset[row + 1]) - first[key] for key, offset in offsets.items()}
         count = sizes[main]
@@ -69,6 +70,7 @@ def cut_groups(
                     f"id {id!r}: key {key!r} has {size} sequences; a group has 1 or {count}"
                 )
         shared = sorted(key for key, size in sizes.items() if size != count)
+        # Split the completions by token cost, each with the whole prompt.
         if "prompt" in lengths and main != "prompt":
             prompt = int(lengths["prompt"][first["prompt"]])
         else:
@@ -78,6 +80,7 @@ def cut_groups(
             bounds = [0, count]
         else:
             bounds = packing.cut_by_budget(costs, max_tokens, option)
+        # Record the parts and the sequences they consist of.
         for low, high in pairwise(bounds):
             parts.append({"id": id, "first": low, "stop": high, "count": count, "shared": shared})
             rows.append(row)

@@ -117,7 +117,7 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
         within(SECONDS, lambda: info(name, timeout=SECONDS))
     except (
         Exception
-    ) as failed:  # whatever its HTTP library raises: the hub has not said that it has it
+    ) as failed:  # any error of the HTTP library: the hub did not confirm that it has `name`
         what = f"{option}={typed!r}" if option else typed
         lacks = "directory" if kind == "model" else "file or directory"
         raise (CheckpointError if kind == "model" else DataError)(
@@ -129,15 +129,13 @@ def _ask(option: str, typed: str, name: str, kind: Kind, hint: str) -> None:
 def _reason(failed: Exception, kind: Kind) -> str:
     """Return an explanation of a failed query."""
     if isinstance(failed, OfflineModeIsEnabled):
-        return (
-            f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} keeps weft from asking the hub"
-        )
+        return f"HF_HUB_OFFLINE={os.environ.get('HF_HUB_OFFLINE', '1')} prevents weft from asking the hub"
     if isinstance(failed, GatedRepoError):
-        return f"the hub gives this {kind} only to those who have asked for it: ask on its page, then run hf auth login"
+        return f"access to this {kind} has to be requested: request it on its page of the hub, then run hf auth login"
     if isinstance(failed, RepositoryNotFoundError):
         return f"the hub has no {kind} of this name (a private one needs hf auth login)"
     if isinstance(failed, HFValidationError):
-        return "it is no name that the hub could have"
+        return "it is not a valid name on the hub"
     lines = (str(failed).strip() or type(failed).__name__).splitlines()
     if isinstance(failed, HfHubHTTPError):
         return f"the hub refuses it ({lines[0]})"

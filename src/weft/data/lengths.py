@@ -16,9 +16,9 @@ from weft.errors import ConfigError
 class Encoded:
     """Token ids of one sample: a prompt, K completions with masks, values per completion, metadata.
 
-    `part` distinguishes the samples made from one row. A prompt-only sample has no completions.
-    `unused` names parts of the row's messages that appear in no token, `cut` the parts of trained
-    turns that appear in none.
+    A sample of a prompt alone has no completions. `part` distinguishes the samples of one row.
+    `unused` names the parts of the row's messages that no token represents; `cut` lists the parts
+    of trained turns that the chat template omits.
     """
 
     prompt: list[int]
@@ -35,7 +35,7 @@ class Encoded:
 class Lengths:
     """Limits on the length of a row; None means no limit.
 
-    `truncate_side` is the end of a prompt that is removed.
+    `overlong` is the treatment of longer rows; `truncate_side` is the end at which prompts are cut.
     """
 
     max_seqlen: int | None = None
@@ -54,8 +54,8 @@ class Lengths:
             )
         if self.max_seqlen is not None and self.max_seqlen < 2:
             raise ConfigError(
-                f"dataset.max_seqlen={self.max_seqlen}: must be at least 2, a prompt's token and "
-                f"an answer's"
+                f"dataset.max_seqlen={self.max_seqlen}: must be at least 2: one token of the "
+                f"prompt and one of the answer"
             )
 
 
@@ -71,6 +71,7 @@ def fit(
     with a completion without any trained token left is dropped. Raises `TooLong` if `overlong` is
     error.
     """
+    # Compute the number of prompt tokens (`limit`) and of completion tokens (`room`) to keep.
     num_prompt = len(encoded.prompt)
     longest = max(map(len, encoded.completions), default=0)
     limit = min(num_prompt, lengths.max_prompt_len or num_prompt)
@@ -81,6 +82,7 @@ def fit(
         room = lengths.max_seqlen - limit
     if limit == num_prompt and longest <= room:
         return encoded, frozenset()
+    # The row is too long: raise, drop it, or truncate it.
     if lengths.overlong == "error":
         raise _too_long(num_prompt, longest, lengths)
     if lengths.overlong == "drop":

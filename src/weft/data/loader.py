@@ -33,16 +33,16 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import ConfigError, DataError
 from weft.registry import datasets
 
-UNSET = ("path", "overlong")  # options that a dataset class is not given where they are absent
+UNSET = ("path", "overlong")  # options that are passed to a dataset class only if they are set
 
 
 @dataclass(frozen=True)
 class LoadedData:
     """Data of a run: training batches, validation sets by source, counts, and lines to print first.
 
-    `longest`: number of tokens of the longest prompt with one of its completions; 0 if no source
-    knows it before it is read. `parts`: the training samples by source. `ahead`: tables that are
-    built during training, until `close`; `new_notes` reports on them.
+    `longest`: number of tokens of the longest prompt with one of its completions; 0 if it is
+    unknown because no source is tokenized by weft. `parts`: the training samples by source.
+    `ahead`: tables that are built during training, until `close`; `new_notes` reports on them.
     """
 
     train: Loader
@@ -52,8 +52,7 @@ class LoadedData:
     longest: int = 0
     parts: tuple[Part, ...] = ()
     ahead: tuple[TableAhead, ...] = ()
-    # The sources of these tables, with the limits on their rows in words, until `new_notes` has
-    # told of them.
+    # (counts, limits in words) of the tables in `ahead` that `new_notes` has not reported yet.
     pending_notes: list[tuple[SourceCount, str]] = field(default_factory=list)
 
     def check_longest(self, check: Callable[[int], None]) -> None:
@@ -85,7 +84,7 @@ class LoadedData:
 
 @dataclass(frozen=True)
 class SourceData:
-    """One source that was read: its training samples, its validation samples, and their counts."""
+    """Training samples, validation samples and counts of one source."""
 
     share: Share
     train: Part | StreamDataset
@@ -105,11 +104,11 @@ def load_data(
 ) -> LoadedData:
     """Read, tokenize (or take from the cache) and mix the training and validation rows.
 
-    `dataset_type` is the experiment's own. `dataset.type` and a source's `type` override it, and so
-    does the type for Open-Assistant trees if a file has trees. `progress` False is silent. With
-    `most`, reading a source stops at that many samples. With `ahead`, large files can be tokenized
-    during training (`LoadedData.ahead`). Raises `ConfigError` for options that do not fit,
-    `DataError` with a report on every bad row.
+    `dataset_type` is the default of the experiment. `dataset.type` and a source's `type` override
+    it, as does the type for Open-Assistant trees if a file contains trees. `progress` False shows
+    nothing; `most` limits the samples read from a source; `ahead` allows large files to be
+    tokenized during training. Raises `ConfigError` for options that contradict each other or the
+    dataset type, and `DataError` with a report on every bad row.
     """
     if progress is None or progress is True:
         reporter: Reporter = show
@@ -118,6 +117,7 @@ def load_data(
     else:
         reporter = progress
     tokenizer = features.dressed(spec, tokenizer)
+    # Batches by length or by tokens need all lengths, so all rows are tokenized before training.
     util = DatasetUtility(
         tokenizer,
         seed,
@@ -131,6 +131,7 @@ def load_data(
         ahead=ahead
         and not (spec.train_tokens_per_batch or spec.sort_by_length or spec.sample_mixing),
     )
+    # Read the sources, with validation samples split off.
     reader = SourceReader(spec, spec.type or dataset_type, util)
     named, said = reader.at_hand(named_apart(given_sources(spec)))
     built = [reader.source(source, name, several=len(named) > 1) for source, name in named]
@@ -148,6 +149,7 @@ def load_data(
         )
         valid[part.name] = part
         counts.append(count)
+    # Collect notes and lengths, build the loader, and start tokenizing in the background.
     notes = [*said, *(note for count in counts for note in count.notes(reader.limits(count)))]
     parts = tuple(one.train for one in built if isinstance(one.train, Part))
     read = [*parts, *valid.values()]
@@ -173,7 +175,7 @@ def load_data(
 def _processes(asked: int | None, tables: int) -> int:
     """Return the number of tokenizing processes per source during training.
 
-    One core is left to training. `asked`: `dataset.num_workers`, or None.
+    `asked`: `dataset.num_workers`, or None for all cores but one, which training uses.
     """
     return max(1, ((os.cpu_count() or 1) - 1 if asked is None else asked) // tables)
 
@@ -187,7 +189,7 @@ def _loader(spec: DatasetSpec, built: list[SourceData], seed: int) -> Loader:
         )
     if len(built) > 1:
         raise ConfigError(
-            f"dataset.sources: {streams[0].share.name} is iterable: it lays out its own batches "
+            f"dataset.sources: {streams[0].share.name} is iterable: it makes its own batches "
             f"and cannot be mixed with others"
         )
     dataset = streams[0].train
@@ -212,7 +214,7 @@ def _batching(spec: DatasetSpec) -> Batching:
 
 @dataclass(frozen=True)
 class SourceReader:
-    """Builder of the dataset classes of a run."""
+    """Builder of the datasets of a run, from the options `spec`; `type` is the default type."""
 
     spec: DatasetSpec
     type: str
@@ -220,7 +222,7 @@ class SourceReader:
 
     @property
     def of_valid(self) -> SourceReader:
-        """Return the reader of validation rows, which can have their own limit."""
+        """Return the reader of validation rows, whose length limit can differ."""
         limit = self.spec.valid_max_seqlen
         if limit is None:
             return self
@@ -274,6 +276,7 @@ class SourceReader:
 
     def source(self, source: SourceSpec, name: str, *, several: bool) -> SourceData:
         """Read one training source and split off its validation samples."""
+        # Determine the share of rows to hold out for validation.
         type, dataset = self._build(source)
         share = source.valid_split
         if share is None:
@@ -289,6 +292,7 @@ class SourceReader:
                 )
             assert isinstance(dataset, StreamDataset)
             return SourceData(Share(name, 0), dataset, (SourceCount(name, type, 0, 0, 0),))
+        # Split the samples, and count them.
         if not len(dataset):
             raise DataError(f"{name}: the dataset is empty")
         train, valid = self._parts(source, name, dataset, share)
@@ -297,6 +301,7 @@ class SourceReader:
         counts = [
             SourceCount(name, type, len(train), len(valid or ()), len(train), *_table_of(dataset))
         ]
+        # Read separate validation rows, and limit their number.
         if source.valid_path is not None:
             valid, count = self.validation(
                 replace(source, path=source.valid_path, split=None), name
@@ -315,14 +320,14 @@ class SourceReader:
     ) -> tuple[Part, Part | None]:
         """Return (training samples, held-out samples).
 
-        If validation has its own limit, the held-out rows are read a second time. Each row is in
-        one part only, whichever of the two limits drops rows.
+        If validation has a different length limit, all rows are read a second time with it. No row
+        is in both parts, even if one of the limits drops rows.
         """
         evaluated: MapDataset | StreamDataset = dataset
         own = share > 0 and self.of_valid.spec.limit != self.spec.limit
         if own:
             _, evaluated = self.of_valid._build(source)
-        assert isinstance(evaluated, MapDataset), "the same type twice"
+        assert isinstance(evaluated, MapDataset), "built as `dataset` was"
         held = hold_out([*_keys(dataset), *(_keys(evaluated) if own else [])], share)
         of_valid = held[len(dataset) :] if own else held
         if of_valid.any():
@@ -337,20 +342,22 @@ class SourceReader:
         type, dataset = self.of_valid._build(replace(source, args=args))
         if not is_by_index(dataset):
             raise ConfigError(
-                f"dataset.valid_path: type {type!r} is iterable; validation rows are had by index"
+                f"dataset.valid_path: type {type!r} is iterable; validation rows are read by index"
             )
         part = Part(name, dataset, np.arange(len(dataset)))
         return part, SourceCount(name, type, 0, len(part), 0, *_table_of(dataset))
 
     def _build(self, source: SourceSpec) -> tuple[str, MapDataset | StreamDataset]:
-        """Return the dataset object.
+        """Return (type, dataset) of a source.
 
-        It is given the user's arguments, and those of weft's options that its constructor names.
+        The constructor receives the user's arguments, and the options of weft that it has
+        parameters for. Raises `ConfigError` if arguments or options do not suit the type.
         """
         type = source.type or self.spec.type or type_of_rows(source, self.type)
         make = datasets.get(type)
         features.check(self.spec, type)
         check_names(source.columns, type, source.args)
+        # Choose the options to pass by the parameters of the constructor.
         spec = self.spec
         offered = {
             "path": source.path or None,
@@ -374,6 +381,7 @@ class SourceReader:
             for n, v in offered.items()
             if (n in takes or open_ended) and not (v is None and n in UNSET)
         }
+        # Check the arguments, build the dataset, and check its interface.
         arguments = {**given, **source.args}
         try:
             signature.bind(util=self.util, **arguments)
@@ -403,7 +411,7 @@ class SourceReader:
 def _table_of(dataset: MapDataset) -> tuple[Report | None, TableAhead | None]:
     """Return (report on the rows, table); at most one of them is not None.
 
-    The table is returned only if it is made during training.
+    The table is returned only if its rows are tokenized during training.
     """
     if not isinstance(dataset, Tokenized):
         return None, None
@@ -424,9 +432,9 @@ def type_of_rows(source: SourceSpec, usual: str) -> str:
 
 
 def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
-    """Return the sources of the options, each with the common arguments and columns.
+    """Return the sources that the options name, each with the common arguments and columns.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if both a path and a mixture are set.
     """
     path = spec.train_path or spec.path
     listed = sources_of(spec)
@@ -451,8 +459,8 @@ def given_sources(spec: DatasetSpec) -> list[SourceSpec]:
 def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     """Return each source with a unique name.
 
-    Sources with the same file name get the name of their folder as well. Raises `ConfigError` if
-    they are still equal. A dataset that is named twice is numbered.
+    If files have the same name, the name of their folder is prepended. Repeated named datasets are
+    numbered. Raises `ConfigError` if two names are still equal.
     """
     names = [source.name or source.named or _name(source.path) for source in sources]
     for index, source in enumerate(sources):
@@ -468,14 +476,14 @@ def named_apart(sources: Sequence[SourceSpec]) -> list[tuple[SourceSpec, str]]:
     for name in names:
         if names.count(name) > 1 or "/" in name:
             raise ConfigError(
-                f"dataset.sources: two sources are named {name!r}; give them a name each "
+                f"dataset.sources: two sources are named {name!r}; set the name of each "
                 f"(letters, digits, - . _)"
             )
     return list(zip(sources, names, strict=True))
 
 
 def _name(path: str) -> str:
-    """`data/train.jsonl.gz` -> train; `owner/name:folder` -> name."""
+    """Return the name of a source: `data/train.jsonl.gz` -> train, `owner/name:folder` -> name."""
     if not path:
         return "data"
     last = Path(path.partition(":")[0] if not Path(path).exists() else path).name
@@ -485,9 +493,9 @@ def _name(path: str) -> str:
 
 
 def _keys(dataset: MapDataset) -> list[str]:
-    """Return the key of each sample that decides whether it is held out.
+    """Return the key of each sample by which samples are held out for validation.
 
-    The key is the id of the first sample of its row, so the samples of a row stay together.
+    The key is the id of the first sample of the same row, so samples of one row stay together.
     """
     if not isinstance(dataset, Tokenized):
         return [str(index) for index in range(len(dataset))]

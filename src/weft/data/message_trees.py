@@ -14,17 +14,19 @@ from weft.data.rows import BadRow, Row
 
 Node = Mapping[str, Any]
 Tree = dict[str, Any]
-LABELS = ("quality", "humor", "creativity")  # that go along with a message
+LABELS = ("quality", "humor", "creativity")  # labels that are copied into chat messages
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Filter of message trees and their messages.
 
-    A thread is left out if one of its messages is. `langs` applies to the first message.
+    A thread is left out if one of its messages is left out. `langs`: allowed languages of the first
+    message. `states`: allowed states of a tree. `reviewed`, `deleted`, `synthetic`: require a
+    review, allow deleted messages, allow synthetic messages.
 
-    `top_k` keeps replies ranked among the first k; if there are several replies, it keeps only
-    ranked ones. `least` and `most` bound labels such as quality; a message without the label
+    `top_k` keeps the assistant's replies with a rank below k; a message's only reply is kept even
+    without a rank. `least` and `most` bound labels such as quality; a message without the label
     passes.
     """
 
@@ -59,7 +61,7 @@ class Wanted:
         return True
 
     def ranked(self, node: Node, siblings: int) -> bool:
-        """Return whether `top_k` keeps this reply, which is one of `siblings` replies."""
+        """Return whether `top_k` keeps this reply; `siblings` is the number of replies, with it."""
         if self.top_k is None or node.get("role") != "assistant":
             return True
         rank = node.get("rank")
@@ -67,9 +69,9 @@ class Wanted:
 
 
 def label(node: Node, name: str) -> float | None:
-    """Return the mean value of a label, in the format of exports or of the hub's tables.
+    """Return the mean value of a label, or None if the message does not have it.
 
-    None if the message does not have the label.
+    Reads the format of exports and that of the tables on the hub.
     """
     labels = node.get("labels") or {}
     if isinstance(labels.get("name"), Sequence) and not isinstance(labels["name"], str):
@@ -80,7 +82,7 @@ def label(node: Node, name: str) -> float | None:
 
 
 def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
-    """Iterate over the trees of rows that are trees, messages in any order, or threads.
+    """Iterate over the trees of rows: whole trees, messages in any order, or threads.
 
     Messages and threads are joined to trees, in the order of their roots. Raises `BadRow` for other
     rows, and for a message whose parent is missing.
@@ -98,7 +100,7 @@ def read_trees(rows: Iterable[Row]) -> Iterator[Tree]:
             yield {**row, "prompt": _nested(row["prompt"])}
         else:
             raise BadRow(
-                "is no tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
+                "is not a tree (message_tree_id, prompt), message (message_id, parent_id) or thread "
                 "(thread_id, messages); "
                 f"it has: {', '.join(map(repr, row))}"
             )
@@ -145,9 +147,9 @@ def nodes(node: Node) -> Iterator[Node]:
 
 
 def flatten(tree: Row) -> Iterator[dict[str, Any]]:
-    """Return the messages of a tree, each alone, a parent before its replies.
+    """Iterate over the messages of a tree, without nested replies, a parent before its replies.
 
-    The fields of the tree are added to the root.
+    The tree's id and state are added to each message.
     """
 
     def alone(node: Node, parent: str | None) -> Iterator[dict[str, Any]]:
@@ -167,7 +169,7 @@ def flatten(tree: Row) -> Iterator[dict[str, Any]]:
 def pruned(tree: Row, wanted: Wanted) -> Tree | None:
     """Return the tree without unwanted messages and everything below them.
 
-    None if nothing is left.
+    Returns None if nothing is left.
     """
 
     def kept(node: Node) -> dict[str, Any]:
@@ -183,10 +185,10 @@ def pruned(tree: Row, wanted: Wanted) -> Tree | None:
 
 
 def threads(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
-    """Iterate over the paths that end with a reply of the assistant and have no wanted reply.
+    """Iterate over the paths from the root to an assistant's reply without wanted replies to it.
 
-    If a path ends with a user's message, that message is removed. The remaining path is returned
-    only if the message is the first wanted reply, so it is returned at most once.
+    A user's message without wanted replies is removed from the end of its path. The remaining path
+    is returned only for the first wanted reply to its last message, so at most once.
     """
     for path in _paths(tree, wanted):
         replies = _kept(path[-1], wanted)
@@ -228,7 +230,7 @@ def _paths(tree: Row, wanted: Wanted) -> Iterator[list[Node]]:
 
 
 def _kept(node: Node, wanted: Wanted, *, all: bool = False) -> list[Node]:
-    """Return the wanted replies to a message; `all`: of any rank."""
+    """Return the wanted replies to a message; `all`: without the limit `top_k` on ranks."""
     replies = [reply for reply in node.get("replies") or () if wanted.message(reply)]
     if all:
         return replies

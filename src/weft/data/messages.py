@@ -31,14 +31,14 @@ ROLES = {
     "ipython": "tool",
     "function_call": "assistant",
 }
-REASONING = "reasoning_content"  # the name that thoughts have inside weft
-# the names that rows and chat templates give them
+REASONING = "reasoning_content"  # key of reasoning in normalised messages
+# Keys of reasoning in rows and chat templates.
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
-# what a row may know of a reply
+# Keys of language and labels of a reply.
 FACTS = ("lang", "quality", "humor", "creativity")
 CONTEXT = "context"
 KEPT = ("name", "tool_call_id", *FACTS, CONTEXT)
-WEIGHTS = ("train", "weight", "loss_weight")  # say of a turn whether it is trained
+WEIGHTS = ("train", "weight", "loss_weight")  # keys that state whether a turn is trained
 SWITCHES = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 READ = frozenset(
     {
@@ -61,9 +61,9 @@ _unread: ContextVar[set[str] | None] = ContextVar("unread", default=None)
 
 @contextmanager
 def unread_keys() -> Iterator[set[str]]:
-    """Collect the keys of messages that `normalise` does not read.
+    """Yield a set that collects the keys of messages that `normalise` does not read.
 
-    They have names such as `messages[].KEY`.
+    The names have the form `messages[].KEY`.
     """
     found: set[str] = set()
     token = _unread.set(found)
@@ -123,6 +123,7 @@ def _message(message: Any, number: int) -> Message:
             f"message {number} must be a mapping with role and content, not "
             f"{type(message).__name__}"
         )
+    # Role.
     said = _first(message, "role", "from")
     if said is None:
         raise DataError(
@@ -133,6 +134,7 @@ def _message(message: Any, number: int) -> Message:
         close = nearest(str(said).lower(), ROLES)
         raise DataError(f"message {number} has the unknown role {said!r}; {_hint(close)}")
     found: Message = {"role": role}
+    # Tool calls, under one of two keys or as the role `function_call`.
     content: Any = _first(message, "content", "value")
     calls = list(message.get("tool_calls") or [])
     if message.get("function_call"):
@@ -149,6 +151,7 @@ def _message(message: Any, number: int) -> Message:
     if said == "function_call":
         calls = _calls(_json(content, f"message {number}: function_call"))
         content = ""
+    # Reasoning, and content given as text or in parts.
     thoughts = {key: message[key] for key in REASONING_KEYS if message.get(key) not in (None, "")}
     if isinstance(content, Sequence) and not isinstance(content, str):
         content, reasoning, more = _parts(content, number)
@@ -172,7 +175,7 @@ def _message(message: Any, number: int) -> Message:
 
 
 def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
-    """Return the reasoning of a turn; several keys can have it if the text is the same."""
+    """Return the reasoning of a turn. Raises `DataError` if its keys have different texts."""
     for key, text in thoughts.items():
         if not isinstance(text, str):
             raise DataError(f"message {number}: {key} must be text, not {type(text).__name__}")
@@ -185,9 +188,10 @@ def _reasoning(thoughts: Mapping[str, Any], number: int) -> str:
 
 
 def _is_trained(message: Mapping[str, Any], role: str, number: int) -> bool:
-    """Return whether the weights of a message let it be trained; without any they do.
+    """Return whether a message is trained according to its weights; True without any.
 
-    Raises `DataError` for weights between 0 and 1, or above: a turn is trained whole or not at all.
+    Raises `DataError` if the assistant's weights are not 0 or 1: a turn is trained whole or not at
+    all.
     """
     given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
     said = {key: SWITCHES.get(str(value).strip().lower()) for key, value in given.items()}
@@ -220,7 +224,7 @@ def _note_unread(message: Mapping[Any, Any], read: frozenset[str], where: str) -
 
 
 def _first(message: Mapping[Any, Any], *keys: str) -> Any:
-    """Return the first value that is not null, as mixed files fill missing keys with nulls."""
+    """Return the first value that is not null; mixed files have nulls for missing keys."""
     return next((message[key] for key in keys if message.get(key) is not None), None)
 
 
@@ -249,7 +253,7 @@ def _parts(parts: Sequence[Any], number: int) -> tuple[str, str, list[Any]]:
             calls += _calls(_json(value, f"message {number}: {kind}"))
         else:
             raise DataError(
-                f"message {number}: a content part of type {kind!r} is no text; weft trains on text"
+                f"message {number}: a content part of type {kind!r} is not text; weft trains on text"
             )
         _note_unread(part, READ_OF_PARTS | {kind}, "messages[].content[].")
     return "".join(text), "".join(reasoning), calls

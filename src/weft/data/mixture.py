@@ -19,9 +19,9 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """Source of `rows` training samples, and the part of it that is drawn per epoch.
+    """Number of training samples of a source (`rows`), and the share drawn per epoch.
 
-    See `weft.data.spec.SourceSpec`.
+    `fraction`, `size` and `weight` are those of `weft.data.spec.SourceSpec`.
     """
 
     name: str
@@ -32,8 +32,10 @@ class Share:
 
 
 def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
-    """Random numbers for one purpose in one epoch; the same on every machine that runs this
-    numpy."""
+    """Return a random generator for one purpose in one epoch.
+
+    It generates the same numbers on every machine with the same version of numpy.
+    """
     digest = hashlib.blake2b(f"{seed}|{purpose}|{epoch}".encode(), digest_size=16).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
@@ -41,12 +43,12 @@ def generator(seed: int, purpose: str, epoch: int) -> np.random.Generator:
 def per_epoch(shares: Sequence[Share]) -> list[int]:
     """Return the number of samples of each source in an epoch.
 
-    Raises `ConfigError` if a source has fewer than `size` asks for.
+    Raises `ConfigError` if a source has fewer samples than its `size`.
     """
     if shares and shares[0].weight is not None:
         total = sum(share.weight or 0.0 for share in shares)
         parts = [(share.weight or 0.0) / total for share in shares]
-        # The epoch ends where the scarcest source does: no row comes twice.
+        # The scarcest source limits the epoch, since no row is used twice.
         length = min(share.rows / part for share, part in zip(shares, parts, strict=True))
         return [
             min(share.rows, max(1, round(length * part)))
@@ -74,7 +76,7 @@ def epoch_order(
 ) -> tuple[Index, Index]:
     """Return (source, sample) of every sample of an epoch, in order; int64 [samples of the epoch].
 
-    A source of which only a part is used is redrawn every epoch, without repetition. Without
+    If only a part of a source is used, every epoch draws it again, without repetition. Without
     `shuffle`, sources follow each other, with samples in the order of their file.
     """
     sources = []

@@ -1,7 +1,7 @@
 """Check for tokenizer.json normalizers and decoders that make texts grow without bound.
 
-A chain of forty replacements of one space by two takes a terabyte for one row, and the library that
-runs it ends the process.
+A chain of forty replacements of one space by two needs a terabyte for one row, and the library then
+aborts the process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from weft.errors import UserError
 from weft.reading import read_text
 
-MOST_GROWTH = 100  # times longer than a text; a chain of known tokenizers reaches about 20
-MOST_PREPENDED = 1000  # characters
-# Kinds whose results may be longer, by how much at most: bytes as two-byte letters, and a map such
-# as NFKC.
+MOST_GROWTH = 100  # maximum growth factor of a text; known tokenizers reach about 20
+MOST_PREPENDED = 1000  # maximum number of characters that a normalizer may prepend
+# Maximum growth factor by kind: bytes are written as two-byte letters; a character map such as
+# NFKC can replace one character by many.
 GROWTH = {"ByteLevel": 2.0, "Precompiled": 20.0}
 PARTS = re.compile(r'(?<!\\)"(normalizer|decoder)"\s*:\s*(?=\{)')
 
@@ -34,13 +34,13 @@ def check_growth(file: Path, what: str) -> None:
         if grown > MOST_GROWTH:
             raise UserError(
                 f"{what}: its {part} makes a text up to {grown:.3g} times longer, and at most "
-                f"{MOST_GROWTH} are taken; use "
+                f"{MOST_GROWTH} are allowed; use "
                 "another tokenizer"
             )
 
 
 def _parts(text: str) -> Iterator[tuple[str, Any]]:
-    """The objects that a normalizer or a decoder is; the rest of a large file is not parsed."""
+    """Iterate over (part, value) of the normalizer and decoder; the large rest is not parsed."""
     decoder = json.JSONDecoder()
     for found in PARTS.finditer(text):
         try:
@@ -61,6 +61,7 @@ def growth(values: Any) -> float:
         ),
         None,
     )
+    # A sequence of steps.
     if chain is not None:
         return math.prod(growth(each) for each in chain)
     if values.get("type") == "Prepend":
@@ -69,6 +70,7 @@ def growth(values: Any) -> float:
         return math.inf
     if values.get("type") != "Replace":
         return GROWTH.get(str(values.get("type")), 1.0)
+    # A replacement of a text or a regular expression.
     content = str(values.get("content") or "")
     pattern = values.get("pattern")
     if not isinstance(pattern, Mapping):
@@ -86,5 +88,5 @@ def _matches_nothing(rule: Any) -> bool:
     """Return whether a rule also matches between two characters."""
     try:
         return re.match(str(rule or ""), "") is not None
-    except (re.error, RecursionError, OverflowError):  # a rule of the library's own dialect
+    except (re.error, RecursionError, OverflowError):  # syntax that only the library knows
         return True

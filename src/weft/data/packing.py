@@ -37,6 +37,7 @@ def cut_evenly(costs: Costs, parts: int) -> list[int]:
         raise ConfigError(
             f"{count} ids do not split into {parts} parts; every part holds at least one id"
         )
+    # Find the smallest possible largest sum, then place each bound near its share of the total.
     sums = np.concatenate([[0], np.cumsum(np.asarray(costs, dtype=np.int64))])
     largest = _smallest_largest(sums, parts)
     bounds = [0]
@@ -67,7 +68,10 @@ def cut_by_budget(costs: Costs, budget: int, field: str = "max_tokens_per_microb
 
 
 def _parts_needed(sums: npt.NDArray[np.int64], largest: int, at_most: int) -> int:
-    """Return the fewest contiguous parts with sum at most `largest`; stops at `at_most`."""
+    """Return the number of contiguous parts needed so that no sum exceeds `largest`.
+
+    Stops counting above `at_most`.
+    """
     start = 0
     parts = 0
     count = len(sums) - 1
@@ -90,7 +94,7 @@ def _smallest_largest(sums: npt.NDArray[np.int64], parts: int) -> int:
 
 
 def _earliest_bounds(sums: npt.NDArray[np.int64], parts: int, largest: int) -> list[int]:
-    """Return the smallest index of each bound for which the rest still fits."""
+    """Return the smallest index of each bound that lets the parts after it stay in `largest`."""
     bounds = [0] * (parts + 1)
     bounds[parts] = len(sums) - 1
     for index in range(parts - 1, 0, -1):

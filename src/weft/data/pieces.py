@@ -1,7 +1,7 @@
-"""The bytes that one token stands for, wherever in a text: what decoding it alone does not tell.
+"""Bytes of single tokens, independent of their position in a text.
 
-A sentencepiece vocabulary writes a word's leading blank into its piece, and decoding drops it at
-the beginning of a text. A token that holds a part of a character decodes to U+FFFD.
+Decoding a token alone does not give them: with sentencepiece, decoding drops the leading space of
+the first word; a token with a part of a character decodes to U+FFFD.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLANK = "▁"
 
 
 class Pieces:
-    """Tokens of one tokenizer as bytes."""
+    """Bytes of the tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ class Pieces:
 
 
 def _decoders(described: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder, as `tokenizer.json` describes it."""
+    """Iterate over the steps of a decoder described as in `tokenizer.json`."""
     if isinstance(described, dict):
         yield described
         for each in described.get("decoders", []):
@@ -77,7 +77,7 @@ def _decoders(described: Any) -> Iterator[dict[str, Any]]:
 def _bytes_of_characters() -> dict[str, bytes]:
     """Return the byte of each character in byte-level vocabularies.
 
-    Visible Latin-1 characters are themselves; the others follow each other from U+0100 on.
+    Visible Latin-1 characters represent themselves; the other bytes are numbered from U+0100 on.
     """
     plain = [n for n in range(256) if chr(n) in pre_tokenizers.ByteLevel.alphabet() and n < 256]
     others = [n for n in range(256) if n not in plain]

@@ -16,7 +16,7 @@ Reporter = Callable[[str, int], AbstractContextManager[Advance]]
 
 @contextmanager
 def show(what: str, total: int) -> Iterator[Advance]:
-    """Report `total` units of work on standard error.
+    """Show the progress of `total` units of work on standard error.
 
     Usage: `with show("tokenizing x", n) as advance: advance(1)`.
     """
@@ -38,5 +38,5 @@ def show(what: str, total: int) -> Iterator[Advance]:
 
 @contextmanager
 def silent(what: str, total: int) -> Iterator[Advance]:
-    """Report nothing."""
+    """Show no progress."""
     yield lambda count: None

@@ -24,17 +24,17 @@ from weft.data.window import Window
 
 @runtime_checkable
 class InParts(Protocol):
-    """Form whose rows make several samples, each of which can be encoded alone."""
+    """Form whose rows can make several samples, each of which can be encoded alone."""
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded: ...
 
 
 @dataclass(frozen=True)
 class Redrawn:
-    """The samples of `table` as the epochs draw them.
+    """Samples of `table`, encoded again for each epoch with its random draws.
 
-    The table itself holds them undrawn: with every tag, cut at the end; no sample has more tokens
-    in any epoch.
+    The table has the samples without draws: with every tag, and truncated at the end. No sample has
+    more tokens than that in any epoch.
     """
 
     job: Job

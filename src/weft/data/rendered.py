@@ -14,7 +14,7 @@ from weft.errors import DataError
 Render = Callable[[Sequence[Message], Any, bool], str]
 Lost = list[tuple[int, str]]  # (index of a message, its field), or (-1, "tools")
 
-REPLY = "weft-looks-for-this-reply"
+REPLY = "weft-looks-for-this-reply"  # probe text that a template either writes or omits
 PLAIN: Sequence[Message] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": REPLY},
@@ -28,7 +28,7 @@ IN_PART = "content in part"
 def reasoning_key(template: str) -> str:
     """Return the message key that a chat template reads reasoning from.
 
-    It is weft's own key if the template reads none.
+    Returns `REASONING` if the template reads none of the known keys.
     """
     read = (key for key in REASONING_KEYS if re.search(rf"[.'\"]{key}\b", template))
     return next(read, REASONING)
@@ -60,8 +60,8 @@ def around_reply(render: Render) -> tuple[str, str]:
 def template_fault(render: Render) -> str | None:
     """Return why a template cannot write text conversations, or None if no fault is found.
 
-    The check renders a plain conversation. The result is None as well if the template refuses it in
-    every form, as then only the rows can show a fault.
+    Renders a plain conversation to find out. Returns None too if the template refuses every form of
+    it, since the user's conversations can still suit the template.
     """
     try:
         plain = render(PLAIN, None, False)
@@ -85,9 +85,9 @@ def template_fault(render: Render) -> str | None:
 def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt: bool) -> Lost:
     """Return the fields of messages that the template does not write.
 
-    Arguments of calls are named by their path. The field "tools" means that tool schemas change
-    nothing. Found by rendering the conversation with a mark in place of each content, reasoning,
-    argument and function name.
+    They are found by rendering the conversation with a unique mark in place of each content,
+    reasoning, argument and function name. Arguments of calls are named by their path. The field
+    "tools" means that tool schemas do not change the text.
     """
     marked = [_marked(message, index) for index, message in enumerate(messages)]
     text = render(messages, tools, prompt)
@@ -97,10 +97,11 @@ def left_out(render: Render, messages: Sequence[Message], tools: Any, *, prompt:
         lost = []
     try:
         shown = render([message for message, _ in marked], tools, prompt)
-    except DataError:  # it refuses other words; so these must stand in the text as they are
+    except DataError:  # the template refuses marks: search the text for the messages themselves
         return lost + [
             (i, field) for i, message in enumerate(messages) for field in _not_in(text, message)
         ]
+    # Collect the fields whose marks are missing.
     for index, (_, marks) in enumerate(marked):
         missing = {path for path, mark in marks.items() if mark not in shown}
         fields = [path for path in marks if path in missing and path not in _calls(marks)]
@@ -132,9 +133,9 @@ def _is_lost(call: str, marks: Mapping[str, str], missing: Set[str]) -> bool:
 
 
 def writes(text: str, content: str) -> bool:
-    """Return whether a rendered text contains a content, ignoring the thoughts in the content.
+    """Return whether a rendered text contains a content without the reasoning at its beginning.
 
-    White space and JSON quoting do not count.
+    Ignores white space and quoting.
     """
     return holds(text, content.rpartition(END_OF_THOUGHT)[2])
 
@@ -161,10 +162,10 @@ def bare(text: str) -> str:
 def check(
     lost: Lost, messages: Sequence[Message], name: str, trained: Sequence[int] = ()
 ) -> frozenset[str]:
-    """Return the parts of a conversation that are in no token, named like columns.
+    """Return the parts of a conversation that no token represents, named like columns.
 
-    Parts of the `trained` messages are left to `cuts`; templates leave out the reasoning of the
-    other turns on purpose. `name` is the tokenizer's.
+    Omits parts of the `trained` messages, which `cuts` reports, and the reasoning of other turns,
+    which templates leave out on purpose. `name` is the tokenizer's.
 
     Raises `DataError` if the model would not see essential parts: the user's or a tool's text, the
     assistant's tool calls, or everything in an assistant's turn.
@@ -189,7 +190,7 @@ def not_rendered(
 ) -> DataError:
     """Return the error for a message whose `fields` the template does not write.
 
-    `name` is the tokenizer's. `part`: the text that is missing, if it is not all of the fields.
+    `name` is the tokenizer's. `part`: the missing text, if only a part of a field is missing.
     """
     what = " and ".join(fields)
     out = what if message["role"] == "assistant" else "the message"
@@ -203,9 +204,9 @@ def not_rendered(
 
 
 def _is_needed(message: Message, fields: set[str]) -> bool:
-    """Return whether `fields` include the essential part of an assistant's turn.
+    """Return whether `fields` include an essential part of an assistant's turn.
 
-    This is its tool calls, its content if it has no tool calls, or everything that it has.
+    Essential are its tool calls, the content if there are no tool calls, and the turn as a whole.
     """
     held = {key for key in ("content", "tool_calls", REASONING) if message.get(key)}
     return (
@@ -248,7 +249,7 @@ def _marked(message: Message, index: int) -> tuple[Message, Mapping[str, str]]:
 
 
 def arguments(call: Mapping[str, Any], number: int) -> Iterator[tuple[str, Any]]:
-    """Iterate over (path, value) of the single values in the arguments of a call.
+    """Iterate over (path, value) of the scalar values in the arguments of a call.
 
     `number` is the index of the call in its message.
     """
@@ -267,7 +268,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _replaced(value: Any, marks: Iterator[str]) -> Any:
-    """The value with the next mark in place of each that `_leaves` gives."""
+    """Return the value with each scalar in it (in the order of `_leaves`) replaced by a mark."""
     if isinstance(value, Mapping):
         return {key: _replaced(item, marks) for key, item in value.items()}
     if isinstance(value, list):

@@ -16,7 +16,7 @@ ANSWER_KEYS = ("answer", "completion", "output", "response")
 MESSAGE_KEYS = ("messages", "conversations", "conversation")
 LABEL_KEYS = ("label", "kto_tag")
 
-# What tells the form of a row from its keys, the most telling first.
+# (dataset type, keys by which its rows are recognized), most specific first.
 LOOKS_LIKE = (
     ("paired_comparison", ("pos_answers", "neg_answers")),
     ("preference", ("chosen", "rejected")),
@@ -36,7 +36,7 @@ LOOKS_LIKE = (
 )
 
 
-# The type that reads Open-Assistant trees, in place of an algorithm's usual one.
+# Usual dataset type of an algorithm -> type that reads Open-Assistant trees in its place.
 OF_TREES = {"prompt_answer": "chat", "paired_comparison": "ranking", "preference": "ranking"}
 LOOSE = "one message of an Open-Assistant export; dataset.named='{oasst_export: {path: FILE}}' reads a file of them"
 
@@ -46,10 +46,10 @@ class BadRow(Exception):
 
 
 class TooLong(BadRow):
-    """Error for a row over its limits if `overlong` is error.
+    """Error for a row that exceeds a length limit.
 
-    Its prompt or all of it (`what`) has more `tokens` than `limit`. `uncounted`: `tokens` is a
-    lower bound, as the row was not tokenized.
+    `what` (the prompt or the whole row) has `tokens` tokens, more than `limit`. `uncounted`:
+    `tokens` is a lower bound, since the row was not tokenized.
     """
 
     def __init__(
@@ -68,10 +68,7 @@ class TooLong(BadRow):
 
 
 class Watched(Mapping[str, Any]):
-    """Row that records which of its columns were read.
-
-    Checking for a column (`in`) does not count.
-    """
+    """Row that records which of its columns were read; a test with `in` is not a read."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -100,7 +97,8 @@ def first_of(row: Row, keys: Sequence[str]) -> str | None:
 def need(row: Row, keys: Sequence[str], form: str) -> str:
     """Return the first of `keys` that the row has.
 
-    Raises `BadRow` naming the key, and a dataset type that fits the row better.
+    `form` is the row's dataset type. Raises `BadRow` naming the missing key, and a dataset type
+    that the row fits better.
     """
     found = first_of(row, keys)
     if found is not None:
@@ -146,8 +144,7 @@ def is_tree(row: Row) -> bool:
 
 
 def is_tree_message(row: Row) -> bool:
-    """Return whether a row is one message of an Open-Assistant tree, alone or with replies
-    below."""
+    """Return whether a row is one message of an Open-Assistant tree, with or without replies."""
     return all(isinstance(row.get(key), str) for key in ("message_id", "role", "text"))
 
 

@@ -1,10 +1,10 @@
 """SequenceSample: the packed, ragged batch on every edge of the graph.
 
-Immutable; its laws are property-tested.
+It is immutable, and its invariants are property-tested.
 
 An id is a *group*: one shared prefix (`prompt`, one length) and K >= 1 continuations (`completion`,
-K lengths). Every other key has either K lengths an id (one for each completion) or one. Data of all
-ids lies in one array a key, numpy's or torch's: operations keep the kind they find.
+K lengths). Every other key has K lengths per id (one for each completion) or one. The data of all
+ids are one array per key, a numpy array or a torch tensor; operations keep the array type.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ Values = Array | Sequence[Any]
 
 @dataclass(frozen=True, eq=False)
 class SequenceSample:
-    """Sequences of id i under `key` are `lengths[key][offsets[key][i]:offsets[key][i + 1]]`.
+    """Batch of packed sequences with ids, lengths, data and metadata.
 
-    `ids` are unique texts; whole numbers become such. `lengths[key]` is int32 [num sequences];
-    `offsets[key]` is int32 [num_ids + 1]; `data[key]` is one array [sum of lengths, *trailing], or
-    absent (a description only); `metadata[key]` is a tuple of num_ids values that are no tensors.
-    Raises `DataError` naming the key where these do not fit together.
+    `ids` are unique texts; whole numbers are converted. `lengths[key]` is int32 [num sequences];
+    `offsets[key]` is int32 [num_ids + 1]: the sequences of id i have the lengths
+    `lengths[key][offsets[key][i]:offsets[key][i + 1]]`. `data[key]` is one array
+    [sum of lengths, *trailing], or absent (a description only). `metadata[key]` is a tuple of
+    num_ids values that are not tensors. Raises `DataError` naming the key if these are
+    inconsistent.
     """
 
     ids: tuple[str, ...]
@@ -62,7 +64,10 @@ class SequenceSample:
         data: Mapping[str, Values],
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """One sequence an id: `seqlens` is one integer an id, for every key of `data` or by key."""
+        """Build a sample with one sequence per id.
+
+        `seqlens` is one integer per id, either for every key of `data` or given per key.
+        """
         if isinstance(seqlens, Mapping):
             by_key = seqlens
         else:
@@ -78,9 +83,10 @@ class SequenceSample:
         data: Mapping[str, Values] | None = None,
         metadata: Mapping[str, Sequence[Any]] | None = None,
     ) -> SequenceSample:
-        """Any number of sequences an id: `seqlens[key][i]` lists the lengths of id i.
+        """Build a sample with any number of sequences per id.
 
-        Values become torch tensors (`numpy()` makes a sample of numpy arrays of them).
+        `seqlens[key][i]` lists the lengths of id i. Values are converted to torch tensors
+        (`numpy()` converts them to numpy arrays).
         """
         lengths = {}
         offsets = {}
@@ -133,7 +139,7 @@ class SequenceSample:
         return int(_known(self, key, self.lengths).sum())
 
     def sequences(self, key: str) -> list[Array]:
-        """Every sequence of a key in order, as views of its array."""
+        """Return the sequences of a key in order, as views of its array."""
         return arrays.cut(_known(self, key, self.data), self.lengths[key])
 
     def group_of(self, key: str) -> npt.NDArray[np.int64]:
@@ -156,7 +162,7 @@ class SequenceSample:
             self.num_ids, np.int64
         )
 
-    # -- whole batches and their parts
+    # -- joining and splitting
 
     @classmethod
     def gather(
@@ -268,7 +274,7 @@ class SequenceSample:
             return self
         return _rearrange(self, groups.join_groups(self.metadata[PART], self.offsets), drop=PART)
 
-    # -- other values of the same shape
+    # -- samples with new keys
 
     def like(self, key: str, /, **values: Values) -> SequenceSample:
         """Return a sample of new keys with the layout of `key` and the same ids.
@@ -372,8 +378,7 @@ class SequenceSample:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Read-only mappings do not pickle; processes that share a machine may still send samples to
-        # each other.
+        # Read-only mappings cannot be pickled, but processes of one machine exchange samples.
         fields = (self.lengths, self.offsets, self.data, self.metadata)
         return SequenceSample, (self.ids, *(dict(value) for value in fields))
 
@@ -440,7 +445,7 @@ def _known(sample: SequenceSample, key: str, values: Mapping[str, Any]) -> Any:
     if key in values:
         return values[key]
     if key in sample.lengths:
-        raise DataError(f"key {key!r} is described, but this sample holds no tensor for it")
+        raise DataError(f"key {key!r} has lengths, but this sample has no data for it")
     close = nearest(key, sample.keys)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
@@ -482,14 +487,14 @@ def _check_same_keys(samples: Sequence[SequenceSample]) -> None:
 
 def _as_texts(ids: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the ids with whole numbers as texts."""
-    if set(map(type, ids)) <= {str}:  # fast, and nearly always so
+    if set(map(type, ids)) <= {str}:  # the usual case, and a fast check
         return ids
     return tuple(str(id) if isinstance(id, int | np.integer) else id for id in ids)
 
 
 def _check(sample: SequenceSample) -> None:
     ids = sample.ids
-    # the first is fast
+    # The first condition is fast, and almost always false.
     if not set(map(type, ids)) <= {str} and not all(isinstance(id, str) for id in ids):
         raise DataError(
             f"ids are texts, but one is {next(id for id in ids if not isinstance(id, str))!r}"

@@ -96,7 +96,7 @@ def scan(
 
 
 def answers(row: Row) -> Iterator[str]:
-    """Return the texts that a model would be trained on: answers, replies, assistant turns."""
+    """Iterate over the texts to train on: answers, replies, and the assistant's turns."""
     for key in (*ANSWERS, *MESSAGE_KEYS):
         if key in row:
             yield from _said(row[key], messages=key in MESSAGE_KEYS)
@@ -118,13 +118,13 @@ def _said(value: Any, *, messages: bool) -> Iterator[str]:
 
 
 def _dialogue(text: str) -> Iterator[str]:
-    """A text, or what the assistant says in it where it is a whole dialogue."""
+    """Iterate over the assistant's turns of a dialogue; any other text is returned whole."""
     spans = dialogue.assistant_spans(text)
     yield from (text[a:b] for a, b in spans) if spans else (text,)
 
 
 def _parts(content: Any) -> Iterator[str]:
-    """Texts of a content in parts; calls of tools are no text."""
+    """Iterate over the texts of a content given in parts; tool calls are skipped."""
     for part in content if isinstance(content, Sequence) else ():
         if isinstance(part, Mapping) and part.get("type") == "text":
             yield str(part.get("text", part.get("value", "")))
@@ -138,9 +138,9 @@ def _tree(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _even(text: str) -> str:
-    """Lower case with straight apostrophes, of the same length.
+    """Return the text in lower case with straight apostrophes, of the same length.
 
-    Characters that grow when lowered are left alone.
+    Characters whose lower case is longer are kept.
     """
     return "".join(low if len(low := c.lower()) == 1 else c for c in text).replace("\u2019", "'")
 

@@ -21,10 +21,10 @@ from weft.errors import DataError, nearest
 from weft.reading import check_file, files_below, reading, reason, refuse_url
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", arrow.PARQUET, arrow.ARROW)
-ORIGIN = "weft: made of"  # key of a row that was made of another one: that one's place
-# hold no rows where `datasets` saved Arrow files
+ORIGIN = "weft: made of"  # key of a converted row with the place of the original row
+# Files without rows, which the library `datasets` saves with its Arrow files.
 SIDECARS = ("dataset_info.json", "state.json", "dataset_dict.json")
-CACHED = "cache-"  # begins the names of files that `datasets` keeps beside them
+CACHED = "cache-"  # prefix of the cache files that `datasets` saves in the same folder
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev", "eval"),
@@ -37,8 +37,8 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+)?", re.ASCII)
 class Place:
     """Place of a row, written `FILE:LINE`.
 
-    In Parquet and Arrow files the line is the row's number. A row that was made of several has line
-    0, and is written `FILE`.
+    In Parquet and Arrow files the line is the row's number. If a row was made from several rows,
+    the line is 0, and the place is written `FILE`.
     """
 
     file: str
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Line that is not a row, with the reason."""
+    """Line that is not a row; `wrong` is the reason."""
 
     wrong: str
 
@@ -60,9 +60,8 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
 
     `path` is a file, a directory, or a hub dataset (`owner/name[:folder]`).
 
-    `split` keeps the files of that split, by their names. Without it, files named after a split
-    other than train are left out if some are named train. Raises `DataError` if there is nothing to
-    read.
+    `split` selects the files with the name of that split. Without it, if some files are named after
+    the split train, only those are returned. Raises `DataError` if there is nothing to read.
     """
     refuse_url(path, path, DataError)
     place = Path(path).expanduser()
@@ -72,6 +71,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
                 f"{path}: weft reads {', '.join(SUFFIXES)}; convert the file to one of them"
             )
         return [place]
+    # List the data files in a directory or a copy from the hub.
     if not place.exists():
         place = _from_hub(path)
     if not place.is_dir():
@@ -82,6 +82,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         files = [f for f in files if f.name not in SIDECARS and not f.name.startswith(CACHED)]
     if not files:
         raise DataError(f"{path}: no data files in it; weft reads {', '.join(SUFFIXES)}")
+    # Select the files of the split.
     if split:
         kept = [f for f in files if _split_of(f.relative_to(place)) == _split_name(split)]
     else:
@@ -102,11 +103,11 @@ def read_rows(
 ) -> Iterator[tuple[Place, Mapping[str, Any] | Unreadable]]:
     """Iterate over the rows of a file with their places; bad lines are `Unreadable`.
 
-    If a row names the row it was made of (`ORIGIN`), the place is that of the original row.
+    If a row contains the place of the row it was made from (`ORIGIN`), that place is returned.
 
     `texts_as`: the column for rows that are only a text.
 
-    Raises `DataError` if the file is empty, or of another format than its name says.
+    Raises `DataError` if the file is empty, or its format differs from that of its suffix.
     """
     check_file(file, str(file), DataError)
     if file.stat().st_size == 0:
@@ -188,14 +189,14 @@ def _value(line: str) -> Any:
 def _whole(value: Any) -> Any:
     """Return the value, or `Unreadable` if it contains half of a surrogate pair.
 
-    That is an emoji cut in two, and not a character.
+    A half is not a character; it comes from cutting a text inside an emoji.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         return Unreadable(
-            f"holds half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
+            f"contains half of a character (\\u{ord(half):04x}): a text was cut inside a surrogate "
             f"pair"
         )
     except RecursionError as error:
@@ -213,6 +214,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
     halves = "\\ud" in text or "\\uD" in text
     first = True
     while True:
+        # Skip the comma after the previous entry.
         at = _after(blank, text, at)
         if not first and text.startswith(",", at):
             at = _after(blank, text, at + 1)
@@ -223,6 +225,7 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
             )
             return
         first = False
+        # Check for the end of the list.
         line = line + text.count("\n", counted, at)
         counted = at
         if at >= len(text):
@@ -232,11 +235,10 @@ def _list_rows(text: str) -> Iterator[tuple[int, Any]]:
             if text[at + 1 :].strip():
                 yield (
                     line,
-                    Unreadable(
-                        "not JSON: something stands behind the list; what follows was not read"
-                    ),
+                    Unreadable("not JSON: there is text after the list, which was not read"),
                 )
             return
+        # Parse the entry.
         try:
             value, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError as error:
@@ -305,8 +307,7 @@ def _hidden(file: Path) -> bool:
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file's name or folder names: `data/train-00000-of-00002.parquet` ->
-    train."""
+    """Return the split in the path of a file: `data/train-00000-of-00002.parquet` -> train."""
     words = re.split(r"[^a-z0-9]+", str(file).lower())
     return next(
         (name for name, spellings in SPLITS.items() if any(word in spellings for word in words)),

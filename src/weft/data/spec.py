@@ -21,16 +21,16 @@ class TokenizerSpec:
     )
     chat_template: str | None = option(
         None,
-        "a form by its name (oasst, oasst_v25, chatml, llama3, mistral, gemma, zephyr, tulu, "
+        "name of a template (oasst, oasst_v25, chatml, llama3, mistral, gemma, zephyr, tulu, "
         "vicuna, alpaca), a jinja file, or "
-        "the template itself; the tokenizer's own when absent",
+        "the template itself; absent: the tokenizer's own",
     )
     add_tokens: list[str] = option(
         [],
-        "special tokens to add to the vocabulary; the word template stands for those that the "
-        "named chat_template writes. "
-        "Embeddings and output matrix grow to a multiple of 16; new rows begin as the mean of the "
-        "old ones",
+        "special tokens to add to the vocabulary; the word template adds the tokens of the "
+        "named chat_template. "
+        "Embeddings and output matrix grow to a multiple of 16; new rows are initialized to the "
+        "mean of the old ones",
         check=lambda tokens: (
             None if all(map(str.strip, tokens)) else "holds an empty token; take it out"
         ),
@@ -44,7 +44,7 @@ class TokenizerSpec:
     )
     sep_token: str | None = option(None, "separator token; must be in the vocabulary")
     add_bos_token: bool | None = option(
-        None, "begin every sequence with bos_token; absent: as the tokenizer does by itself"
+        None, "begin every sequence with bos_token; absent: the tokenizer's default"
     )
 
 
@@ -54,26 +54,26 @@ class SourceSpec:
 
     At most one of `fraction`, `size` and `weight` is set; without them all rows are used.
 
-    `fraction` and `size` draw that part of the training rows anew every epoch. `weight` is a share
-    of the mixture relative to the other weights: an epoch is as long as the scarcest source allows
-    without using a row twice.
+    With `fraction` or `size`, every epoch draws another part of the training rows. `weight` is a
+    share of the mixture relative to the other weights: an epoch is as long as the scarcest source
+    allows without using a row twice.
     """
 
     path: str = ""
-    # a dataset that is known by name (`weft.data.named`); `path` is then a copy of it
+    # Name of a dataset in the catalogue (`weft.data.named`); `path` is then a local copy of it.
     named: str | None = None
-    type: str | None = None  # the experiment's dataset type when absent
-    name: str | None = None  # the file's stem when absent; begins the ids, and names the metrics
+    type: str | None = None  # dataset type; None: that of the experiment
+    name: str | None = None  # prefix of ids, and name in metrics; None: the file's stem
     fraction: float | None = None
     size: int | None = None
     weight: float | None = None
-    split: str | None = None  # the files of this split, in a directory or on the hub
+    split: str | None = None  # split whose files are read, in a directory or on the hub
     args: Mapping[str, Any] = field(default_factory=dict)
-    # name -> column, over those of dataset.columns
+    # Column name of the dataset type -> column of the file; overrides `dataset.columns`.
     columns: Mapping[str, str] = field(default_factory=dict)
     valid_path: str | None = None
-    valid_split: float | None = None  # dataset.valid_split when absent
-    max_valid: int | None = None  # most rows of the validation set
+    valid_split: float | None = None  # share held out for validation; None: `dataset.valid_split`
+    max_valid: int | None = None  # maximum number of rows of the validation set
 
     @classmethod
     def parse(cls, value: Any, where: str) -> SourceSpec:
@@ -107,6 +107,7 @@ class SourceSpec:
         return source
 
     def check(self, where: str) -> None:
+        # Numbers of rows.
         shares = [
             name for name in ("fraction", "size", "weight") if getattr(self, name) is not None
         ]
@@ -122,8 +123,8 @@ class SourceSpec:
                 raise ConfigError(f"{where}.{name}={value!r}: must be a number")
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(
-                f"{where}.fraction={self.fraction}: must lie above 0 and at most at 1; use weight "
-                f"to stress a source"
+                f"{where}.fraction={self.fraction}: must be above 0 and at most 1; use weight "
+                f"to use a source more often"
             )
         if self.size is not None and not (1 <= self.size < 2**63 and self.size == int(self.size)):
             raise ConfigError(
@@ -131,7 +132,7 @@ class SourceSpec:
             )
         if self.weight is not None and not 0 < self.weight < float("inf"):
             raise ConfigError(
-                f"{where}.weight={self.weight}: must lie above 0; leave the source out to give it "
+                f"{where}.weight={self.weight}: must be above 0; leave the source out to give it "
                 f"none"
             )
         if self.valid_split is not None and not 0 <= self.valid_split < 1:
@@ -149,6 +150,7 @@ class SourceSpec:
                 f"{where}.max_valid={self.max_valid}: must be at least 1; set valid_split=0 for "
                 f"no validation"
             )
+        # Names, paths and mappings.
         if self.named is not None and (
             self.type is not None or self.split is not None or self.columns
         ):
@@ -172,7 +174,7 @@ class SourceSpec:
 
 
 def sources_of(spec: DatasetSpec) -> list[SourceSpec]:
-    """Return the entries of `dataset.sources` and `dataset.named`.
+    """Return the parsed entries of `dataset.sources` and `dataset.named`.
 
     Raises `ConfigError` naming the entry.
     """
@@ -289,8 +291,8 @@ class DatasetSpec:
     args: dict[str, Any] = option({}, "arguments of the dataset class")
     columns: dict[str, str] = option(
         {},
-        "columns of the rows under the names that the form needs, as {prompt: question, answer: "
-        "solution}; a.b is b of the "
+        "columns to rename, as {NAME_IN_WEFT: NAME_IN_FILE}, such as {prompt: question, answer: "
+        "solution}; a.b is key b of the "
         "mapping in column a",
         check=columns_problem,
     )
@@ -303,11 +305,11 @@ class DatasetSpec:
     )
     named: Any = option(
         None,
-        "datasets by name, more of the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: "
+        "datasets by name, added to the mixture: [webgpt, {oasst_export: {fraction: 0.5, lang: "
         "en}}] (docs/named-datasets.md)",
         check=named_problem,
     )
-    named_file: list[str] = option([], "YAML files with entries of your own for dataset.named")
+    named_file: list[str] = option([], "YAML files with further entries for dataset.named")
     max_seqlen: int | Literal["auto"] | None = option(
         None,
         "maximum tokens of prompt and answer together; absent: the model's context; auto: the "
@@ -315,7 +317,7 @@ class DatasetSpec:
         at_least=2,
     )
     valid_max_seqlen: int | None = option(
-        None, "the same of the rows that are evaluated on; absent: max_seqlen", at_least=2
+        None, "max_seqlen for validation rows; absent: max_seqlen", at_least=2
     )
     max_prompt_len: int | None = option(
         None,
@@ -326,13 +328,15 @@ class DatasetSpec:
     )
     overlong: str | None = option(
         None,
-        "what happens to longer rows: truncate, drop (both counted per source and printed), "
+        "treatment of longer rows: truncate, drop (both counted per source and printed), "
         "error; absent: error for prompts "
         "to complete, truncate for rows with answers",
         choices=OVERLONG,
     )
     remove_truncated_samples: bool = option(False, "the same as overlong=drop")
-    truncate_side: str = option("left", "which end of a prompt is cut", choices=("left", "right"))
+    truncate_side: str = option(
+        "left", "end at which a long prompt is cut", choices=("left", "right")
+    )
     train_bs_n_seqs: int | None = option(
         None,
         "prompts or rows per training batch; absent: 32, unless train_tokens_per_batch is set",
@@ -345,7 +349,7 @@ class DatasetSpec:
     valid_tokens_per_batch: int | None = option(
         None, "maximum tokens of an evaluation batch", at_least=1
     )
-    shuffle: bool = option(True, "shuffle the rows anew every epoch")
+    shuffle: bool = option(True, "shuffle the rows again in every epoch")
     valid_split: float = option(
         0.0,
         "share of the training rows set aside for validation when valid_path is absent",
@@ -353,49 +357,51 @@ class DatasetSpec:
         at_most=1.0,
     )
     sort_by_length: bool = option(
-        False, "put the shortest samples of an epoch first, those of equal length in random order"
+        False, "sort each epoch by length, shortest first; equal lengths are in random order"
     )
     sample_mixing: float = option(
         0.0,
-        "probability that a short sample joins another one: the pair is one of train_bs_n_seqs, "
-        "and attention stays apart",
+        "probability that a short sample is paired with another one: the pair counts as one of "
+        "train_bs_n_seqs; neither attends to the other",
         at_least=0.0,
         at_most=1.0,
     )
-    sample_mixing_below: int = option(256, "samples of fewer tokens are short ones", at_least=2)
+    sample_mixing_below: int = option(256, "samples with fewer tokens are short", at_least=2)
     label_masking: bool = option(
-        True, "train what the assistant wrote; false: every token of rows with one answer"
+        True, "train only the assistant's text; false: every token, of rows with one answer"
     )
     random_window: float = option(
         0.0,
-        "probability that a row over max_seqlen gives a random part of that length, another one "
-        "every epoch, in place of its "
+        "probability that a row longer than max_seqlen is cut to a random window of that length, "
+        "another one in every epoch, instead of its "
         "beginning",
         at_least=0.0,
         at_most=1.0,
     )
     system_prefix: str | None = option(
-        None, "system text that begins every conversation, before its own"
+        None, "system text put before every conversation's own system message"
     )
     system_tags: bool = option(
         False,
-        "a system message before each reply says what its message knows of it (lang, quality, "
-        "humor, creativity, context), in "
-        "a random order of every epoch's own",
+        "put a system message before each reply with the reply's lang, quality, "
+        "humor, creativity and context, in "
+        "another random order in every epoch",
     )
     system_tag_dropout: float = option(
-        0.5, "probability that an epoch leaves one of these out", at_least=0.0, at_most=1.0
+        0.5, "probability that a line of system_tags is left out", at_least=0.0, at_most=1.0
     )
-    system_tag_length: bool = option(False, "they also say the reply's length: its words / 5 + 1")
+    system_tag_length: bool = option(
+        False, "add the reply's length to system_tags: number of words / 5 + 1"
+    )
     num_workers: int | None = option(
         None,
-        "processes that tokenize; 0 is none but this one, and tokenizes all rows before the first "
+        "number of tokenizing processes; 0: tokenize all rows in the main process before the first "
         "step; absent: for large "
-        "files as many as cores, less one where training has begun",
+        "files one per core, and one less during training",
         at_least=0,
     )
     cache_dir: str | None = option(
-        None, "where tokenized rows are kept; ~/.cache/weft when absent", check=url_problem
+        None, "folder of the cache of tokenized rows; absent: ~/.cache/weft", check=url_problem
     )
 
     @property

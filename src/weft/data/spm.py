@@ -19,7 +19,7 @@ from weft.errors import DataError
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
-BYTE = 6  # SentencePiece.Type
+BYTE = 6  # values of the enum SentencePiece.Type
 SPACE = "▁"
 
 
@@ -61,6 +61,7 @@ def read_model(path: Path) -> Model:
     normalizer: dict[int, bytes | int] = {}
     try:
         for number, value in _fields(path.read_bytes()):
+            # Fields of ModelProto: 1 pieces, 2 trainer_spec, 3 normalizer_spec.
             if number == 1 and isinstance(value, bytes):
                 piece = dict(_fields(value))
                 score = piece.get(2, b"\0\0\0\0")
@@ -102,6 +103,7 @@ def read_model(path: Path) -> Model:
 def convert(model: Model) -> tokenizers.Tokenizer:
     """Return an equivalent `tokenizers.Tokenizer`; control pieces are special tokens."""
     byte_fallback = any(kind == BYTE for _, _, kind in model.pieces)
+    # Build the model: Unigram, or BPE with merges in the order of the scores.
     if model.unigram:
         scored = [(piece, score) for piece, score, _ in model.pieces]
         core = tokenizers.Tokenizer(models.Unigram(scored, model.unk_id, byte_fallback))
@@ -117,6 +119,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
                 byte_fallback=byte_fallback,
             )
         )
+    # Normalize the text as sentencepiece does, and invert this when decoding.
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
@@ -133,6 +136,7 @@ def convert(model: Model) -> tokenizers.Tokenizer:
     if model.add_dummy_prefix:
         undo.append(decoders.Strip(" ", 1, 0))
     core.decoder = decoders.Sequence(undo)
+    # Register pieces that are never split.
     for kind in (CONTROL, USER_DEFINED):
         found = [
             tokenizers.AddedToken(p, normalized=False, special=kind == CONTROL)
@@ -160,15 +164,17 @@ def _merges(model: Model, vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _id(trainer: dict[int, bytes | int], field: int, default: int) -> int:
-    """An int32 field; -1 is written as ten bytes of two's complement."""
+    """Return an int32 field; a negative number is stored as a 64-bit two's complement."""
     value = trainer.get(field, default)
     assert isinstance(value, int)
     return value - 2**64 if value >= 2**63 else value
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of a protobuf message: varints as integers, everything else as
-    bytes."""
+    """Iterate over (field number, value) of a protobuf message.
+
+    Varints are integers, all other values are bytes.
+    """
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)

@@ -11,7 +11,7 @@ def step_ends(text: str, mark: str) -> list[int]:
     """Return the end of each step of a text, in characters.
 
     A step ends after each `mark`, and at the end of the text if more than white space follows the
-    last mark. A step of nothing but white space is joined to the next one.
+    last mark. A step that consists of white space is joined to the next one.
     """
     ends: list[int] = []
     start = 0
@@ -39,7 +39,7 @@ def step_tokens(
 
 
 def _first(holds: Callable[[int], bool], count: int) -> int:
-    """The first of `count` indices from which on something holds; the last where it never does."""
+    """Return the first of `count` indices for which a monotone predicate is true, or the last."""
     low = 0
     high = count - 1
     while low < high:

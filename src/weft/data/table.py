@@ -1,4 +1,4 @@
-"""Tokenized rows in memory and on disk: one SequenceSample holds them all, in small dtypes."""
+"""Tokenized rows in memory and on disk, as one SequenceSample with small dtypes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of a source's rows, and of the samples that were cut or left out.
+    """Counts of a source's rows, and of the samples that were truncated or dropped.
 
-    `both_cut`: prompt and answer were cut. Includes the columns `read`, the columns with any value,
-    and the parts of trained turns that the chat template `cut`.
+    `both_cut`: number of samples with truncated prompt and answer. `read`: columns that were read;
+    `held`: columns with a value in any row; `cut`: parts of trained turns that the chat template
+    omits.
     """
 
     rows: int = 0
@@ -59,12 +60,12 @@ class Report:
 
     @property
     def too_long(self) -> int:
-        """Samples that were cut or left out."""
+        """Number of samples that were truncated or dropped."""
         return self.prompts_cut + self.answers_cut - self.both_cut + self.dropped
 
     @property
     def unused(self) -> list[str]:
-        """Return the columns that the form of no row reads."""
+        """Return the columns with values that were read in no row."""
         return sorted(self.held - self.read)
 
     def to_values(self) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class Report:
 class TokenTable:
     """All samples of one source.
 
-    `rows[i]` is the row of the file that sample i was made of (several may share one).
+    `rows[i]` is the number of the row that sample i was made from; a row can give several samples.
     """
 
     sample: SequenceSample
@@ -104,7 +105,7 @@ class TokenTable:
         return on_edges(self.sample.at(indices))
 
     def encoded(self, index: int) -> Encoded:
-        """Return sample `index` as it was encoded."""
+        """Return sample `index` in the form in which it was encoded."""
         one = self.sample.at([index])
 
         def lists(key: str) -> list[Any]:
@@ -124,7 +125,7 @@ class TokenTable:
         return self.sample.token_costs()
 
     def longest(self) -> int:
-        """Return the most tokens of a sequence: a prompt and one of its completions."""
+        """Return the length of the longest sequence, a prompt with one of its completions."""
         return int(self.sizes().max(initial=0))
 
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -142,7 +143,10 @@ class TokenTable:
     def build(
         cls, ids: Sequence[str], encoded: Sequence[Encoded], rows: Sequence[int], report: Report
     ) -> TokenTable:
-        """Pack encoded rows, in order; the keys are those of the first."""
+        """Pack encoded samples in order; `rows` are their row numbers.
+
+        The keys are those of the first sample.
+        """
         kinds = _kinds(encoded[0]) if encoded else ("prompt",)
         seqlens = {key: [_lengths(row, key) for row in encoded] for key in kinds}
         data = {key: _packed(encoded, key) for key in kinds}

@@ -21,12 +21,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from weft.reading import reason
 
-SECONDS = 5.0  # that a template may take for a greeting
-CONVERSATION_SECONDS = 10.0  # for any other conversation
-# seconds between two looks of a watch, and for which it waits for more to watch
-TICK = 0.05
-IDLE = 1.0
-MOST_CHARACTERS = 1_000_000  # that it may make of one
+SECONDS = 5.0  # time limit for rendering a greeting
+CONVERSATION_SECONDS = 10.0  # time limit for rendering any other conversation
+TICK = 0.05  # interval in seconds at which a `Watch` checks its entries
+IDLE = 1.0  # seconds without entries after which its thread ends
+MOST_CHARACTERS = 1_000_000  # maximum length of a rendered greeting, and of a repeated constant
 MOST_EXPONENT = 64
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag that transformers adds to jinja
 
@@ -62,9 +61,9 @@ def template_problem(template: str) -> str | None:
         ArithmeticError,
         NameError,
     ):
-        return None  # it compiles; what it refuses shows with real messages
+        return None  # the template compiles; whether it suits the real messages is checked later
     if len(written[0][0]) > MOST_CHARACTERS:
-        return f"makes {len(written[0][0]):,} characters of a greeting"
+        return f"renders a greeting as {len(written[0][0]):,} characters"
     return None
 
 
@@ -76,7 +75,7 @@ def _oversized(template: str) -> str | None:
     tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(
         MARKS.sub("", template)
     )
-    for node in reversed(list(_below(tree))):  # what stands inside comes first
+    for node in reversed(list(_below(tree))):  # inner expressions first
         if isinstance(node, nodes.Pow):
             exponent = _constant(node.right)
             if isinstance(exponent, int | float) and abs(exponent) > MOST_EXPONENT:
@@ -110,21 +109,21 @@ def _constant(node: nodes.Expr) -> Any:
 class Watch:
     """Thread that interrupts other threads whose work takes too long.
 
-    It ends itself when there is nothing to watch. Starting a timer for each conversation would take
-    longer than most templates do.
+    The thread ends when it is idle. One thread serves all conversations, since starting a timer for
+    each would take longer than rendering it with most templates.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[object, tuple[int, float]] = {}  # thread, and until when
+        self._entries: dict[object, tuple[int, float]] = {}  # entry -> (thread, deadline)
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Watch this thread for `seconds`; return the entry that ends the watch."""
+        """Interrupt the calling thread in `seconds`, unless `end` is called with the result."""
         entry = object()
         with self._lock:
             self._entries[entry] = threading.get_ident(), time.monotonic() + seconds
-            # in a process that was forked it is not
+            # In a forked process the thread does not run.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="weft-templates", daemon=True
@@ -162,7 +161,7 @@ def _watch() -> Watch:
 def within(seconds: float) -> Iterator[None]:
     """Raise `TookTooLong` in this thread if the code takes too long.
 
-    It is raised between two steps of Python, so not inside a library's own code.
+    The error is raised between two bytecode instructions, so not inside code of a C library.
     """
     watch = _watch()
     entry = watch.begin(seconds)

@@ -1,14 +1,13 @@
-"""Rows that are tokenized while training goes on: samples come from processes that work ahead, or
-are made when asked for.
+"""Tokenization during training, by processes that work ahead, or on demand.
 
-The order of batches and the number of steps need the ids of all samples, so these are settled
-before. A row of a form with one sample per row (`OneSample`) has one unless it is left out for its
-length. What is read before training begins:
+The order of batches and the number of steps depend on the ids of all samples, so the ids are
+determined before training. With a form of one sample per row (`OneSample`), every row has a sample
+unless it is left out for its length. Before training, weft
 
-- every row, with its id and its shape (its columns, and the kinds of values in them);
-- the samples of the first row of each shape, since rows that a form cannot use mostly differ in
-  shape from those that it can, and of all rows of a shape if this one is bad;
-- the samples of rows that may be too long, if such rows are left out or are errors.
+- reads every row, with its id and its shape (its columns, and the kinds of their values);
+- encodes the first row of each shape, since bad rows mostly differ in shape from good ones, and all
+  rows of a shape if its first row is bad;
+- encodes the rows that may be too long, if such rows are left out or are errors.
 """
 
 from __future__ import annotations
@@ -59,34 +58,32 @@ from weft.data.tokenizing import (
 )
 from weft.errors import DataError
 
-# of which a row is tokenized before training begins; after these only top-level columns count
+# A row of each shape is tokenized before training. Above this number of shapes, further rows are
+# distinguished by their top-level columns only.
 MOST_SHAPES = 1000
-ADDED = 2  # tokens that a sample may have beside those of its text: BOS and EOS
+ADDED = 2  # maximum number of tokens added to those of a sample's text: BOS and EOS
 NAMED_BY_VALUE = ("role", "from")  # keys whose texts are part of a row's shape
-# for which the end of a run waits for a table that is being written to the cache
+# Maximum seconds that the end of a run waits for a table to be written to the cache.
 FINISH_SECONDS = 20.0
+# States of a sample.
 WAITING = 0
 UNDER_WAY = 1
 DONE = 2
 
-Packed = tuple[
-    TokenTable, list[Problem]
-]  # samples with the rows' numbers in their chunk, and what is wrong with others
+# (samples with the numbers of their rows in the chunk, problems of other rows)
+Packed = tuple[TokenTable, list[Problem]]
 
 
 @runtime_checkable
 class OneSample(Protocol):
     """Form whose rows, except message trees, make one sample of at most one completion.
 
-    The sample is trained from its first token on. It is never left out if long samples are
-    truncated, as a trained token always remains.
+    The first token of the completion is trained, so if long samples are truncated, a trained token
+    always remains and the sample is never left out.
     """
 
     def render_text(self, row: Row, tokenizer: Tokenizer) -> str:
-        """Return the text that becomes the tokens of a row's sample; BOS and EOS may be added.
-
-        Raises as `encode` does.
-        """
+        """Return the text that is tokenized, with BOS and EOS. Raises the errors of `encode`."""
         ...
 
 
@@ -95,8 +92,8 @@ def tokenize_ahead(
 ) -> TokenTable | TableAhead:
     """Return the samples of a source: a `TableAhead` that is not started yet, or a whole table.
 
-    It is a whole table, as `tokenize` makes it, if it comes from the cache, if the files are small,
-    if the form makes several samples of a row, or if `num_workers` is 0.
+    Calls `tokenize` for a whole table if it is in the cache, if the files are small, if the form
+    makes several samples from a row, or if `num_workers` is 0.
 
     Raises `DataError` with a report on the bad rows that are found.
     """
@@ -118,7 +115,7 @@ def tokenize_ahead(
 
 
 def pack(outcome: Outcome) -> Packed:
-    """Return the outcome of a chunk with its samples as a table, a tenth of the size."""
+    """Return the outcome of a chunk with its samples as a table, which is a tenth of the size."""
     samples, report, problems = outcome
     numbers = [index for index, _, _ in samples]
     return TokenTable.build(
@@ -147,10 +144,10 @@ class _Rows:
 
 
 def _list_rows(job: Job, source: Source) -> _Rows | None:
-    """Read all rows.
+    """Read all rows, and choose those to tokenize before training.
 
-    Returns None if some rows make several samples, or if their columns differ too much to try a row
-    of each shape.
+    Returns None if a row makes several samples, or if there are too many shapes of rows to tokenize
+    one row of each.
     """
     rows = _Rows()
     known = dict[Any, int]()
@@ -162,6 +159,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
     else:
         most = min(limits, default=None)
     for number, (place, row) in enumerate(rows_of(source.path, source.split, source.columns)):
+        # Choose rows with a bad id, and rows that may be too long.
         own: str | None = None
         if not isinstance(row, Unreadable):
             if is_tree(row):
@@ -172,6 +170,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
                 rows.tried.add(number)
             if most is not None and _may_be_longer(job, row, most):
                 rows.tried.add(number)
+        # Choose the first row of each shape.
         shape = _shape(row, job.form.id_key, deep=len(known) < MOST_SHAPES)
         if shape not in known:
             if len(known) == 2 * MOST_SHAPES:
@@ -185,10 +184,7 @@ def _list_rows(job: Job, source: Source) -> _Rows | None:
 
 
 def _shape(row: Row | Unreadable, id_key: str, *, deep: bool) -> Any:
-    """Return the columns of a row, except its id, with the kinds of their values.
-
-    `deep`: include the kinds of nested values.
-    """
+    """Return the columns of a row, except its id, with the kinds of (`deep`: nested) values."""
     if isinstance(row, Unreadable):
         return None
     kind = _kind if deep else _kind_alone
@@ -214,10 +210,7 @@ def _kind_alone(value: Any) -> Any:
 
 
 def _may_be_longer(job: Job, row: Row, most: int) -> bool:
-    """Return whether the sample of a row can have more than `most` tokens.
-
-    True also for a bad row.
-    """
+    """Return whether the sample of a row can have more than `most` tokens; True for bad rows."""
     try:
         text = job.form.render_text(row, job.tokenizer)
         bound = job.tokenizer.most_tokens_in(text)
@@ -229,9 +222,9 @@ def _may_be_longer(job: Job, row: Row, most: int) -> bool:
 
 
 def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
-    """Return the table, after determining its ids and its number of rows.
+    """Return the table, with the chosen rows tokenized so that its ids are known.
 
-    Raises `DataError` with all reports on bad rows found so far.
+    Raises `DataError` with reports on all bad rows found.
     """
     outcomes: list[tuple[list[int], Outcome]] = []
     problems: list[Problem] = []
@@ -241,6 +234,7 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
             outcomes.append((chunk, outcome))
             problems.extend((chunk[index], wrong, long) for index, wrong, long in outcome[2])
 
+    # Encode the chosen rows; if some are bad, encode all rows of their shapes to report on them too.
     tried = sorted(rows.tried)
     encode(tried)
     bad = {rows.shapes[row] for row, _, long in problems if long is None}
@@ -248,6 +242,7 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
         encode(
             [row for row, shape in enumerate(rows.shapes) if shape in bad and row not in rows.tried]
         )
+    # Assign ids to the rows that are not left out.
     used = {chunk[index] for chunk, outcome in outcomes for index, _, _ in outcome[0]}
     left = [row for row in range(len(rows.places)) if row in used or row not in rows.tried]
     ids, taken = assign_ids([(row, rows.own_ids[row]) for row in left], rows.places)
@@ -255,8 +250,8 @@ def _settle(job: Job, rows: _Rows, source: Source, kept: Path) -> TableAhead:
         raise DataError(reports(rows.places, [*problems, *taken]))
     if not left:
         raise no_rows_error(source, len(rows.places))
-    # A column of metadata appears first in the first sample of some shape: with these, batches have
-    # all columns at once.
+    # Encode the first row of each shape: together they have all columns of metadata, so that all
+    # batches get the same columns.
     firsts = {rows.shapes[row]: row for row in reversed(left)}.values()
     encode(sorted(row for row in firsts if row not in used))
     samples = sorted(
@@ -286,7 +281,7 @@ def _encode_now(
     return list(zip(chunks, found, strict=True))
 
 
-# -- while training goes on
+# -- during training
 
 
 class TableAhead:
@@ -310,7 +305,7 @@ class TableAhead:
     ) -> None:
         self.ids = ids
         self.rows = rows
-        # called with the longest size, whenever it grows
+        # Called with the length of the longest sequence whenever it grows.
         self.check_longest: Callable[[int], None] | None = None
         self._job = job
         self._places = places
@@ -319,13 +314,13 @@ class TableAhead:
         self._kept = kept
         self._bytes = np.asarray([len(pickled[row]) for row in rows.tolist()], dtype=np.int64)
         self._state = np.zeros(len(ids), dtype=np.int8)
-        # where a finished sample lies
+        # Chunk of each finished sample, and its index in the chunk.
         self._chunk_of, self._place_of = np.full((2, len(ids)), -1, dtype=np.int64)
-        self._samples: list[SequenceSample] = []  # of each chunk
+        self._samples: list[SequenceSample] = []  # by chunk
         self._reports: list[Report] = []
-        # samples in the order in which processes take them
+        # Samples in the order in which the processes encode them.
         self._queue: Index = np.arange(len(ids), dtype=np.int64)
-        self._next = 0  # place in the queue
+        self._next = 0  # index of the next sample in the queue
         self._longest = self._checked = 0
         self._whole: TokenTable | None = None
         self._failure: BaseException | None = None
@@ -349,7 +344,7 @@ class TableAhead:
             self._state[missing] = UNDER_WAY
         self._make(missing)
         with self._changed:
-            # a process is at work on them
+            # A process is encoding these; encode them here too instead of waiting.
             others = [index for index in indices if self._state[index] == UNDER_WAY]
         extra = self._encode(others)[0].sample if others else None
         self._raise_failure()
@@ -364,7 +359,7 @@ class TableAhead:
     ) -> SequenceSample:
         """Return the samples from the chunks, and `others` from `extra`."""
         apart = {index: place for place, index in enumerate(others)}
-        # chunk -> (place among the indices, place in the chunk)
+        # chunk (-1: `extra`) -> [(position in the result, index in the chunk)]
         wanted: dict[int, list[tuple[int, int]]] = {}
         for at, index in enumerate(indices):
             chunk, place = (
@@ -377,7 +372,7 @@ class TableAhead:
         order = list[int]()
         for chunk, found in wanted.items():
             sample = self._samples[chunk] if chunk >= 0 else extra
-            assert sample is not None, "samples outside the chunks were encoded"
+            assert sample is not None, "`extra` has the samples outside the chunks"
             part = sample.at([place for _, place in found])
             parts.append(replace(part, ids=tuple(str(at) for at, _ in found)))
             order += [at for at, _ in found]
@@ -398,8 +393,7 @@ class TableAhead:
         return self._whole
 
     def report(self) -> Report | None:
-        """Return the report on all rows, in which places are named; None while samples are
-        missing."""
+        """Return the report on all rows, with places; None while samples are missing."""
         if self._whole is None:
             return None
         report = self._whole.report
@@ -408,7 +402,7 @@ class TableAhead:
         )
 
     def longest(self) -> int:
-        """Return the most tokens of a sequence among the samples made so far."""
+        """Return the length of the longest sequence among the samples made so far."""
         return self._longest
 
     def costs(self) -> npt.NDArray[np.int64]:
@@ -418,9 +412,9 @@ class TableAhead:
         return self.whole().sizes()
 
     def expected_costs(self) -> npt.NDArray[Any]:
-        """Return the estimated tokens of each sample.
+        """Return the estimated number of tokens of each sample.
 
-        Estimated from its bytes, and the tokens of the samples made so far.
+        The estimate is the size of the row in bytes, times the tokens per byte so far.
         """
         with self._changed:
             tokens = sum(int(sample.token_costs().sum()) for sample in self._samples)
@@ -453,12 +447,12 @@ class TableAhead:
             self._closed = not (self._state == DONE).all()
             processes = list(self._processes) if self._closed else []
         for process in processes:
-            process.kill()  # its thread takes it from there
+            process.kill()  # its thread then ends too
         for thread in self._threads:
             thread.join(FINISH_SECONDS)
 
     def _work(self, job: bytes) -> None:
-        """Have a process make samples until none is left."""
+        """Start a process and have it encode samples until none is left; runs in a thread."""
         process = None
         try:
             with self._changed:
@@ -472,7 +466,7 @@ class TableAhead:
                 self.add_samples(
                     rows, ask_process(process, [("", self._pickled[row]) for row in rows])
                 )
-        except BaseException as error:  # whoever asks for samples is told
+        except BaseException as error:  # raised by the next call of `at`
             self._fail(error)
         finally:
             if process is not None:
@@ -481,7 +475,7 @@ class TableAhead:
     def _take(self) -> Index:
         """Return the samples of the next chunk, in the order of their rows.
 
-        Empty at the end, and after `close`.
+        Returns an empty array at the end, and after `close`.
         """
         found: list[int] = []
         with self._changed:
@@ -499,7 +493,7 @@ class TableAhead:
         return np.asarray(sorted(found), dtype=np.int64)
 
     def _make(self, samples: Sequence[int]) -> None:
-        """Encode these samples in this process; no other process is at work on them."""
+        """Encode these samples in this process; no other process encodes them."""
         if samples:
             ordered = sorted(set(samples))
             self.add_samples(self.rows[ordered].tolist(), self._encode(ordered))
@@ -512,7 +506,7 @@ class TableAhead:
     def _with_columns(self, sample: SequenceSample) -> SequenceSample:
         """Return the samples with all metadata columns of the table."""
         nothing = (None,) * sample.num_ids
-        assert set(sample.metadata) <= set(self._columns), "a form's columns follow from the row's"
+        assert set(sample.metadata) <= set(self._columns), "columns depend only on the row's shape"
         return replace(
             sample, metadata={name: sample.metadata.get(name, nothing) for name in self._columns}
         )
@@ -531,7 +525,7 @@ class TableAhead:
                 expected = int(np.isin(self.rows, rows).sum())
             else:
                 expected = len(rows)
-            assert len(samples) == expected, "a row that was to have a sample has none"
+            assert len(samples) == expected, "a row of the table has no sample"
             self._chunk_of[samples], self._place_of[samples] = (
                 len(self._samples),
                 np.arange(len(samples)),
@@ -547,7 +541,7 @@ class TableAhead:
             self._begin_finish()
 
     def _begin_finish(self) -> None:
-        """Start a thread that joins all chunks, so that no batch waits for it."""
+        """Start a thread that joins all chunks, so that batches need not wait for it."""
         thread = threading.Thread(target=self._finish, name="weft-tokenized", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -564,7 +558,7 @@ class TableAhead:
             self._fail(error)
 
     def _join(self) -> TokenTable:
-        """Return the table that `tokenize` would make of the same rows."""
+        """Join all chunks to the table that `tokenize` would return for the same rows."""
         keys = self._samples[self._chunk_of[0]].keys
         held = [number for number, sample in enumerate(self._samples) if sample.num_ids]
         starts = np.zeros(len(self._samples), dtype=np.int64)

@@ -1,8 +1,8 @@
 """Text to token ids and back: one encode path for training, generation, chat and rewards.
 
-Wraps a `transformers` tokenizer. What weft adds: overrides that must be in the vocabulary, at most
-one BOS, chat rendering with the mask of what the assistant wrote, exact sentencepiece ids from a
-bare `tokenizer.model`, a decoder for streams.
+Wraps a `transformers` tokenizer and adds: overrides of special tokens that must be in the
+vocabulary, at most one BOS, chat rendering with a mask of the assistant's text, exact sentencepiece
+ids from a bare `tokenizer.model`, and a decoder for streams.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Tokenizer:
 
     hf: PreTrainedTokenizerBase
     add_bos: bool = False  # whether `encode` begins with BOS
-    # whether a conversation gets BOS where its template writes none (add_bos_token=true)
+    # Whether BOS is added to conversations whose template writes none (add_bos_token=true).
     chat_bos: bool = False
-    model_stops: tuple[int, ...] = ()  # ids that end a completion by the model's own configuration
-    added_from: int | None = None  # the first id that `add_tokens` made; None where it made none
-    option: str = "tokenizer"  # how a user writes the options of this tokenizer
-    dress: Dress = UNDRESSED  # what stands around the conversations that are trained on
-    draw: np.random.Generator | None = None  # what is drawn of that; None: nothing
-    # a text that has more for certain is not tokenized, but `TooLong`
+    model_stops: tuple[int, ...] = ()  # ids that end a completion, from the model's configuration
+    added_from: int | None = None  # first id added by `add_tokens`; None if none was added
+    option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
+    dress: Dress = UNDRESSED  # additions to the conversations that are trained on
+    draw: np.random.Generator | None = None  # random numbers for `dress`; None: nothing is random
+    # A text that certainly has more tokens is not tokenized: `TooLong` is raised.
     most_tokens: int | None = None
 
     @classmethod
@@ -122,7 +122,7 @@ class Tokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Return ids without BOS, and the character range [start, stop) of each.
 
-        None if the tokenizer does not provide offsets.
+        Returns None if the tokenizer does not provide offsets.
         """
         if not self.hf.is_fast:
             return None
@@ -198,9 +198,9 @@ class Tokenizer:
         return self.render(talk, normalise_tools(tools), add_generation_prompt)
 
     def most_tokens_in(self, text: str) -> int | None:
-        """Return an upper bound on the tokens of a text, without BOS and without tokenizing it.
+        """Return an upper bound on the number of tokens of a text, without tokenizing it.
 
-        None if unknown.
+        BOS is not counted. Returns None if no bound is known.
         """
         if self._tokens_per_byte is None:
             return None
@@ -227,10 +227,9 @@ class Tokenizer:
     def encode_context(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None
     ) -> tuple[list[int], frozenset[str]]:
-        """Return (token ids with generation prompt, parts of the messages in no token).
+        """Return (token ids with generation prompt, parts of the messages without any token).
 
-        Raises `DataError` if the template leaves out something that a reply depends on
-        (`weft.data.rendered`).
+        Raises `DataError` if the template leaves out essential parts (`weft.data.rendered`).
         """
         talk = normalise(messages)
         schemas = normalise_tools(tools)
@@ -269,6 +268,7 @@ class Tokenizer:
             self.name,
             self.option,
         )
+        # Tokenize, then add BOS and EOS if the template does not write them.
         found = chat.mask_tokens(
             template, self.dress.of(normalise(messages), self.draw), normalise_tools(tools)
         )
@@ -291,7 +291,7 @@ class Tokenizer:
     def _marked(
         self, messages: Sequence[dict[str, Any]], tools: Any
     ) -> list[tuple[int, int]] | None:
-        # some have another one for conversations with tools
+        # Some tokenizers have another template for conversations with tools.
         template = self.hf.get_chat_template(None, tools)
         named = rendered.with_reasoning_key(messages, template)
         return chat.generation_spans(template, named, tools, dict(self.hf.special_tokens_map))
@@ -338,7 +338,7 @@ class Tokenizer:
     def drawing(self, draw: np.random.Generator) -> Tokenizer:
         """Return the tokenizer with random numbers to draw from.
 
-        Cached facts about the template are kept.
+        Cached properties of the template are copied too.
         """
         made = copy(self)
         object.__setattr__(made, "draw", draw)
@@ -350,7 +350,7 @@ class Tokenizer:
         hf.pad_token = token
         return replace(self, hf=hf)
 
-    # -- what it is
+    # -- properties
 
     @property
     def name(self) -> str:
@@ -382,7 +382,7 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Return the sha256 of everything that affects token ids.
 
-        This is the vocabulary, merges, special tokens, templates and BOS habits.
+        These are the vocabulary, merges, special tokens, templates and BOS settings.
         """
         dress = [] if self.dress == UNDRESSED else [asdict(self.dress)]
         return tokenizer_files.fingerprint(self.hf, self.add_bos, self.chat_bos, *dress)
@@ -417,7 +417,7 @@ class Tokenizer:
         config = Path(directory) / "tokenizer_config.json"
         values = json.loads(config.read_text())
         if values.get("tokenizer_class") == "TokenizersBackend":
-            # the name that transformers 4 knows too
+            # Write a class name that transformers 4 knows too.
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
             write(config, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
@@ -433,10 +433,10 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._ids: list[int] = []
-        # decoding begins here, a few tokens back, because a token's text can depend on the one
-        # before
+        # Index at which decoding begins, a few tokens back: a token's text can depend on the token
+        # before it.
         self._start = 0
-        self._read = 0  # tokens whose text has been given out
+        self._read = 0  # number of tokens whose text was returned
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""

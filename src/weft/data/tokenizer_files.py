@@ -38,15 +38,16 @@ from weft.reading import (
 
 Hf = TypeVar("Hf", bound=PreTrainedTokenizerBase)
 SENTENCEPIECE = "tokenizer.model"
-COMMAND = "--"  # in place of the options of a role: those of a command such as weft chat
-TEMPLATE = "template"  # among tokens to add: those of the named chat template
+COMMAND = "--"  # `option` of a command such as `weft chat`, which has flags instead of role options
+TEMPLATE = "template"  # value of `add_tokens`: the special tokens of the named chat template
+# Prefixes of tokenizer classes whose sentencepiece models begin texts with BOS by default.
 CLASSES_WITH_BOS = (
     "Llama",
     "CodeLlama",
     "Gemma",
-)  # their sentencepiece tokenizers begin with BOS unless told otherwise
+)
 SAYING_STOPS = ("config.json", "generation_config.json")
-# steps before the model of a tokenizer for which `tokens_per_byte` has a bound
+# Kinds of normalizers and pre-tokenizers for which `tokens_per_byte` has a bound.
 NEVER_LONGER = frozenset(
     (
         "NFC",
@@ -61,8 +62,8 @@ NEVER_LONGER = frozenset(
         "Punctuation",
     )
 )
-BLANK = "\u2581"  # that sentencepiece writes for a space
-NEVER_REFUSED = 200_000  # characters of a text that is tokenized whatever the limits
+BLANK = "\u2581"  # sentencepiece's character for a space
+NEVER_REFUSED = 200_000  # texts of at most so many characters are tokenized whatever the limits
 
 
 def stop_ids_of_model(path: str) -> tuple[int, ...]:
@@ -82,12 +83,12 @@ def stop_ids_of_model(path: str) -> tuple[int, ...]:
 def model_values(path: str, name: str) -> Mapping[str, Any]:
     """Return the contents of a JSON file of a model directory or hub model.
 
-    Empty if there is no file of that name, or if the hub does not answer.
+    Returns an empty mapping if there is no file of that name, or if the hub does not answer.
     """
     place = Path(path).expanduser()
     try:
         file = (place if place.exists() else hub.folder(path)) / name
-    except hub.FAILURES:  # a hub that does not answer; who needs the model says so
+    except hub.FAILURES:  # reported elsewhere if the model itself is needed
         return {}
     return read_object(file, str(file)) if file.exists() else {}
 
@@ -105,22 +106,24 @@ def typed(option: str, name: str) -> str:
 def read(
     path: str, trust_remote_code: bool, option: str = "tokenizer", *, own: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Read the tokenizer at `path`; `own`: it is the model's path, not an option's.
+    """Read the tokenizer at `path`; `own`: the path is the model's, not that of a tokenizer option.
 
-    Raises `UserError` naming the option: `option` and its suffix, or the model's.
+    Raises `UserError` naming the option `{option}.path`, or the path option of the model.
     """
+    # A file: tokenizer.json or a sentencepiece model.
     place = Path(path).expanduser()
     asked = _named(path, option, own=own)
     if place.is_file():
         if place.suffix == ".json":
             check_growth(place, asked)
-            with reading(f"{asked}: is no tokenizer.json", UserError):
+            with reading(f"{asked}: is not a tokenizer.json", UserError):
                 return _tried(PreTrainedTokenizerFast(tokenizer_file=str(place)))
         if place.suffix == ".model" and spm.is_sentencepiece(place):
             return _from_sentencepiece(place, {})
         raise UserError(
             f"{asked}: a file must be a tokenizer.json or a sentencepiece tokenizer.model"
         )
+    # A directory with a sentencepiece model only.
     if place.is_dir():
         check_folder(place, asked)
     if place.is_dir() and not (place / "tokenizer.json").exists():
@@ -130,6 +133,7 @@ def read(
             return _from_sentencepiece(
                 model, read_object(config, str(config)) if config.exists() else {}
             )
+    # Other directories and hub names, read by `transformers`.
     refuse_url(path, asked)
     if not place.exists() and (
         place.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1
@@ -155,7 +159,7 @@ def read(
             )
         except (
             StrictDataclassError
-        ) as wrong:  # a value in config.json, which the library reads for the tokenizer's class
+        ) as wrong:  # an invalid value in config.json, read to find the tokenizer's class
             raise UserError(f"{asked}/config.json: {reason(wrong)}") from wrong
         hf.name_or_path = path
         return hf
@@ -164,8 +168,8 @@ def read(
 def _plain_config(source: str) -> PreTrainedConfig | None:
     """Return a model's config.json if the tokenizer's files name their class, else None.
 
-    The class depends then only on the model's type and name. By itself `AutoTokenizer` imports the
-    model's own configuration, and with it most of `transformers`, which takes a second.
+    `AutoTokenizer` then needs only the model's type and name. Without this argument it imports the
+    configuration class of the model, and with it most of `transformers`, which takes a second.
     """
     files = [Path(source) / name for name in ("config.json", "tokenizer_config.json")]
     if not all(file.is_file() for file in files):
@@ -183,7 +187,7 @@ def _plain_config(source: str) -> PreTrainedConfig | None:
 def _named(path: str, option: str, *, own: bool) -> str:
     """Return the option that names the tokenizer at `path`, with its value.
 
-    A command names its model by the path alone.
+    For a command it is the path alone.
     """
     if option == COMMAND:
         return path
@@ -205,7 +209,7 @@ def _tried(hf: Hf) -> Hf:
         and not hf("The 1st of a, b and c.", add_special_tokens=False, verbose=False)["input_ids"]
     ):
         raise ValueError(
-            "it makes no tokens of text: it has no vocabulary but special tokens; is "
+            "it gives no tokens for a text: its vocabulary has only special tokens; is "
             "tokenizer.json missing?"
         )
     if not vocab or min(vocab.values()) < 0:
@@ -214,7 +218,7 @@ def _tried(hf: Hf) -> Hf:
         )
     template = hf.chat_template
     if not isinstance(template, str | dict | None):
-        raise ValueError(f"its chat template is a {type(template).__name__}, and no text")
+        raise ValueError(f"its chat template is a {type(template).__name__}, not text")
     return hf
 
 
@@ -224,7 +228,7 @@ def _from_sentencepiece(path: Path, config: Mapping[str, Any]) -> PreTrainedToke
     `config` (a tokenizer_config.json) has its special tokens.
     """
     with reading(
-        f"tokenizer.path={path}: no tokenizer can be made of it and its tokenizer_config.json"
+        f"tokenizer.path={path}: no tokenizer can be built from it and its tokenizer_config.json"
     ):
         return _tried(_made(spm.read_model(path), config))
 
@@ -259,7 +263,7 @@ def _made(model: spm.Model, config: Mapping[str, Any]) -> PreTrainedTokenizerFas
 
 
 def set_habit(hf: Any, add_bos: bool) -> None:
-    """Set the BOS habit in `transformers`, so that the saved tokenizer has it too."""
+    """Set in `transformers` whether texts begin with BOS, which the saved tokenizer keeps."""
     if isinstance(hf, PreTrainedTokenizerFast):
         hf.add_bos_token = add_bos  # type: ignore[misc]  # transformers declares the setter in a way mypy cannot see
 
@@ -300,16 +304,16 @@ def read_template(given: str, option: str = "tokenizer") -> str:
         given = read_text(path, f"{typed(option, 'chat_template')}={given}", ConfigError)
     problem = template_problem(given)
     if problem:
-        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; mend the template")
+        raise ConfigError(f"{typed(option, 'chat_template')} {problem}; fix the template")
     return given
 
 
 def prepare(
     hf: PreTrainedTokenizerBase, spec: TokenizerSpec, path: str, option: str = "tokenizer"
 ) -> int | None:
-    """Apply the options to the tokenizer of `path`.
+    """Apply the options `spec` to the tokenizer read from `path`.
 
-    Returns the first new id, or None.
+    Returns the first id of added tokens, or None if none were added.
     """
     added_from = add_tokens(hf, added_tokens(spec.add_tokens, spec.chat_template, option))
     for name in ("bos_token", "eos_token", "pad_token", "sep_token"):
@@ -350,11 +354,10 @@ def encoded(
         if least > most:
             raise TooLong("row", least, "dataset.max_seqlen", most, uncounted=True)
     with reading(
-        "a text cannot be made tokens of (does it hold half of a character, such as \\ud800?)",
+        "a text cannot be tokenized (does it contain half of a character, such as \\ud800?)",
         DataError,
     ):
-        # Masks would be lists as long as the ids, which keep other threads waiting while they are
-        # made.
+        # Do not build masks: lists as long as the ids, whose construction blocks other threads.
         masks = {"return_attention_mask": False, "return_token_type_ids": False}
         found: Mapping[str, Any] = hf(
             text, add_special_tokens=False, verbose=False, **masks, **more
@@ -363,13 +366,12 @@ def encoded(
 
 
 def tokens_per_byte(hf: PreTrainedTokenizerBase) -> tuple[int, int] | None:
-    """(most tokens for each byte of ASCII, for each other byte) of a tokenizer that merges bytes,
-    or characters and bytes.
+    """Return (maximum number of tokens per byte of ASCII, per other byte) of a BPE tokenizer.
 
-    Every token of such a tokenizer stands for at least one byte of the text as it is normalized.
-    NFC makes at most three bytes of one, and leaves ASCII as it is; a blank may be put before each
-    part between special tokens. None for other tokenizers, whose normalizers may write a character
-    in any number of others.
+    If the tokenizer merges bytes, or characters with byte fallback, every token represents at least
+    one byte of the normalized text. NFC turns a byte into at most three, and does not change ASCII;
+    a space can be put before each part between special tokens. Returns None for other tokenizers,
+    whose normalizers may replace a character by any number of characters.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         return None
@@ -416,8 +418,10 @@ def most_tokens(text: str, of_ascii: int, of_others: int) -> int:
 
 
 def bad_template(name: str, fault: str, option: str) -> UserError:
-    """The error for the chat template of the tokenizer `name`, of which `fault` says what it
-    does."""
+    """Return the error for an unsuitable chat template of the tokenizer `name`.
+
+    `fault` is a verb phrase that completes "the chat template of NAME ...".
+    """
     return UserError(
         f"the chat template of {name} {fault}; name a template for text conversations with "
         f"{typed(option, 'chat_template')}=chatml (or another name, or a jinja file)"
@@ -438,7 +442,8 @@ def added_tokens(
 ) -> list[str]:
     """Return the tokens named by `tokenizer.add_tokens`, without duplicates.
 
-    Raises `ConfigError` for `template` without a named one.
+    The word `template` in `given` is replaced by the special tokens of the chat template. Raises
+    `ConfigError` if no chat template is given by name then.
     """
     found: list[str] = []
     for token in given:
@@ -498,9 +503,9 @@ def check_named_template(
 
 
 def split_digits(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") -> None:
-    """Make every digit a token of its own.
+    """Change the tokenizer to make every digit a separate token.
 
-    Raises `ConfigError` for a tokenizer in Python, which has no such step.
+    Raises `ConfigError` for a tokenizer written in Python, which has no pre-tokenizer.
     """
     if not isinstance(hf, PreTrainedTokenizerFast):
         raise ConfigError(
@@ -532,7 +537,7 @@ def need_bos(hf: PreTrainedTokenizerBase, path: str, option: str = "tokenizer") 
 def fingerprint(hf: PreTrainedTokenizerBase, *habits: Any) -> str:
     """Return the sha256 of everything that affects the token ids of a text or conversation.
 
-    `habits` are weft's additions.
+    `habits` are weft's settings that affect them.
     """
     if isinstance(hf, PreTrainedTokenizerFast):
         core = hf.backend_tokenizer.to_str()

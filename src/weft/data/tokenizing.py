@@ -35,25 +35,25 @@ from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError, RunError, UserError
 from weft.writing import write
 
-VERSION = 5  # part of the cache's key; raised when the same rows give other ids
-# smaller files are tokenized about as soon as a second process has started
+VERSION = 5  # part of the cache key; increased when the same rows give other ids
+# Smaller files are tokenized in about the time that it takes to start a second process.
 PARALLEL_BYTES = 8 << 20
-CHUNK = 512
+CHUNK = 512  # number of rows that a process encodes at a time
 LACKS = re.compile(r"lacks the key '[^']*'")
-FIRST = 3  # places that are named where all rows have the same fault
+FIRST = 3  # maximum number of places listed if many rows have the same problem
 
 
 class Form(Protocol):
     """Conversion of rows of one type to token ids.
 
-    Forms are frozen dataclasses: their fields are options, and they are hashed.
+    Forms are frozen dataclasses. Their fields are options, and part of the cache key.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def id_key(self) -> str:
-        """Return the name of the column with the row's id, which rows can lack."""
+        """Return the name of the column with the row's id; the column is optional."""
         ...
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -85,7 +85,7 @@ class Job:
 class Source:
     """Rows to tokenize, and the cache for the result.
 
-    `cache_dir` None: `~/.cache/weft`.
+    `cache_dir` None means `~/.cache/weft`. `num_workers` None chooses by the size of the files.
     """
 
     path: str
@@ -93,20 +93,21 @@ class Source:
     cache_dir: str | None = None
     num_workers: int | None = None
     progress: Reporter = show
-    columns: Columns = field(default_factory=dict)  # as the form calls them -> as the file does
-    name: str = ""  # what to call it while it is read; "": by its path
-    # samples after which no more rows are read, and nothing is kept; None: all are read
+    columns: Columns = field(default_factory=dict)  # column name of the form -> column of the file
+    name: str = ""  # name in messages; "": the path
+    # Number of samples after which no more rows are read, without using the cache; None: no limit.
     most: int | None = None
 
 
 Chunk = list[tuple[str, Row | Unreadable | bytes]]  # (place, row, or the pickle of one)
-# (row, what is wrong, by how much it is too long where that is it)
+# (row, message, the error if the row is too long)
 Problem = tuple[int, str, TooLong | None]
+# (samples as (row, own id, ids), report, problems)
 Outcome = tuple[list[tuple[int, str | None, Encoded]], Report, list[Problem]]
 
 
 def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source) -> TokenTable:
-    """Return the tokenized rows of a source, from the cache if they are there.
+    """Return the tokenized rows of a source, from the cache if it has them.
 
     Raises `DataError` with a report `FILE:LINE: message` for every bad row; nothing is cached then.
     """
@@ -127,7 +128,7 @@ def tokenize(form: Form, lengths: Lengths, tokenizer: Tokenizer, source: Source)
 
 
 def no_rows_error(source: Source, rows: int) -> DataError:
-    """Return the error for a source of which all rows are left out."""
+    """Return the error for a source whose rows are all left out."""
     return DataError(
         f"{source.name or source.path}: no row is left: all {rows} are longer than the limits; "
         "raise dataset.max_seqlen or dataset.max_prompt_len"
@@ -135,9 +136,9 @@ def no_rows_error(source: Source, rows: int) -> DataError:
 
 
 def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
-    """Return the table with the places of the cuts in its report.
+    """Return the table with the places of omitted parts (`Cut.place`) in its report.
 
-    A table from the cache can come from files of other names.
+    They are not cached, since the same rows can be read from a file with another name.
     """
     cuts = table.report.cut
     if not cuts:
@@ -153,9 +154,9 @@ def _with_places(table: TokenTable, files: Sequence[Path]) -> TokenTable:
 
 
 def make_job(form: Form, lengths: Lengths, tokenizer: Tokenizer) -> Job:
-    """Return a job whose tokenizer does not read texts of rows that are left out for their length.
+    """Return a job whose tokenizer skips very long texts if long rows are not truncated.
 
-    Texts that are cut are read whole.
+    Rows to be truncated are tokenized whole.
     """
     if lengths.max_seqlen is not None and lengths.overlong != "truncate":
         tokenizer = replace(tokenizer, most_tokens=lengths.max_seqlen)
@@ -176,6 +177,7 @@ def encode_rows(job: Job, chunk: Chunk) -> Outcome:
     for index, (_, given) in enumerate(chunk):
         if isinstance(given, bytes):
             given = pickle.loads(given)
+        # Encode the row, recording columns and message keys that are read.
         try:
             if isinstance(given, Unreadable):
                 raise BadRow(given.wrong)
@@ -184,6 +186,7 @@ def encode_rows(job: Job, chunk: Chunk) -> Outcome:
             own = row_id(row, job.form.id_key)
             with unread_keys() as unused:
                 made = job.form.encode(row, job.tokenizer)
+            # Apply the length limits.
             for encoded in made:
                 unused |= encoded.unused
                 cuts += [replace(cut, row=index) for cut in encoded.cut]
@@ -207,8 +210,7 @@ def encode_rows(job: Job, chunk: Chunk) -> Outcome:
 def _tokenize_files(job: Job, files: Sequence[Path], source: Source) -> TokenTable:
     read = (row for file in files for row in read_rows(file))
     collecting = gc.isenabled()
-    # it would go through all rows that are there again and again, which takes as long as reading
-    # them
+    # The garbage collector would traverse all rows repeatedly, which takes as long as reading them.
     gc.disable()
     try:
         rows: Chunk = [
@@ -255,7 +257,7 @@ def _first_samples(job: Job, files: Sequence[Path], source: Source, most: int) -
 
 
 def _assemble(rows: Chunk, outcomes: Sequence[Outcome]) -> TokenTable:
-    """Join all chunks to one table."""
+    """Join the outcomes of all chunks to one table. Raises `DataError` with all problems."""
     problems: list[Problem] = []
     encoded: list[Encoded] = []
     own_ids: list[tuple[int, str | None]] = []
@@ -283,8 +285,8 @@ def assign_ids(
 ) -> tuple[list[str], list[Problem]]:
     """Return (ids of rows in file order, problems) from the rows' numbers and their own ids.
 
-    A row without an id gets its number, whatever ids other rows have. Two rows with the same id are
-    a problem.
+    A row without an id gets its number, or a variant of it that is not the id of another row. The
+    second of two rows with the same id is a problem.
     """
     given = {own for _, own in own_ids if own is not None}
     ids: list[str] = []
@@ -316,8 +318,8 @@ def _number_row(row: int, given: Set[str]) -> str:
 def reports(places: Sequence[str], problems: Iterable[Problem]) -> list[str]:
     """Return `FILE:LINE: message` for the rows with problems, in file order.
 
-    If every row lacks the same key, there is one report, as the option is wrong then. All rows that
-    are too long share one report.
+    If every row lacks the same key, there is only one report, since the options are wrong then. All
+    rows that are too long share one report.
     """
     problems = sorted(problems, key=lambda problem: problem[0])
     lacks = {match[0] if (match := LACKS.match(wrong)) else None for _, wrong, _ in problems}
@@ -373,7 +375,7 @@ def encode_in_processes(
             try:
                 outcome: Outcome = ask_process(process, chunk)
             finally:
-                # also a dead one: whoever waits for it must fail, not wait for ever
+                # Return a dead process too: a thread that waits for a process must fail, not hang.
                 idle.put(process)
             advance(len(chunk))
             return outcome
@@ -388,8 +390,8 @@ def encode_in_processes(
 def start_process() -> subprocess.Popen[bytes]:
     """Start a process that encodes rows: it is sent a pickled job, then asked with `ask_process`.
 
-    It runs `weft.data.encode_worker`, as `multiprocessing`'s spawn would import the user's script
-    again. It has its own session, as Ctrl-C is for the parent only.
+    It runs `weft.data.encode_worker` instead of `multiprocessing`, which would import the user's
+    script again. It is in a new session, so that Ctrl-C only reaches the parent.
     """
     environment = {
         **os.environ,
@@ -473,15 +475,15 @@ def _from_cache(file: Path) -> TokenTable | None:
 
 
 def to_cache(file: Path, table: TokenTable) -> None:
-    """Write to a temporary name, then rename.
+    """Write a table to the cache, under a temporary name that is then renamed.
 
-    If the cache is not writable, prints a note and continues without it.
+    If the cache is not writable, prints a note and continues.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write(file, table.to_bytes())
     except OSError as error:
         print(
-            f"note: tokenized rows are not kept in {file.parent} ({error.strerror})",
+            f"note: tokenized rows are not cached in {file.parent} ({error.strerror})",
             file=sys.stderr,
         )

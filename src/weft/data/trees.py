@@ -14,9 +14,9 @@ Node = Mapping[str, Any]
 
 
 def threads(row: Row) -> Iterator[list[Node]]:
-    """Iterate over the paths from the root to a leaf that end with the assistant.
+    """Iterate over the paths from the root to each leaf, without a last turn of the prompter.
 
-    A last turn of the prompter is removed.
+    Each path is returned once.
     """
     seen: set[str] = set()
     for path in _paths(_root(row)):
@@ -30,7 +30,7 @@ def threads(row: Row) -> Iterator[list[Node]]:
 def rankings(row: Row) -> Iterator[tuple[list[Node], list[Node]]]:
     """Iterate over (path to a prompter's message, its replies, best first).
 
-    Only messages with two or more replies that have a human rank.
+    Messages with fewer than two replies ranked by people are skipped.
     """
     for path in _paths(_root(row), inner=True):
         ranked = [reply for reply in _replies(path[-1]) if reply.get("rank") is not None]
@@ -66,9 +66,9 @@ def _root(row: Row) -> Node:
 
 
 def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
-    """Paths from the root to each leaf, depth first; with `inner` to every node.
+    """Iterate over the paths from the root to each leaf (`inner`: each node), depth first.
 
-    None of a tree that a model began.
+    Yields nothing if the root is deleted or synthetic.
     """
     stack: list[list[Node]] = [[root]] if _is_wanted(root) else []
     while stack:
@@ -80,7 +80,7 @@ def _paths(root: Node, inner: bool = False) -> Iterator[list[Node]]:
 
 
 def _replies(node: Node) -> list[Node]:
-    """The replies that people wrote and nobody took back, as datasets known by name take them."""
+    """Return the replies that are neither deleted nor synthetic (as named datasets do)."""
     return [reply for reply in node.get("replies") or () if _is_wanted(reply)]
 
 

@@ -1,9 +1,9 @@
 """Location of the assistant's turns in a rendered conversation.
 
-A turn begins where the template's generation prompt ends, rendered from the messages before it:
-the text that the model sees when it generates. Many templates render a turn differently once others
-follow (thoughts left out, another end token, tools written later). Such a turn is found by
-rendering the conversation with a message's text replaced by other words.
+A turn begins after the template's generation prompt, rendered from the messages before it: this is
+the text that the model sees when it generates. Many templates render a turn differently if other
+turns follow (reasoning left out, another end token, tools written later). Such a turn is located by
+rendering the conversation again with other words in place of the message's text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from weft.errors import DataError
 
 Span = tuple[int, int]
 
-# begins and ends as no text does, so what two renderings share ends where the words do
+# Replacement of a message's text. It begins and ends with a character that texts do not use, so the
+# difference between two renderings is exactly the text.
 OTHER = "\u2042 weft \u2042"
-# what may stand between the last words of a turn and the token that ends it
+# Characters that are allowed between the last words of a turn and its end token.
 CLOSING = " \t\r\n\"')]}"
 
 
@@ -42,7 +43,7 @@ class Template:
     turn_end: str | None = None
     added: Sequence[str] = ()
     name: str = "the tokenizer"
-    option: str = "tokenizer"  # how a user writes the options of this tokenizer
+    option: str = "tokenizer"  # prefix of this tokenizer's options, as a user writes them
 
 
 def leading_token(text: str, added: Sequence[str]) -> str | None:
@@ -76,21 +77,24 @@ class _Talk:
     messages: Sequence[Message]
     tools: Any
     text: str
-    words: dict[int, Span | None] = field(default_factory=dict)  # what was found, by message
+    words: dict[int, Span | None] = field(default_factory=dict)  # spans found so far, by message
 
     def start(self, index: int, at: int) -> int:
-        """Return the position where turn `index` begins.
+        """Return the position at which turn `index` begins.
 
-        Trained turns before it end at `at`.
+        `at` is the end of the trained turn before it, or 0. Raises `DataError` if it is unclear.
         """
+        # Render the messages before the turn, with and without the generation prompt.
         text = self.text
         content = self.messages[index]["content"].strip()
         shown = self._begun(index, prompt=True)
         plain = self._begun(index, prompt=False)
+        # The conversation begins with this rendering.
         if shown is not None and text.startswith(shown):
             if shown != plain:
                 return len(shown)
             return self._behind_header(index, len(shown))
+        # The template has no generation prompt, or refuses these messages: use the texts around.
         said = self._words(index)
         before = self._words(index - 1)
         if shown is None or plain is None or not shown.startswith(plain) or shown == plain:
@@ -102,8 +106,8 @@ class _Talk:
             return said[0]
         if text.startswith(plain):
             return self._after_header(shown[len(plain) :], len(plain))
-        # What came before is rendered otherwise by now, so the header is sought between the words
-        # before and the turn's own.
+        # The messages before the turn are rendered differently in the whole conversation, so the
+        # header is searched between their text and the turn's own text.
         low = max(at, before[1] if before else 0)
         high = said[0] if said else len(text)
         header = shown[len(plain) :]
@@ -114,7 +118,11 @@ class _Talk:
         return self._after_header(header[header.find(mark) :], found)
 
     def stop(self, index: int, start: int) -> int:
-        """Return the position after the end token of turn `index`, which begins at `start`."""
+        """Return the position after the end token of turn `index`, which begins at `start`.
+
+        Raises `DataError` if it is unclear.
+        """
+        # The conversation begins with the rendering up to this turn.
         text = self.text
         end = self.template.turn_end
         shown = self._begun(index + 1, prompt=False)
@@ -123,6 +131,7 @@ class _Talk:
             if end and found >= 0:
                 return found + len(end)
             return max(start, len(text[: len(shown)].rstrip()))
+        # Otherwise search after the turn's text, before the text of the next message.
         said = self._words(index)
         following = self._words(index + 1)
         if said is None or said[1] < start:
@@ -135,8 +144,8 @@ class _Talk:
         closing = self._after_words(index, shown)
         if closing is not None and rest.startswith(closing.rstrip()):
             return said[1] + len(closing.rstrip())
-        # A turn that others follow ends otherwise: with the usual token further on, or another one
-        # that follows at once.
+        # A turn followed by others can end differently: with the usual token after other text, or
+        # with another token directly after the turn's text.
         if end and end in rest:
             token: str | None = end
         else:
@@ -148,8 +157,8 @@ class _Talk:
     def _behind_header(self, index: int, at: int) -> int:
         """Return the start of turn `index`, at or after `at`.
 
-        Used if the template knows no generation prompt. A header that the template writes before
-        the words of a reply is skipped. White space and the beginning of a tool call are not.
+        Used if the template has no generation prompt. Skips a header that the template writes
+        before the words of a reply, but neither white space nor the beginning of a tool call.
         """
         said = self._words(index)
         content = self.messages[index]["content"]
@@ -158,14 +167,14 @@ class _Talk:
         return said[0] if self.text[at : said[0]].strip() else at
 
     def _begun(self, count: int, *, prompt: bool) -> str | None:
-        """Return the first `count` messages rendered alone.
+        """Return the first `count` messages rendered without the others.
 
-        None if there are none, or if the template refuses them.
+        Returns None if `count` is 0, or if the template refuses them.
         """
         return _try_render(self.template, self.messages[:count], self.tools, prompt)
 
     def _words(self, index: int) -> Span | None:
-        """Return the span of message `index`'s content in the text, None if unclear."""
+        """Return the span of message `index`'s content in the text, or None if it is unclear."""
         if index not in self.words:
             self.words[index] = self._find_words(index) if 0 <= index < len(self.messages) else None
         return self.words[index]
@@ -173,7 +182,7 @@ class _Talk:
     def _after_words(self, index: int, shown: str | None) -> str | None:
         """Return the text after the content of message `index` in `shown`.
 
-        `shown` is the conversation up to that message. None if the template refuses it.
+        `shown` is the conversation up to that message. Returns None if the template refuses it.
         """
         talk = [*self.messages[:index], _other_words(self.messages[index])]
         other = _try_render(self.template, talk, self.tools, False)
@@ -193,9 +202,9 @@ class _Talk:
         return _changed(self.text, other)
 
     def _next_content(self, index: int, at: int) -> int:
-        """Return the position after `at` of the content of the next message that has any.
+        """Return the position, after `at`, of the content of the next message that has content.
 
-        The end of the text if it is not found.
+        Returns the end of the text if it is not found.
         """
         words = (message["content"].strip() for message in self.messages[index + 1 :])
         found = self.text.find(next(filter(None, words), ""), at)
@@ -204,7 +213,8 @@ class _Talk:
     def _after_header(self, header: str, at: int) -> int:
         """Return the end of the generation prompt that begins at `at`.
 
-        If the text differs from it (an empty think block), the position where they diverge.
+        If the text deviates from the generation prompt (by an empty think block), returns the
+        position at which they diverge.
         """
         rest = self.text[at:]
         shared = common_prefix(self.template.encode(header), self.template.encode(rest))
@@ -245,7 +255,7 @@ def _try_render(
     try:
         return template.render(messages, tools, prompt) if messages else None
     except DataError:
-        return None  # some templates refuse a conversation that is only begun
+        return None  # some templates refuse incomplete conversations
 
 
 def _characters(template: Template, text: str, tokens: int) -> int:

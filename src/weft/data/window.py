@@ -15,7 +15,7 @@ from weft.data.prefix import common_prefix
 class Window:
     """Random window of `size` tokens of a longer sequence, drawn with `probability`.
 
-    `head` are ids that are kept in front of it if the sequence begins with them.
+    If the sequence begins with the ids `head`, they are kept in front of the window.
     """
 
     size: int
@@ -24,7 +24,7 @@ class Window:
     bos_id: int | None = None
 
     def of(self, encoded: Encoded, draw: np.random.Generator) -> Encoded:
-        """Return the sample, or a window of it.
+        """Return the sample, or a random window if it is longer than `size`.
 
         Every position that includes a trained token is equally likely. A window's first token is
         trained only if another token precedes it.
@@ -60,7 +60,7 @@ class Window:
     def _head(self, ids: np.ndarray) -> int:
         """Return the number of leading ids to keep.
 
-        It can be less than `head`, whose last token can be merged with the text that follows.
+        It can be less than the length of `head`, whose last token can be merged with the next text.
         """
         return common_prefix(self.head, ids.tolist()) or int(
             self.bos_id is not None and ids[0] == self.bos_id

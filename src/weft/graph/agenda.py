@@ -1,8 +1,8 @@
-"""Order in which decided firings start. Pure; the caller owns clocks and threads.
+"""Order in which scheduled firings start. Pure; the caller owns clocks and threads.
 
-`ready` decides ahead of time which nodes run, on which ids and in which order. A firing starts as
-soon as its inputs exist. Calls start in the order in which they were decided, so requests to a
-group have a deterministic order whatever finishes first. If calls tolerate staleness
+`weft.graph.ready` decides in advance which nodes run, on which ids and in which order. A firing
+starts as soon as its inputs exist. Calls start in the order of these decisions, so the order of
+requests to a worker group does not depend on timing. If calls tolerate staleness
 (`max_staleness`), the order holds per role; if such calls have their own copy of the weights, it
 holds separately for them and for the role's other calls.
 """
@@ -21,9 +21,9 @@ from weft.graph.ready import Buffer, Firing
 class Beginning:
     """Firing that can start.
 
-    `version`: the call has its own copy of the weights and uses those after so many firings of its
-    training node; an interruptible call may use newer ones. `keeps`: the firing trains, and waiting
-    calls need the weights from before it.
+    `version` is set for calls with their own copy of the weights: the number of firings of the
+    training node after which the weights were copied; an interruptible call may use newer weights.
+    `keeps`: the firing trains, and waiting calls need the weights from before it.
     """
 
     firing: Firing
@@ -36,7 +36,7 @@ class _Decided:
     firing: Firing
     after: Mapping[str, int]  # node -> required number of finished firings
     lane: str | None  # firings with the same lane start in order; None for host functions
-    version: int | None  # version of the weights for a call with its own lane
+    version: int | None  # version of the weights, for calls with their own copy
     wants: tuple[str, int] | None  # (training node, version) if newer weights are not allowed
 
 
@@ -65,6 +65,7 @@ class Agenda:
         It starts after earlier firings of the same node, after the producers of its keys, and after
         the training that its role's weights come from.
         """
+        # Finished firings that this one has to wait for.
         node = self._graph.node(firing.node)
         after = {firing.node: firing.step}
         for producer in self._graph.producers(firing.node):
@@ -73,6 +74,7 @@ class Agenda:
             )
         for edge in self._graph.waits_for(firing.node):
             after[edge.producer] = buffer.fired.get(edge.producer, 0)
+        # Calls start in order, per role if any call tolerates staleness.
         if isinstance(node, MFCDef):
             if self._by_role:
                 lane = node.role
@@ -80,6 +82,7 @@ class Agenda:
                 lane = ""
         else:
             lane = None
+        # A call with its own copy of the weights has its own order and version.
         version: int | None = None
         wants: tuple[str, int] | None = None
         if isinstance(node, MFCDef) and node.name in self._lanes:

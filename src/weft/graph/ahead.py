@@ -18,10 +18,11 @@ def runs_ahead(graph: DataflowGraph) -> bool:
 
 
 def first(graph: DataflowGraph, firings: Sequence[Firing]) -> list[Firing]:
-    """Return the firings to decide on first.
+    """Return the firings to schedule first.
 
-    First calls that tolerate staleness, since others of their role would delay them; then all that
-    do not train, since calls decided on after a training step wait for its weights; then training.
+    These are the calls that tolerate staleness, since other calls of their role would delay them.
+    Without any, returns all firings that do not train, since calls scheduled after a training step
+    wait for its weights; without those, the firings that train.
     """
     lagging = _lagging(graph)
     sampling = [firing for firing in firings if firing.node in lagging]
@@ -52,9 +53,9 @@ def may_load(
 
 
 def oldest(buffer: Buffer, firings: Sequence[Firing]) -> Firing:
-    """Return the firing with the oldest ids, so that samples made ahead delay nothing.
+    """Return the firing with the oldest ids, so that sampling ahead does not delay training.
 
-    Ties go to the one decided on first.
+    Of several, returns the first in `firings`.
     """
     position = {id: number for number, id in enumerate(buffer.entries)}
     return min(firings, key=lambda firing: min(position.get(id, -1) for id in firing.ids))

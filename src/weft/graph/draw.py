@@ -45,6 +45,8 @@ class _Lane:
 
 
 class _Drawing:
+    """Layout of one graph, and its elements as SVG."""
+
     def __init__(self, graph: DataflowGraph) -> None:
         self._graph = graph
         self._nodes = {node.name: node for node in graph.nodes}

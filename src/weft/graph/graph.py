@@ -14,7 +14,7 @@ DATASET = "dataset"
 
 @dataclass(frozen=True)
 class Edge:
-    """`consumer` reads `keys` of `producer`, which is `dataset` for keys of the rows."""
+    """Keys of `producer` that `consumer` reads; `producer` is `dataset` for keys of the rows."""
 
     producer: str
     consumer: str
@@ -23,7 +23,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class VersionEdge:
-    """`consumer` runs on weights that `producer` trains or syncs.
+    """Dependency of the call `consumer` on weights that the node `producer` trains or syncs.
 
     At most `max_staleness` firings of `producer` may lie between the weights that `consumer` used
     for an id and those that `producer` starts from when it processes that id.
@@ -86,8 +86,8 @@ class DataflowGraph:
         if not read:
             raise GraphError(
                 f"insert_after: node {new.name!r} reads "
-                f"{_listed((*new.input_keys, *new.optional_keys))}, and {name!r} makes "
-                f"{_listed(old.output_keys)}; name one of these among its input_keys"
+                f"{_listed((*new.input_keys, *new.optional_keys))}, but {name!r} makes "
+                f"{_listed(old.output_keys)}; add one of these to its input_keys"
             )
         changed = replace(old, output_key_remap={**old.output_key_remap, **aside})
         placed = replace(
@@ -155,24 +155,24 @@ class DataflowGraph:
 def _check_nodes(nodes: Sequence[Node]) -> None:
     seen: set[str] = set()
     if not nodes:
-        raise GraphError("the graph has no nodes; give it at least one model function call")
+        raise GraphError("the graph has no nodes; add at least one model function call")
     for node in nodes:
         if node.name in seen or node.name == DATASET:
             if node.name in seen:
-                rule = "is a name that two nodes have"
+                rule = "is the name of two nodes"
             else:
-                rule = "is kept for the rows themselves"
+                rule = "is reserved for the dataset"
             raise GraphError(f"node {node.name!r}: {node.name!r} {rule}; rename one of them")
         seen.add(node.name)
         if node.batch_size < 0:
             raise GraphError(
-                f"node {node.name!r}: batch_size={node.batch_size}; 0 means the loader's batch, "
-                f"else at least 1"
+                f"node {node.name!r}: batch_size={node.batch_size}; it must be at least 1, or 0 "
+                f"for the loader's batch"
             )
         if isinstance(node, MFCDef) and node.max_staleness < 0:
             raise GraphError(
-                f"node {node.name!r}: max_staleness={node.max_staleness}; 0 is on-policy, more "
-                f"lets it lag"
+                f"node {node.name!r}: max_staleness={node.max_staleness}; it must be 0 "
+                f"(on-policy) or more"
             )
         for remap, keys in (
             (node.input_key_remap, {*node.input_keys, *node.optional_keys}),
@@ -181,7 +181,7 @@ def _check_nodes(nodes: Sequence[Node]) -> None:
             for key in remap:
                 if key not in keys:
                     raise GraphError(
-                        f"node {node.name!r} remaps {key!r}, which is none of its keys: "
+                        f"node {node.name!r} remaps {key!r}, which is not one of its keys: "
                         f"{_listed(keys)}"
                     )
 
@@ -194,7 +194,7 @@ def _makers(nodes: Sequence[Node]) -> dict[str, str]:
             if key in makers:
                 raise GraphError(
                     f"key {key!r} is made by node {makers[key]!r} and by node {node.name!r}; "
-                    "give one of them another name with output_key_remap"
+                    "rename one of them with output_key_remap"
                 )
             makers[key] = node.name
     return makers
@@ -224,9 +224,9 @@ def _missing_key(
     ]
     close = nearest(key, [*dataset_keys, *makers])
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    rule = "which no node makes and the dataset does not hold"
+    rule = "which neither a node nor the dataset provides"
     return GraphError(
-        f"node {node!r} wants key {key!r}{hint}, {rule}; keys there are: {_listed(there)}"
+        f"node {node!r} reads key {key!r}{hint}, {rule}; available keys: {_listed(there)}"
     )
 
 
@@ -257,9 +257,9 @@ def _cycle(waiting: Mapping[str, set[str]], edges: Sequence[Edge]) -> GraphError
         path.append(sorted(waiting[path[-1]])[0])
     loop = path[path.index(path[-1]) :][::-1]
     keys = {(e.producer, e.consumer): ", ".join(e.keys) for e in edges}
-    steps = "; ".join(f"{b!r} wants {keys[a, b]} from {a!r}" for a, b in itertools.pairwise(loop))
+    steps = "; ".join(f"{b!r} reads {keys[a, b]} of {a!r}" for a, b in itertools.pairwise(loop))
     return GraphError(
-        f"the graph has a cycle: {steps}; rename a key with a remap, or drop one of these"
+        f"the graph has a cycle: {steps}; rename a key with a remap, or remove a node"
     )
 
 
@@ -273,17 +273,17 @@ def _resolve_sync(sync: ParamSync, nodes: Sequence[Node]) -> ParamSync:
         else:
             wanted = f"after the node that trains {sync.source!r}"
         raise GraphError(
-            f"sync {sync.source} -> {sync.target} runs {wanted}, and there is none; nodes: "
+            f"sync {sync.source} -> {sync.target} runs {wanted}, which does not exist; nodes: "
             f"{_listed(n.name for n in nodes)}"
         )
     if sync.source == sync.target:
         raise GraphError(
-            f"sync {sync.source} -> {sync.target}: a role cannot follow itself; name two roles"
+            f"sync {sync.source} -> {sync.target}: source and target must be different roles"
         )
     if not 0.0 < sync.eta <= 1.0:
         raise GraphError(
-            f"sync {sync.source} -> {sync.target}: eta={sync.eta}; it lies above 0 and up to 1 (1 "
-            f"copies)"
+            f"sync {sync.source} -> {sync.target}: eta={sync.eta}; it must be above 0 and at most 1 "
+            f"(1 copies)"
         )
     return ParamSync(sync.source, sync.target, sync.eta, after)
 

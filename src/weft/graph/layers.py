@@ -13,9 +13,10 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Placed:
-    """Positions: `x` of each node's center, `layer` from 0, and the bends of each edge.
+    """Positions of nodes and edges in a drawing.
 
-    A bend is the (x, layer) that an edge passes between its ends.
+    `x` is the center of each node, `layer` its row, counted from 0 at the top, and `bends` the
+    (x, layer) points that each edge passes between its ends.
     """
 
     x: Mapping[str, float]
@@ -39,6 +40,7 @@ def place(
     rows: list[list[str]] = [[] for _ in range(max(layer.values()) + 1)]
     for name in names:
         rows[layer[name]].append(name)
+    # Split each edge into links between neighboring layers, with a dummy node in every layer passed.
     links: dict[Pair, float] = {}  # link -> weight with which its ends are aligned
     passing: dict[Pair, list[str]] = {}
     for edge in edges:
@@ -51,6 +53,7 @@ def place(
         passing[edge] = chain
         for link in itertools.pairwise([source, *chain, target]):
             links[link] = max(links.get(link, 0.0), LOOSE if edge in bundled else 1.0)
+    # Reduce crossings, then assign coordinates.
     _order(rows, list(links))
     x = _coordinates(rows, links, dict.fromkeys(names, node_width), bend_width)
     rank = {dummy: index for index, row in enumerate(rows) for dummy in row}
@@ -59,7 +62,7 @@ def place(
 
 
 def longest_paths(names: Sequence[str], edges: Sequence[Pair]) -> dict[str, int]:
-    """Return the layer of each node: one below the lowest node that it reads from."""
+    """Return the layer of each node, one below the lowest of its sources; 0 without sources."""
     layer: dict[str, int] = {}
     for name in names:
         layer[name] = max(

@@ -124,11 +124,12 @@ class HostFunction(OnEdges):
 
     `function` is a registered name (see `docs/host-functions.md`).
 
-    It may return fewer ids than it got (a filter); the loader refills. With `refill_rounds` above
-    0, calls before a filter that wait for new weights take whole batches until the training node
-    has a full one, in at most so many rounds per step; with 0 they take only as many ids as are
-    missing, in ever smaller rounds. `tokenizer_role` names the role whose tokenizer is
-    `context.tokenizer`, for functions that read text.
+    It may return fewer ids than it received (a filter); the loader then provides more.
+    `refill_rounds` applies to calls before a filter that wait for new weights. Above 0, they take
+    whole batches until the training node has a full one, in at most `refill_rounds` rounds per
+    step. With 0, they take only as many ids as are missing, in ever smaller rounds.
+    `tokenizer_role` names the role whose tokenizer is `context.tokenizer`, for functions that read
+    text.
     """
 
     name: str

@@ -24,7 +24,11 @@ class Firing:
 
 @dataclass
 class Entry:
-    """State of an id: existing keys, nodes that took it (with their firing's number), nodes done."""
+    """State of an id in the graph.
+
+    `keys` exist for the id, `started` maps each node that took it to the number of that firing, and
+    `done` holds the nodes that have finished with it.
+    """
 
     batch: int = 0  # number of the loader's batch
     keys: set[str] = field(default_factory=set)
@@ -49,11 +53,9 @@ class Buffer:
     closed: bool = False
     num_batches: int = 0
     marks: dict[str, dict[str, int]] = field(default_factory=dict)
-    # number of current ids that each node has taken
+    # Number of current ids that each node has taken, and that it has finished.
     taken: Counter[str] = field(default_factory=Counter)
-    through: Counter[str] = field(
-        default_factory=Counter
-    )  # number of current ids that each node has finished
+    through: Counter[str] = field(default_factory=Counter)
 
     def add(self, ids: Sequence[str], keys: Iterable[str]) -> None:
         """Add a batch of the loader, whose ids must be unique in the epoch."""
@@ -198,7 +200,10 @@ def wants_rows(
 
 @dataclass(frozen=True)
 class _Reach:
-    """Oldest ids that a node can take now, whether the batch is full, and whether rows would help."""
+    """Oldest ids that a node can take now.
+
+    `full`: they are a complete batch. `wants_rows`: more rows of the loader would complete it.
+    """
 
     ids: tuple[str, ...]
     full: bool
@@ -208,6 +213,7 @@ class _Reach:
 def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], name: str) -> _Reach:
     node = graph.node(name)
     producers = graph.producers(name)
+    # Ids that the node has not taken and whose inputs exist.
     open_blocks = list[Block[Entry]]()
     able = list[str]()
     if buffer.taken[name] < len(buffer.entries):
@@ -218,6 +224,7 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
             b for b in open_blocks if needed <= b.known.keys and b.known.done.issuperset(producers)
         ]
         able = buffer.entries.ids_of(fitting)
+    # Limit them by the age of the weights and by the batch size.
     edges = graph.waits_for(name)
     allowed = able[: _allowed(graph, buffer, versions, edges, able)]
     if node.batch_size:
@@ -230,6 +237,7 @@ def _reach(graph: DataflowGraph, buffer: Buffer, versions: Mapping[str, int], na
             wanted = sum(len(block.ids) for block in open_blocks if block.known.batch == first)
         else:
             wanted = 1
+    # Check if another batch of rows would help.
     more = False
     if not buffer.closed and not producers and len(taken) < wanted:
         more = _allowed(graph, buffer, versions, edges, able, another=1) > len(allowed)

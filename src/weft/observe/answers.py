@@ -51,7 +51,7 @@ def answers(listed: Sequence[Shown]) -> tuple[str, list[dict[str, Any]]]:
         'aria-label="Search prompts and answers"><label>Colour tokens by <select id="colour"><option value="">nothing</option>'
         f'{choices}</select></label><output id="found"></output></div>'
     )
-    note = '<p class="note">The last steps of which each run kept samples; of several answers the first is shown.</p>'
+    note = '<p class="note">From the last steps with saved samples. Of several answers to a prompt, the first is shown.</p>'
     return f'{note}{tools}<div class="panel single">{blocks}</div>', tokens
 
 

@@ -45,7 +45,7 @@ CLOSE = 0.01  # relative difference up to which two values count as equal
 RUNNING = "running"
 Names = list[str | None]  # a measure's name in each run; None if the run does not have it
 APART = (
-    '<p class="note">A measure has several charts where it means something else in each run, such as the losses of two '
+    '<p class="note">A metric has several charts if its meaning differs between the runs, such as the losses of two '
     "algorithms or rewards from two sources.</p>"
 )
 
@@ -211,7 +211,7 @@ def _top(listed: Sequence[Named], hero: Chart | None) -> str:
 
 def verdict(listed: Sequence[Named]) -> str:
     """Return one or two sentences that say which run is better, or why that is unknown."""
-    # Cases in which no run can be called better.
+    # Without a common headline metric, or with one that cannot be compared, no run is better.
     runs = [each.run for each in listed]
     names = _wanted(listed)
     if names is None:
@@ -219,10 +219,10 @@ def verdict(listed: Sequence[Named]) -> str:
             (each, headline(each.run.names, each.run.record.get("algorithm"))) for each in listed
         ]
         told = ", ".join(
-            f"{escape(each.label)} by its {escape(title(name))}" for each, name in own if name
+            f"{escape(each.label)} has {escape(title(name))}" for each, name in own if name
         )
-        judged = f" Each is judged by something else: {told}." if told else ""
-        return f"These runs share no metric that says which of them is better.{judged}"
+        judged = f" Each has a different headline metric: {told}." if told else ""
+        return f"These runs have no common metric that decides which of them is better.{judged}"
     if _decider(listed) is None:
         return f"{_refusal(runs, names)} {_why(listed)}"
     # Values at the last step that all runs have completed.
@@ -259,7 +259,7 @@ def _doubts(winner: Named) -> str:
     found = winner.run.diagnosis
     if found is None or found.sound:
         return ""
-    return f" But look at {escape(winner.label)}: something is out of range in it."
+    return f" But check {escape(winner.label)}: some of its metrics are out of range."
 
 
 def _when(listed: Sequence[Named], step: float | None) -> str:
@@ -267,7 +267,7 @@ def _when(listed: Sequence[Named], step: float | None) -> str:
     ends = {each.run.lines[-1]["step"] for each in listed if each.run.lines}
     going = any(each.run.status == RUNNING for each in listed)
     if len(ends) > 1 or going:
-        return f"At step {number(step)}, the last that all have made,"
+        return f"At step {number(step)}, the last that all runs have completed,"
     return ""
 
 
@@ -303,7 +303,7 @@ def _refusal(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     word = escape(title(names[0]))
     if ALGORITHM in different or not different:
         kinds = ", ".join(escape(configuration.algorithm(run) or "unknown") for run in runs)
-        return f"The {word} means something else in each of these runs ({kinds}), so it does not say which is better."
+        return f"The {word} has a different meaning in each of these runs ({kinds}), so it does not show which is better."
     if any(option.startswith("dataset.") for option in different):
         return f"The {word} was measured on different rows and cannot be compared."
     return f"The {word} is computed in different ways ({', '.join(map(escape, different))}) and cannot be compared."

@@ -39,7 +39,7 @@ SHOWN = (
 )
 # Keys that only rows of the dataset have.
 TRAINED_ON = frozenset(("rank", "loss"))
-DATASET_NOTE = "Rows of the dataset that a step trained on, as the model reads them. Nothing here was written by the model."
+DATASET_NOTE = "Rows of the dataset that were trained on, as the model reads them. None of this text was written by the model."
 # Keys that answers of the model have, even if a graph ranks them.
 WRITTEN = frozenset(("reward", "finished"))
 ENDED = "ended with EOS or a stop text"
@@ -86,7 +86,7 @@ def completions(run: RunFiles) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _tools(tokens: Sequence[Mapping[str, Any]]) -> str:
-    """Render the search field and the choice of what tokens are coloured by."""
+    """Render the search field and the menu of values by which tokens can be coloured."""
     choices = [
         f'<option value="{key}">{word}</option>'
         for key, word in COLOURS.items()

@@ -125,6 +125,7 @@ def started(run: RunFiles) -> str:
         listed = []
     if not listed:
         return ""
+    # Facts of the last start; earlier starts are one line.
     last = listed[-1]
     command = last.get("command")
     versions = last.get("versions")
@@ -150,6 +151,7 @@ def started(run: RunFiles) -> str:
             ", ".join(f"{_when(s.get('time'))} at step {s.get('step', 0)}" for s in listed[:-1]),
         ),
     ]
+    # Render them below the command.
     rows = "".join(
         f"<div><dt>{name}</dt><dd>{shown(text)}</dd></div>" for name, text in facts if text
     )

@@ -127,13 +127,13 @@ def index(runs: Sequence[tuple[str, RunSummary]], root: Path, tag: str) -> Page:
         "Runs",
         top,
         [Section("runs", "All runs", content)],
-        "weft dashboard. Ctrl-C in its terminal ends it.",
+        "weft dashboard. Press Ctrl-C in its terminal to stop it.",
         live=tag,
     )
 
 
 def _first() -> str:
-    return "Start one in another terminal, for example <code>weft demo</code>: it appears here by itself."
+    return "Start one in another terminal, for example <code>weft demo</code>: it appears here automatically."
 
 
 def _list(runs: Sequence[tuple[str, RunSummary]]) -> str:

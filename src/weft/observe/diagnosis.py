@@ -1,8 +1,7 @@
 """Diagnosis of a run from its metrics: what is out of range, the usual cause, options to try.
 
-The bounds are part of each metric's description (`metric_help`). Checks that need the course of a
-run are here: a loss that rises, a reward that falls, validation that gets worse, text that repeats
-itself.
+The bounds are part of each metric's description (`metric_help`). Checks of the values over
+several steps are here: a rising loss, a falling reward, worse validation, repetitive text.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ SPREAD = 0.1  # fraction of the first reward spread below which rewards have col
 REPEATS = 4.0  # deflate compresses only repetitive text by more than this factor
 TEXT = 80  # characters; shorter completions are not checked for repetition
 LONG_LENGTH = 3.0  # first response length, in tokens, above which short answers are a collapse
-ENDS = (1000, 3000)  # numbers of first and last lines that are read of a long run
-# Last parts of the names that are read: metrics with bounds, and those that the checks below need.
+ENDS = (1000, 3000)  # numbers of first and last lines that are used of a long run
+# Last parts of the names of the metrics used: those with bounds, and those needed by the checks.
 JUDGED = frozenset(one.pattern for one in HELP if (one.least, one.most) != (None, None)) | {
     *("loss", "nll", "grad_norm", "reward", "reward_std", "accuracy", "accuracies", "kendalltau"),
 }
@@ -274,27 +273,31 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
     match pattern.partition("_")[0] if pattern.startswith("kl") else pattern:
         case "kl":
             return (
-                "the policy has left its reference and exploits the reward",
+                "the policy has moved far from its reference and exploits the reward",
                 (more_kl, rate),
                 False,
             )
         case "truncated_fraction":
             return (
-                "answers are longer than allowed, or do not end any more",
+                "answers are longer than allowed, or no longer end",
                 (longer, "a look at the completions"),
                 False,
             )
         case "frac_reward_zero_std":
             more = (f"{kind}.dynamic_sampling=true",) if kind == "grpo" else ()
             return (
-                "the prompts are all too easy or too hard, or the reward never differs",
+                "the prompts are all too easy or too hard, or the reward is always the same",
                 (harder, *more),
                 False,
             )
         case "entropy":
-            return "the policy always says the same and no longer learns", (more_kl, rate), True
+            return "the policy always writes the same and no longer learns", (more_kl, rate), True
         case "response_length":
-            return "the policy has learned to end at once", ("another reward", more_kl), False
+            return (
+                "the policy has learned to end its answers at once",
+                ("another reward", more_kl),
+                False,
+            )
         case "clip_ratio" | "approx_kl" | "importance_ratio":
             return "the updates are too large", (rate, f"fewer {kind}.ppo_epochs"), False
         case "explained_variance":
@@ -302,25 +305,25 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
             return "the critic predicts worse than a constant", slow, False
         case "value_clip_ratio":
             return (
-                "the critic moves faster than its clip allows",
+                "the critic changes faster than its clip range allows",
                 (f"a higher {kind}.value_eps_clip", rate),
                 False,
             )
         case "sampler_logprob_diff":
             return (
-                "sampling and training do not compute the same",
+                "sampling and training compute different log-probs",
                 (f"{kind}.sampler_correction=token_truncate",),
                 False,
             )
         case "bounded_fraction" | "effective_fraction":
             return (
-                "the sampler is far from the trained policy",
+                "the sampling policy differs too much from the trained policy",
                 (f"a lower {kind}.max_staleness",),
                 False,
             )
         case "reward_clipped_fraction":
             return (
-                "rewards beyond the limit all count the same",
+                "all rewards beyond the limit count the same",
                 (f"a higher {kind}.max_reward_clip",),
                 False,
             )
@@ -334,27 +337,31 @@ def _cause(run: Judged, name: str, pattern: str) -> tuple[str, Sequence[str], bo
             )
         case "unreadable":
             return (
-                "the judge does not answer in the form it is asked for",
+                "the judge does not answer in the required format",
                 ("another judge prompt",),
                 False,
             )
         case "kept_fraction":
             return "the filter drops nearly all prompts", (harder,), False
         case "tied_fraction":
-            return "most pairs have one reward and teach nothing", ("a finer reward", harder), False
+            return (
+                "most pairs have equal rewards and do not contribute to learning",
+                ("a finer reward", harder),
+                False,
+            )
         case "balance_loss":
             return (
-                "few experts get most tokens",
+                "a few experts get most of the tokens",
                 (f"a higher {run.role(name)}.router_aux_loss_coef",),
                 False,
             )
         case "prompts_in_part":
             return (
-                "prompts are longer than the model reads",
+                "prompts exceed the maximum length of the model",
                 ("a lower dataset.max_prompt_len",),
                 False,
             )
-    return "something is wrong with it", (), False
+    return "the run has a problem that weft does not recognize", (), False
 
 
 # -- the course of a run
@@ -396,7 +403,10 @@ def _chance(run: Judged, name: str) -> Iterator[Finding]:
         fact = f"{title(name)} {number(reached)} (chance: 0.5)"
         fixes = (run.rate(name, 3), "more epochs", "a look at the pairs")
         yield Finding(
-            "accuracy", fact, "too little was learned, or chosen and rejected are mixed up", fixes
+            "accuracy",
+            fact,
+            "the model has learned too little, or chosen and rejected are swapped",
+            fixes,
         )
 
 
@@ -413,11 +423,11 @@ def _turned(run: Judged, training: trend.Change | None) -> Iterator[Finding]:
         and values.index(low) < len(values) - 1
     ):
         at = steps[values.index(low)]
-        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training fell"
+        fact = f"{title(name)} rose to {number(values[-1])} from {number(low)} at step {number(at)}, while training loss fell"
         yield Finding(
             "memorizes",
             fact,
-            "the model memorizes its rows",
+            "the model memorizes the training rows",
             (f"max_steps={at:g}", "more rows or fewer epochs"),
         )
 
@@ -441,7 +451,7 @@ def _policy(run: Judged) -> Iterator[Finding]:
         last = trend.end(spread)
         level = abs(trend.end(run.values(reward))) if reward else 0.0
         if last < SPREAD * first or 0 < last < 0.02 * level:
-            means = "all answers get the same reward, and nothing is left to learn"
+            means = "all answers get the same reward, so there is nothing left to learn"
             before = f" ({number(first)} at first)" if last < SPREAD * first else ""
             yield Finding(
                 "reward_std",
@@ -453,7 +463,7 @@ def _policy(run: Judged) -> Iterator[Finding]:
 
 
 def _text(run: Judged) -> Iterator[Finding]:
-    """Find completions of the last step that repeat themselves if those of the first did not."""
+    """Find repetitive completions in the last step, if those of the first step were not."""
     answers = (row for row in run.samples if "reward" in row or "finished" in row)
     written = [row for row in answers if isinstance(row.get("completion"), str)]
     steps = [float(row["step"]) for row in written if finite(row.get("step"))]
@@ -496,7 +506,7 @@ def _exploited(run: Judged, keys: Sequence[str]) -> Finding | None:
     _, fixes, _ = _cause(run, run.named("kl") or "actor_train/kl", "kl")
     if run.named("kl") is None and run.option(f"{run.kind}.kl_coef") == 0:
         fixes = (f"{run.kind}.kl_coef=0.01", *fixes[1:])
-    means = "the policy exploits the reward in place of doing the task: read the completions"
+    means = "the policy exploits the reward instead of solving the task: read the completions"
     return Finding("exploited", "", means, fixes)
 
 

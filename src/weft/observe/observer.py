@@ -105,9 +105,9 @@ class Observer:
         lost = self._metrics.missing(before + 1, run.resumed_step)
         if lost:
             self.note(
-                f"warning: {METRICS} is damaged: no line can be read of step {listed(lost)} "
+                f"warning: {METRICS} is damaged: no readable line for step {listed(lost)} "
                 f"({len(lost)} of "
-                f"{run.resumed_step - before} steps). Training goes on exactly; reports lack "
+                f"{run.resumed_step - before} steps). Training is not affected; reports lack "
                 f"these steps"
             )
 

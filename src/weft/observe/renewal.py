@@ -73,7 +73,7 @@ class Renewal:
             self._process = None
             if code:
                 self._failed(f"the process that builds it ended with exit code {code}")
-        # Too soon after the last build?
+        # Wait if the last build was too recent.
         if self._began is not None and self._clock() - self._began < max(
             SECONDS, SHARE * self._cost
         ):

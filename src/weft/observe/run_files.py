@@ -77,7 +77,7 @@ class RunFiles:
                 "runs/EXPERIMENT/TRIAL"
             ]
             raise ConfigError(
-                f"{directory} holds no run (none of {', '.join(KNOWN)}); give the folder of a "
+                f"{directory} contains no run (none of {', '.join(KNOWN)}); give the folder of a "
                 f"run, such as {inside[0]}"
             )
         return cls(

@@ -27,7 +27,7 @@ MARKS = (CONFIG, STATUS, METRICS, RECORD)
 TAIL_BYTES = 1 << 16  # bytes at the end of metrics.jsonl, enough for the last line of any run
 # Bytes up to which metrics.jsonl is read whole; of a longer one, half as much is read at each end.
 WHOLE_BYTES = 1 << 19
-SAMPLE_BYTES = 1 << 15  # the same for samples.jsonl
+SAMPLE_BYTES = 1 << 15  # bytes read at the end of samples.jsonl
 REWARD = "reward"
 KEY = re.compile(r"^( *)([\w-]+):(.*)$", re.MULTILINE)
 TOP_KEY = re.compile(r"^(\w+):[ ]*(.*?)[ ]*$", re.MULTILINE)

@@ -94,6 +94,7 @@ def tiles(run: RunFiles) -> str:
 def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if not run.lines:
         return
+    # Headline metrics and KL.
     for name in shown_metrics(run):
         _, values = run.series(name)
         good, _ = trend.best(name, values)
@@ -106,6 +107,7 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     if kl is not None:
         _, values = run.series(kl)
         yield "KL", number(trend.end(values)), f"highest {number(max(values))}"
+    # Progress and time.
     epochs = run.series("epoch")[1]
     yield (
         "steps",
@@ -118,6 +120,7 @@ def _facts(run: RunFiles) -> Iterator[tuple[str, str, str]]:
             duration(sum(seconds)),
             f"{number(sum(seconds) / len(seconds))} s per step",
         )
+    # Throughput and memory.
     names = [
         name
         for name in run.names

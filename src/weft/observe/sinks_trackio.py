@@ -20,7 +20,7 @@ def check(options: Mapping[str, Any]) -> None:
 
     if options.get("space_id") and huggingface_hub.get_token() is None:
         raise ConfigError(
-            f"logger.trackio.space_id={options['space_id']!r}: there is no Hugging Face login; "
+            f"logger.trackio.space_id={options['space_id']!r}: not logged in to Hugging Face; "
             f"run `hf auth login` or set "
             "HF_TOKEN, or leave the option out to write on this machine"
         )

@@ -48,7 +48,7 @@ def check(options: Mapping[str, Any]) -> None:
     except wandb.Error as error:
         raise _failed("the login failed", error) from error
     if not known:
-        raise _failed("there is no login", "no key was found")
+        raise _failed("not logged in", "no key was found")
 
 
 def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
@@ -72,7 +72,7 @@ def start(options: Mapping[str, Any], run: RunInfo) -> Sink:
             resume="allow",
         )
     except wandb.Error as error:
-        raise _failed("the run could not begin", error) from error
+        raise _failed("the run could not be started", error) from error
     known = session.step if mode == ONLINE else run.logged + 1
     return Wandb(session, options.get("prefix") or "", known)
 

@@ -165,6 +165,7 @@ def gantt_html(spans: Spans) -> str:
     begin = min(span.start for span in recent)
     end = max(span.start + span.seconds for span in recent)
     length = max(end - begin, 1e-6)
+    # One row per track, in the order of `GROUPS`, with its bars.
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in sorted(
         recent, key=lambda span: GROUPS.index(span.group) if span.group in GROUPS else len(GROUPS)
@@ -173,6 +174,7 @@ def gantt_html(spans: Spans) -> str:
     rows = "".join(
         _lane(lane, members, begin, length, spans.hues) for (_, lane), members in lanes.items()
     )
+    # Time axis and title.
     marks = "".join(
         f'<span style="left:{100 * at / length:.2f}%">{escape(number(at))} s</span>'
         for at in ticks(0.0, length, 5)
@@ -202,7 +204,7 @@ def _chooser(spans: Spans) -> str:
     last = len(spans.steps) - 1
     gaps = spans.left_out or spans.steps[-1] - spans.steps[0] >= len(spans.steps)
     if gaps:
-        left_out = '<span class="hint">Some of the steps between are left out.</span>'
+        left_out = '<span class="hint">Some steps in between are left out.</span>'
     else:
         left_out = ""
     return (

@@ -1,6 +1,6 @@
 """Messages and calls of the inference protocol over gRPC, built from the tables below.
 
-They live in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
+They are in a separate descriptor pool, so that other stubs of the same protocol (`tritonclient`)
 can be loaded in the same process.
 """
 
@@ -164,13 +164,15 @@ def read_tensors(tensors: Any, raws: Any) -> dict[str, Tensor]:
     `DataError` for tensors that do not match their declared datatype or shape.
     """
     if len(raws) not in (0, len(tensors)):
-        raise DataError(f"{len(raws)} raw contents are there for {len(tensors)} tensors")
+        raise DataError(f"the message has {len(raws)} raw contents for {len(tensors)} tensors")
     made: dict[str, Tensor] = {}
     for index, tensor in enumerate(tensors):
         datatype = known(tensor.name, tensor.datatype)
         shape = list(tensor.shape)
         if tensor.name in made or any(size < 0 for size in shape):
-            raise DataError(f"tensor {tensor.name!r}: is there twice, or has the shape {shape}")
+            raise DataError(
+                f"tensor {tensor.name!r} occurs twice, or has the invalid shape {shape}"
+            )
         if len(raws):
             raw = raws[index]
         else:

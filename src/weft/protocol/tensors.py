@@ -129,7 +129,7 @@ def tensors_of(body: bytes, size: int, header: Mapping[str, Any], key: str) -> d
             )
             at += count
     if at != len(body):
-        raise DataError(f"the body has {len(body) - at} bytes more than its tensors")
+        raise DataError(f"the body is {len(body) - at} bytes longer than its tensors")
     return tensors
 
 
@@ -152,9 +152,8 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> Te
     dtype = DATATYPES[known(name, datatype)]
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise DataError(
-            f"tensor {name!r}: {len(raw)} bytes are no {datatype} of shape {list(shape)}, which "
-            f"are "
-            f"{math.prod(shape) * dtype.itemsize}"
+            f"tensor {name!r} has {len(raw)} bytes, but {datatype} of shape {list(shape)} "
+            f"needs {math.prod(shape) * dtype.itemsize}"
         )
     return np.frombuffer(raw, dtype).reshape(shape)
 

@@ -55,7 +55,7 @@ class App:
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
         if scope["type"] != "http":
-            raise ValueError(f"this server speaks HTTP alone, not {scope['type']}")
+            raise ValueError(f"this server supports only HTTP, not {scope['type']}")
         exchange = Exchange(scope, receive, send)
         began = time.perf_counter()
         endpoint = self._endpoint(exchange.path)
@@ -111,17 +111,19 @@ class App:
         name = body.get("model")
         policy = self.policy
         if not isinstance(name, str):
-            raise Refused(400, "model is missing, or no text", param="model")
+            raise Refused(400, "model is missing or not a string", param="model")
         if policy is None or name != policy.name:
             if policy:
-                here = f"here is {policy.name}"
+                here = f"this server has {policy.name}"
             else:
-                here = "this server has a reward model alone, which writes no text"
+                here = "this server has only a reward model, which generates no text"
             if name in self.models:
-                scores = f"it is a reward model; score with /v2/models/{name}/infer; {here}"
+                scores = (
+                    f"it is a reward model, whose scores are at /v2/models/{name}/infer; {here}"
+                )
             else:
                 scores = here
-            what = "writes no text" if name in self.models else "unknown model"
+            what = "no text generation by" if name in self.models else "unknown model"
             raise Refused(
                 404, f"{what} {name[:80]!r}; {scores}", param="model", code="model_not_found"
             )
@@ -151,9 +153,7 @@ class App:
         elif rest == "/infer":
             await self.inference.answer(exchange, await self._body(exchange), served)
         else:
-            raise Refused(
-                404, "a model's configuration is Triton's own; this server has /v2/models/NAME"
-            )
+            raise Refused(404, "/config is an extension of Triton; this server has /v2/models/NAME")
 
     def _listed(self, name: str) -> dict[str, Any]:
         """Return OpenAI's description of the model `name`, or of all models for ""."""
@@ -166,7 +166,7 @@ class App:
         if name not in cards:
             raise Refused(
                 404,
-                f"unknown model {name[:80]!r}; here are {', '.join(cards)}",
+                f"unknown model {name[:80]!r}; this server has {', '.join(cards)}",
                 code="model_not_found",
             )
         return cards[name]
@@ -179,9 +179,7 @@ class App:
         """
         if self.token is None:
             if "origin" in exchange.headers:
-                raise Refused(
-                    403, "requests of web pages are refused where the server has no token"
-                )
+                raise Refused(403, "requests from web pages are refused if the server has no token")
             return
         if not allowed(exchange.headers.get("authorization"), self.token):
             raise Refused(
@@ -190,7 +188,7 @@ class App:
 
     def _check_method(self, exchange: Exchange, method: str) -> None:
         if exchange.method != method:
-            raise Refused(405, f"{exchange.method} is not possible here; use {method}")
+            raise Refused(405, f"{exchange.method} is not allowed for this path; use {method}")
 
     async def _refuse(self, exchange: Exchange, refused: Refused) -> None:
         """Send an error in the form of the endpoint's protocol.

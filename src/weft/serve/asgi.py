@@ -84,7 +84,7 @@ class Exchange:
                     if not message.get("more_body") or size > DRAIN * limit:
                         break
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {seconds:g} seconds") from None
+            raise Refused(408, f"the body did not arrive within {seconds:g} seconds") from None
         if size > limit:
             raise Refused(413, f"the body has more than {limit} bytes, the server's --max-body-mb")
         return b"".join(parts)

@@ -107,9 +107,9 @@ class BackgroundWork:
             size = int.from_bytes(answers.read(8), "little")
             content = answers.read(size)
         except OSError as error:
-            raise RunError(f"the process that reads JSON has ended: {error}") from error
+            raise RunError(f"the process that parses JSON has ended: {error}") from error
         if not size or len(content) < size:
-            raise RunError("the process that reads JSON has ended")
+            raise RunError("the process that parses JSON has ended")
         status, value = pickle.loads(content)
         if status == "error":
             raise DataError(value)
@@ -136,7 +136,7 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
     try:
         made = reader.decompress(body, limit + 1)
     except zlib.error as error:
-        raise Refused(400, f"the body is not {encoding}: {error}") from None
+        raise Refused(400, f"the body is not valid {encoding}: {error}") from None
     if len(made) > limit:
         raise Refused(
             413,
@@ -144,6 +144,6 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
         )
     if not reader.eof or reader.unused_data:
         raise Refused(
-            400, f"the body is not {encoding}: it ends too early, or something follows it"
+            400, f"the body is not valid {encoding}: it is truncated or followed by other data"
         )
     return made

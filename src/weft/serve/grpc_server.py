@@ -96,7 +96,7 @@ class Calls:
 
     def _ModelInfer(self, request: Any, context: Any) -> Any:
         if not self.inferring.acquire(blocking=False):
-            raise Refused(429, "the server has as many requests as it takes; ask again later")
+            raise Refused(429, "the server is at its request limit; try again later")
         try:
             return self._infer(request, context)
         finally:

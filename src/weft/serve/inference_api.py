@@ -38,7 +38,9 @@ class Inference:
         """Return the model of this name and version. Raises `Refused` if there is none."""
         if name not in self.models or version not in (None, "", VERSION):
             shown = name if version in (None, "") else f"{name} version {version}"
-            raise Refused(404, f"unknown model {shown[:80]!r}; here are {', '.join(self.models)}")
+            raise Refused(
+                404, f"unknown model {shown[:80]!r}; this server has {', '.join(self.models)}"
+            )
         return self.models[name]
 
     async def answer(self, exchange: Exchange, body: bytes, served: Served) -> None:
@@ -75,7 +77,7 @@ class Inference:
         """
         if served.worker.load + len(inputs.get(IDS, ())) > self.most_load:
             raise Refused(
-                429, "the server has as much to do as it takes; ask again later", code="overloaded"
+                429, "the server is at its load limit; try again later", code="overloaded"
             )
         made = await served.infer(inputs, parameters, self.background)
         self.metrics.tokens(scored=int(inputs[IDS].size))

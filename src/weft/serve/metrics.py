@@ -12,11 +12,11 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HELP = {
     "weft_requests_total": "Requests answered, by endpoint and status.",
     "weft_request_seconds": "Seconds from a request's arrival to the end of its answer.",
-    "weft_abandoned_total": "Requests whose client left before the answer.",
-    "weft_prompt_tokens_total": "Tokens of prompts.",
-    "weft_generated_tokens_total": "Tokens sampled.",
-    "weft_scored_tokens_total": "Tokens scored.",
-    "weft_load": "Completions and rows that wait or are under way, by model.",
+    "weft_abandoned_total": "Requests whose client disconnected before the answer.",
+    "weft_prompt_tokens_total": "Prompt tokens.",
+    "weft_generated_tokens_total": "Sampled tokens.",
+    "weft_scored_tokens_total": "Scored tokens.",
+    "weft_load": "Waiting and running completions and rows, by model.",
 }
 
 

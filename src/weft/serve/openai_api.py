@@ -54,7 +54,7 @@ class Completions:
         limits = [self.limit(prompt, asked) for prompt in prompts]
         if self.policy.worker.load + asked.count * len(prompts) > self.limits.most_load:
             raise Refused(
-                429, "the server has as much to do as it takes; ask again later", code="overloaded"
+                429, "the server is at its load limit; try again later", code="overloaded"
             )
         form = Form.of(self.policy.name, chat)
         run = Run(self, asked, prompts, limits, form)
@@ -108,7 +108,7 @@ class Completions:
                 return [self._prompt(each) for each in prompt]
         raise Refused(
             400,
-            f"prompt must be a text, token ids, or a list of up to {MOST_PROMPTS} of either",
+            f"prompt must be a string, token ids, or a list of up to {MOST_PROMPTS} of either",
             param="prompt",
         )
 
@@ -121,12 +121,12 @@ class Completions:
 
     def _check_bytes(self, size: int, param: str) -> None:
         if size > (most := self.limits.prompt_bytes):
-            said = f"the request's text has {size} bytes and may have {most}, the server's --max-prompt-kb"
+            said = f"the request's text has {size} bytes; the limit is {most}, the server's --max-prompt-kb"
             raise Refused(400, said, param=param, code="context_length_exceeded")
 
     def _check_length(self, length: int) -> None:
         if length > self.limits.most_prompt:
-            said = f"the prompt has {length} tokens and may have {self.limits.most_prompt}"
+            said = f"the prompt has {length} tokens; the limit is {self.limits.most_prompt}"
             raise Refused(400, said, code="context_length_exceeded")
 
     def limit(self, prompt: Sequence[int], asked: Asked) -> int:
@@ -138,13 +138,13 @@ class Completions:
         self._check_length(len(prompt))
         if not prompt or min(prompt) < 0 or max(prompt) >= self.policy.known:
             said = (
-                f"the prompt must have tokens, and their ids must be 0 to {self.policy.known - 1}"
+                f"the prompt must not be empty, and token ids must be 0 to {self.policy.known - 1}"
             )
             raise Refused(400, said, param="prompt")
         context = self.policy.context
         room = asked.max_new_tokens if context is None else context - len(prompt)
         if room < 1 or (room < asked.max_new_tokens and not asked.may_be_fewer):
-            said = f"{len(prompt)} tokens of the prompt and {asked.max_new_tokens} new ones exceed the context, {context}"
+            said = f"{len(prompt)} prompt tokens and {asked.max_new_tokens} new tokens exceed the context of {context}"
             raise Refused(400, said, code="context_length_exceeded")
         return min(room, asked.max_new_tokens)
 

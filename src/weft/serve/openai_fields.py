@@ -159,7 +159,7 @@ def _check_names(body: Mapping[str, Any], taken: Sequence[str]) -> None:
         if name in IDLE or name in CHAT or name in COMPLETION:
             raise Refused(
                 400,
-                f"{name} is not supported here; leave it out",
+                f"{name} is not supported by this endpoint; leave it out",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -183,7 +183,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         raise wrong(
             "stop",
             value,
-            f"must be a text or a list of up to {MOST_STOPS} texts, none of them empty",
+            f"must be a string or a list of up to {MOST_STOPS} strings, none of them empty",
         )
     return tuple(dict.fromkeys(texts))
 
@@ -193,7 +193,7 @@ def _max_tokens(body: Mapping[str, Any], most: int, *, chat: bool) -> int:
     if len(names) > 1:
         raise Refused(
             400,
-            "max_tokens and max_completion_tokens exclude each other; set one of them",
+            "max_tokens and max_completion_tokens cannot both be set; set one of them",
             param=names[0],
         )
     if not names:
@@ -207,7 +207,7 @@ def _usage_at_end(body: Mapping[str, Any], stream: bool) -> bool:
         return False
     if not stream or not isinstance(options, Mapping) or set(options) - {"include_usage"}:
         raise wrong(
-            "stream_options", options, "must be {include_usage: true}, and needs stream=true"
+            "stream_options", options, "must be {include_usage: true}, and requires stream=true"
         )
     return flag(options, "include_usage")
 
@@ -222,5 +222,5 @@ def _logprobs(body: Mapping[str, Any], *, chat: bool) -> int | None:
     if flag(body, "logprobs"):
         return top
     if top:
-        raise wrong("top_logprobs", top, "needs logprobs=true")
+        raise wrong("top_logprobs", top, "requires logprobs=true")
     return None

@@ -82,8 +82,8 @@ class Served:
         ids = inputs[IDS].astype(np.int64)
         if ids.ndim != 2 or not ids.size:
             raise DataError(
-                f"input {IDS!r} has the shape {list(ids.shape)} and must have [rows, tokens], "
-                f"neither of them 0"
+                f"input {IDS!r} has the shape {list(ids.shape)}; it must be [rows, tokens] with "
+                f"at least one of each"
             )
         begins, ends = _spans(inputs.get(MASK), ids.shape)
         tokens = [row[begin:end] for row, begin, end in zip(ids, begins, ends, strict=True)]
@@ -132,10 +132,10 @@ class Served:
         most = min(self.worker.max_tokens, self.context or self.worker.max_tokens)
         for index, row in enumerate(tokens):
             if not 0 < len(row) <= most:
-                raise DataError(f"row {index} has {len(row)} tokens and may have 1 to {most}")
+                raise DataError(f"row {index} has {len(row)} tokens; 1 to {most} are allowed")
             if row.min() < 0 or row.max() >= self.known:
                 raise DataError(
-                    f"row {index} has a token id that is none of the model's, 0 to {self.known - 1}"
+                    f"row {index} has a token id outside the model's range, 0 to {self.known - 1}"
                 )
 
     def _starts(self, given: Tensor | None, tokens: Sequence[npt.NDArray[np.int64]]) -> list[int]:
@@ -149,7 +149,7 @@ class Served:
             not 1 <= start <= len(row) for start, row in zip(starts, tokens, strict=False)
         ):
             raise DataError(
-                f"input {STARTS!r} must have one number a row, from 1 to the row's tokens"
+                f"input {STARTS!r} must have one number per row, from 1 to the row's token count"
             )
         return starts
 
@@ -169,8 +169,8 @@ def _spans(
         return np.zeros(shape[0], np.int64), np.full(shape[0], shape[1], np.int64)
     if mask.shape != shape:
         raise DataError(
-            f"input {MASK!r} has the shape {list(mask.shape)} and {IDS!r} {list(shape)}; they "
-            f"must be equal"
+            f"input {MASK!r} has the shape {list(mask.shape)}, but {IDS!r} has {list(shape)}; "
+            f"they must be equal"
         )
     on = mask != 0
     begins = on.argmax(axis=1)
@@ -178,7 +178,7 @@ def _spans(
     inside = (np.arange(shape[1]) >= begins[:, None]) & (np.arange(shape[1]) < ends[:, None])
     if not np.array_equal(inside, on):
         raise DataError(
-            f"input {MASK!r} must be 1 on one run of tokens in each row, and 0 elsewhere"
+            f"input {MASK!r} must be 1 for consecutive tokens in each row, and 0 elsewhere"
         )
     return begins, ends
 
@@ -188,5 +188,5 @@ def _temperature(parameters: Mapping[str, Any], output: str) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or not value > 0:
         raise DataError(f"the parameter temperature={value!r} must be a number above 0")
     if output == REWARDS and value != 1.0:
-        raise DataError("a reward has no temperature; leave the parameter out")
+        raise DataError("a reward model has no temperature; leave the parameter out")
     return float(value)

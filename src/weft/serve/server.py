@@ -110,6 +110,7 @@ class Server:
             limit_concurrency=CONNECTIONS,
             server_header=False,
         )
+        # Start the server in a thread, and remember the event loop for gRPC.
         server = uvicorn.Server(config)
         begun = threading.Event()
 
@@ -124,6 +125,7 @@ class Server:
         )
         thread.start()
         begun.wait()
+        # Wait until the server accepts connections or has failed.
         while not server.started and thread.is_alive():
             time.sleep(0.01)
         self._servers.append(server)
@@ -142,7 +144,7 @@ class Server:
             bound = 0
         if not bound:
             raise ConfigError(
-                f"--grpc-port={port}: cannot listen there; name another port, or 0 for a free one"
+                f"--grpc-port={port}: cannot listen on this port; choose another, or 0 for a free one"
             )
         server.start()
         self._grpc = server
@@ -171,7 +173,7 @@ def _listening(option: str, host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         raise ConfigError(
-            f"{option}={port} on --host={host}: {error}; name another, or port 0 for a free one"
+            f"{option}={port} on --host={host}: {error}; choose another, or port 0 for a free one"
         ) from None
     return made
 

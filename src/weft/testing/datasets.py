@@ -73,12 +73,13 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     count = len(dataset)
     assert count > 0, "the dataset is empty: len() is 0"
     indices = sorted({int(i) for i in np.linspace(0, count - 1, min(count, SAMPLES))})
+    # Each sample alone, then all together.
     samples = [dataset[index] for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         assert isinstance(sample, SequenceSample), (
             f"[{index}] is a {type(sample).__name__}, not a SequenceSample"
         )
-        assert sample.num_ids == 1, f"[{index}] holds {sample.num_ids} ids; a sample is one id"
+        assert sample.num_ids == 1, f"[{index}] has {sample.num_ids} ids; a sample must have one id"
         check_sample(sample, words, f"[{index}]")
     _check_keys(samples)
     ids = [sample.ids[0] for sample in samples]
@@ -86,7 +87,8 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
         f"ids are not unique: {sorted({i for i in ids if ids.count(i) > 1})[:5]}"
     )
     SequenceSample.gather(samples)
-    for other, what in ((dataset, "a second look"), (build(), "a second build")):
+    # The same samples on a second access and from a second object.
+    for other, what in ((dataset, "a second access"), (build(), "a second build")):
         assert len(other) == count, f"{what} has {len(other)} samples, the first {count}"
         for index, sample in zip(indices, samples, strict=True):
             _same(sample, other[index], f"[{index}] in {what}")
@@ -100,19 +102,19 @@ def _check_map(dataset: MapDataset, build: Callable[[], Any], words: Tokenizer) 
     return (
         f"{len(samples)} of {count} samples by index, with the keys {keys}: one id each and no id "
         f"twice, tokens within the "
-        f"vocabulary, the same in a second look and a second build; {resumed}"
+        f"vocabulary, the same in a second access and a second build; {resumed}"
     )
 
 
 def _check_stream(dataset: StreamDataset, build: Callable[[], Any], words: Tokenizer) -> str:
     """Check an iterable dataset. Returns a description of the checks."""
     first = list(islice(iter(dataset), SAMPLES))
-    assert first, "the dataset is empty: iter() gives no batch"
+    assert first, "the dataset is empty: iter() yields no batch"
     for number, batch in enumerate(first):
         assert isinstance(batch, SequenceSample), (
             f"batch {number} is a {type(batch).__name__}, not a SequenceSample"
         )
-        assert batch.num_ids > 0, f"batch {number} holds no ids"
+        assert batch.num_ids > 0, f"batch {number} has no ids"
         check_sample(batch, words, f"batch {number}")
     _check_keys(first)
     for other, what in ((dataset, "a second pass"), (build(), "a second build")):
@@ -133,24 +135,26 @@ def check_sample(sample: SequenceSample, tokenizer: Tokenizer, where: str) -> No
 
     Raises `AssertionError`; `where` names the sample in its message.
     """
+    # Every key has data, and token ids are in the vocabulary.
     for key in sample.keys:
         assert key in sample.data, f"{where}: key {key!r} has lengths but no tensor"
         if key in ("prompt", "completion"):
             tokens = sample.data[key]
             assert tokens.dtype == torch.int64, (
-                f"{where}: {key!r} is {tokens.dtype}; token ids are int64"
+                f"{where}: {key!r} is {tokens.dtype}; token ids must be int64"
             )
             outside = ((tokens < 0) | (tokens >= tokenizer.vocab_size)).any()
             assert not outside, (
                 f"{where}: {key!r} has ids outside the vocabulary of {tokenizer.vocab_size}"
             )
+    # Numbers of sequences and lengths match.
     if "prompt" in sample.keys:
         assert (np.diff(sample.offsets["prompt"]) == 1).all(), (
-            f"{where}: 'prompt' is one sequence an id"
+            f"{where}: 'prompt' must have one sequence per id"
         )
     if "completion" in sample.keys:
         groups = np.diff(sample.offsets["completion"])
-        assert (groups >= 1).all(), f"{where}: an id without a completion"
+        assert (groups >= 1).all(), f"{where}: an id has no completion"
         for key in sample.keys:
             counts = np.diff(sample.offsets[key])
             fits = (counts == groups) | (counts == 1)
@@ -175,13 +179,13 @@ def _check_keys(samples: Sequence[SequenceSample]) -> None:
 
 def _same(one: SequenceSample, other: SequenceSample, where: str) -> None:
     assert one.ids == other.ids, f"{where}: ids {other.ids[:3]} instead of {one.ids[:3]}"
-    assert set(one.keys) == set(other.keys), f"{where}: other keys"
-    assert dict(one.metadata) == dict(other.metadata), f"{where}: other metadata"
+    assert set(one.keys) == set(other.keys), f"{where}: keys differ"
+    assert dict(one.metadata) == dict(other.metadata), f"{where}: metadata differ"
     for key in one.keys:
         assert np.array_equal(one.lengths[key], other.lengths[key]), (
-            f"{where}: other lengths of {key!r}"
+            f"{where}: lengths of {key!r} differ"
         )
-        assert torch.equal(one.data[key], other.data[key]), f"{where}: other values of {key!r}"
+        assert torch.equal(one.data[key], other.data[key]), f"{where}: values of {key!r} differ"
 
 
 def _check_resume(make: Callable[[], Loader]) -> str:

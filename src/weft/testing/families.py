@@ -53,13 +53,12 @@ def check_family(family: Family, *, seed: int = 0, **overrides: Any) -> None:
             check_classifier(family, directory, seed, overrides)
         count = sum(parameter.numel() for parameter in reference.parameters())
     if family.classifier is not None:
-        scored = "scores of a classifier that either saved"
+        scored = "scores of classifiers saved by both"
     else:
-        scored = "no classifier, which it lacks"
+        scored = "no classifier (the family has none)"
     print(
-        f"check_family({family.name}), a random model of {count:,} parameters beside that of "
-        f"transformers "
-        f"{transformers.__version__}: config.json both ways; logits, log-probs and the gradient "
+        f"check_family({family.name}), a random model of {count:,} parameters compared with "
+        f"transformers {transformers.__version__}: config.json both ways; logits, log-probs and the gradient "
         f"of every parameter; packed, "
         f"one by one and cached passes; a saved model read back; partial reads; {scored}"
     )
@@ -102,7 +101,7 @@ def check_config(family: Family, reference: Any) -> None:
     config = family.config(reference.config.to_dict())
     written = family.to_hf(config)
     assert family.config(written) == config, (
-        "a configuration that is written and read again differs"
+        "the configuration differs after writing and reading it"
     )
     theirs = transformers.AutoConfig.for_model(**written).to_dict()
     assert family.config(theirs) == config, (
@@ -201,17 +200,19 @@ def check_parts(directory: Path) -> None:
         before = reader.bytes_read
         value = reader.read(name)
         assert reader.bytes_read - before == value.numel() * value.element_size(), (
-            f"{name} reads more than its bytes"
+            f"reading {name} reads more than its bytes"
         )
         half = tuple(slice(n // 2, n) for n in value.shape)
         before = reader.bytes_read
         part = reader.read(name, half)
-        assert torch.equal(part, value[half]), f"half of {name} is not its half"
+        assert torch.equal(part, value[half]), f"reading half of {name} returns other values"
         assert reader.bytes_read - before == part.numel() * part.element_size(), (
-            f"half of {name} reads more than its bytes"
+            f"reading half of {name} reads more than its bytes"
         )
     parts = [n for part in ("embedding", "block", "head") for n in reader.keymap.names(part)]
-    assert sorted(parts) == sorted(reader.keymap.keys), "the parts are not the whole"
+    assert sorted(parts) == sorted(reader.keymap.keys), (
+        "the parts (embedding, blocks, head) are not the whole checkpoint"
+    )
 
 
 @torch.no_grad()

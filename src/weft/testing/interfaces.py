@@ -63,9 +63,9 @@ def check_interface(
     `batch` defaults to `small_batch()`, which has every key of the shipped datasets and nodes
     except `support`; `head` is the network's head: lm, value or score.
     """
-    assert isinstance(cls, type), f"{cls!r} is no class; an interface is built as cls(**args)"
+    assert isinstance(cls, type), f"{cls!r} is not a class; an interface is built as cls(**args)"
     found = [name for name in CALLS if _implements(cls, name)]
-    assert found, f"{cls.__name__} implements none of {', '.join(CALLS)}; a node could call nothing"
+    assert found, f"{cls.__name__} implements none of {', '.join(CALLS)}, so no node can call it"
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(cls, args, small_batch() if batch is None else batch, head, Path(folder))
         for name in found:
@@ -134,6 +134,7 @@ def small_batch() -> SequenceSample:
     tokenizer = small_tokenizer()
     prompts = [tokenizer.encode(text, bos=False) for text in TEXTS]
     groups = [[tokenizer.encode(text, bos=False) for text in texts] for texts in TEXTS.values()]
+    # Lengths of the completions; number of tokens, of completions and of ids.
     lengths = [[len(c) for c in group] for group in groups]
     rows = sum(map(sum, lengths))
     count = sum(map(len, lengths))
@@ -199,7 +200,7 @@ def _check_call(bench: Bench, name: str) -> None:
         f"{where} returns a {type(result).__name__}, not an MFCResult"
     )
     assert bench.batch.to_bytes() == before, (
-        f"{where} changes the batch that it is given; samples are immutable"
+        f"{where} modifies its input batch; samples are immutable"
     )
     for metric, value in result.metrics.items():
         assert isinstance(value, int | float), (
@@ -222,9 +223,9 @@ def _check_call(bench: Bench, name: str) -> None:
 
 def _check_outputs(outputs: SequenceSample, batch: SequenceSample, where: str) -> None:
     assert set(outputs.ids) == set(batch.ids), (
-        f"{where}: outputs are of {sorted(outputs.ids)}, not {sorted(batch.ids)}"
+        f"{where}: outputs have the ids {sorted(outputs.ids)}, not {sorted(batch.ids)}"
     )
-    assert outputs.keys, f"{where}: outputs hold no key; return None where a call makes none"
+    assert outputs.keys, f"{where}: outputs have no key; return None if the call has no outputs"
     for key in outputs.keys:
         assert key in outputs.data, f"{where}: key {key!r} has lengths but no tensor"
     if "completion" in outputs.keys:
@@ -240,16 +241,16 @@ def _check_outputs(outputs: SequenceSample, batch: SequenceSample, where: str) -
 
 
 def _check_same(one: SequenceSample | None, other: SequenceSample | None, where: str) -> None:
-    assert (one is None) == (other is None), f"{where}: outputs there once and once not"
+    assert (one is None) == (other is None), f"{where}: only one of the two calls returned outputs"
     if one is None or other is None:
         return
     assert set(one.keys) == set(other.keys), (
-        f"{where}: keys {sorted(one.keys)} and {sorted(other.keys)}"
+        f"{where}: keys {sorted(one.keys)} and {sorted(other.keys)} differ"
     )
     other = other.select(ids=one.ids)
     for key in one.keys:
         same = one.lengths[key].tolist() == other.lengths[key].tolist()
-        assert same, f"{where}: key {key!r} has other lengths"
+        assert same, f"{where}: lengths of key {key!r} differ"
         try:
             torch.testing.assert_close(one.data[key], other.data[key])
         except AssertionError as error:
@@ -269,7 +270,9 @@ def _check_state(bench: Bench, found: Sequence[str]) -> None:
     fresh.load_state_dict(read_state(bench.folder / "one"))
     write_state(bench.folder / "two", fresh.state_dict())
     same = (bench.folder / "one").read_bytes() == (bench.folder / "two").read_bytes()
-    assert same, f"{bench.cls.__name__}: load_state_dict does not bring back what state_dict gave"
+    assert same, (
+        f"{bench.cls.__name__}: load_state_dict does not restore the state that state_dict returned"
+    )
 
 
 def _check_save(bench: Bench) -> None:

@@ -88,7 +88,7 @@ def test_entries_of_a_file_go_first(tmp_path: Path) -> None:
         ("mine: {reader: pairs, modes: [rm], repo: 3}", "repo=3: must be text"),
         ("mine: {reader: pairs, modes: [rm], repo: a/b, url: 'https://x'}", "exclude each other"),
         ("mine: [", "is not YAML"),
-        ("- mine", "must hold entries"),
+        ("- mine", "must contain entries"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=wrong):

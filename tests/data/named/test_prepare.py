@@ -165,7 +165,7 @@ PARTS: dict[str, tuple[str, str, list[dict[str, Any]], tuple[str, ...]]] = {
                 "answers": [{"answer": "c", "rank": 1}, {"answer": "d", "rank": 2}],
             }
         ],
-        ("replies that stand in the prompt after the last question: 1",),
+        ("replies in the prompt after the last question: 1",),
     ),
     "pairs": (
         "rm",

@@ -1,1 +1,1 @@
-"""data/datasets"""
+"""Shipped dataset types."""

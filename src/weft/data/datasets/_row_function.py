@@ -1,6 +1,6 @@
-"""Datasets written as one function of a row.
+"""Dataset types defined by a function that converts one row.
 
-`register_dataset(name, rows="prompt_answer")` makes a dataset of the function.
+`register_dataset(name, rows="prompt_answer")` makes a dataset type from the function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from weft.registry import datasets, import_user_code
 class RowFunction:
     """Form that converts rows with function `name` of `module` to rows of the type `rows`.
 
-    `source` is a hash of the file of the function, as a changed function makes other token ids.
+    `inner` is the form of that type. `source` is a hash of the function's file: it is part of the
+    cache key, since a changed function can give other token ids.
     """
 
     rows: str
@@ -54,15 +55,15 @@ class RowFunction:
             raise BadRow(f"lacks the key {error.args[0]!r}, which {self.name} reads") from error
         if not isinstance(made, Mapping):
             raise BadRow(
-                f"{self.name} makes a {type(made).__name__} of it; it has to make a row of type "
+                f"{self.name} returned a {type(made).__name__}; it must return a row of type "
                 f"{self.rows}"
             )
         return list(self.inner.encode(made, tokenizer))
 
     def function(self) -> Callable[..., Any]:
-        """Return the function, in this process or in one that tokenizes rows."""
+        """Return the function; imports its module if this process has not imported it."""
         module = sys.modules.get(self.module)
-        # `__main__` is another module in another process
+        # In a tokenizing process, `__main__` is another module: import the user's file by its path.
         if module is None or self.name not in vars(module):
             if self.module == "__main__" or importlib.util.find_spec(self.module) is None:
                 import_user_code([self.file])
@@ -107,8 +108,9 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
     shipped = datasets.get(rows)
     if not (inspect.isclass(shipped) and issubclass(shipped, TableDataset)):
         raise ConfigError(
-            f"dataset type {name!r}: rows={rows!r} is no type that reads rows; take a shipped one"
+            f"dataset type {name!r}: rows={rows!r} is not a type that reads rows; use a shipped one"
         )
+    # The tokenizing processes import the function by its module or file.
     file = inspect.getsourcefile(function)
     if file is None or not function.__qualname__.isidentifier():
         raise ConfigError(
@@ -125,6 +127,7 @@ def dataset(function: Callable[..., Any], name: str, *, rows: str) -> Callable[.
             for key, value in options.items()
             if value is not None or key not in shipped.usual
         }
+        # Separate the options of the function from those of the form.
         of_function = {key: given.pop(key) for key in own if key in given}
         inner, lengths = configure(shipped.form, {**shipped.usual, **given})
         where = function.__module__, str(Path(file).resolve()), function.__qualname__

@@ -25,15 +25,15 @@ from weft.data.window import Window
 from weft.errors import ConfigError, DataError, nearest
 from weft.options import coerce
 
-BAD = "augmented"  # column of bad replies, one of which an epoch draws
+BAD = "augmented"  # column of bad replies; every epoch draws one of them
 
 
 @dataclass(frozen=True)
 class DatasetUtility:
     """Arguments that weft passes to every dataset class: `cls(util=DatasetUtility(...), **args)`.
 
-    One reader serves all devices, so `rank` is 0 and `world_size` is 1. A class that draws at
-    random uses `seed`.
+    One process reads the data for all devices, so `rank` is 0 and `world_size` is 1. A class that
+    draws random numbers uses `seed`.
     """
 
     tokenizer: Tokenizer
@@ -44,11 +44,11 @@ class DatasetUtility:
     num_workers: int | None = None
     progress: Reporter = show
     random_window: float = 0.0
-    # of this source: as the form calls them -> as the file does
+    # Column name of the dataset type -> column of the source's file.
     columns: Columns = field(default_factory=dict)
-    name: str = ""  # of this source, where it is known by one
-    most: int | None = None  # samples after which no more rows are read; None: all are read
-    # whether large files may be tokenized while training goes on (`TableAhead.start`)
+    name: str = ""  # name of a named dataset, for messages; else ""
+    most: int | None = None  # number of samples after which no more rows are read; None: no limit
+    # Whether large files can be tokenized during training (`TableAhead.start`).
     ahead: bool = False
 
     @property
@@ -71,7 +71,7 @@ class MapDataset(Protocol):
 def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
     """Return whether a dataset has samples by index.
 
-    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises, and may have
+    A torch `IterableDataset` has none, though it inherits a `__getitem__` that raises and can have
     a length.
     """
     bases = ((base.__module__, base.__name__) for base in type(dataset).__mro__)
@@ -85,7 +85,7 @@ def is_by_index(dataset: Any) -> TypeGuard[MapDataset]:
 class StreamDataset(Protocol):
     """Dataset that yields whole batches.
 
-    Every `iter()` begins an epoch and repeats the same batches.
+    Every `iter()` begins a new epoch with the same batches.
     """
 
     def __iter__(self) -> Iterator[SequenceSample]: ...
@@ -93,7 +93,7 @@ class StreamDataset(Protocol):
 
 @runtime_checkable
 class Tokenized(Protocol):
-    """Dataset with its rows in a table, made by a form, as the shipped ones are."""
+    """Dataset whose rows are encoded by a form and kept in a table, as in the shipped types."""
 
     form: type[Form]
     table: TokenTable | TableAhead
@@ -102,7 +102,7 @@ class Tokenized(Protocol):
 def build_table(
     form: type[Form], util: DatasetUtility, path: str, split: str | None, options: dict[str, Any]
 ) -> tuple[TokenTable | TableAhead, Redrawn | None]:
-    """Return the table of a shipped dataset, and its redrawn samples if they differ by epoch.
+    """Return the table of a shipped dataset, and its samples by epoch (`Redrawn`) if they differ.
 
     `options` are fields of `form` and of `Lengths`. Raises `ConfigError` with the nearest name for
     other options, `DataError` for rows that cannot be used.
@@ -133,7 +133,8 @@ def build_table(
 def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
     """Return the random window for rows that are too long, or None if it is off.
 
-    Raises `ConfigError` if the system text of every conversation cannot stay in front.
+    Raises `ConfigError` if `dataset.system_prefix` cannot be kept in front of a window, because the
+    chat template does not write it alone.
     """
     if not util.random_window or lengths.max_seqlen is None:
         return None
@@ -149,7 +150,7 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
             raise ConfigError(
                 f"dataset.random_window keeps dataset.system_prefix in front, and the chat "
                 f"template of {tokenizer.name} writes "
-                f"no system message by itself; take one that does "
+                f"no system message by itself; use one that does "
                 f"({tokenizer.option}.chat_template=chatml), or leave one out"
             )
         head = tokenizer.encode_chat(alone)
@@ -157,7 +158,7 @@ def _window(util: DatasetUtility, lengths: Lengths) -> Window | None:
 
 
 def configure(form: type[Form], options: dict[str, Any]) -> tuple[Form, Lengths]:
-    """Split options into a form and its limits. Raises `ConfigError` for unknown options."""
+    """Build a form and its length limits from options. Raises `ConfigError` for unknown options."""
     of_form = {spec.name for spec in fields(form)}
     of_lengths = {spec.name for spec in fields(Lengths)}
     for name in options:
@@ -181,7 +182,7 @@ class TableDataset:
 
     A subclass consists of a docstring and a form.
 
-    `options` are fields of the form and of `Lengths`; `usual` are the defaults of those options.
+    `options` are fields of the form and of `Lengths`; `usual` overrides the defaults of some.
     """
 
     form: ClassVar[type[Form]]
@@ -214,7 +215,7 @@ def reads_table(dataset: MapDataset) -> TypeGuard[TableDataset]:
     )
 
 
-# -- token ids of texts
+# -- encoding of texts and conversations
 
 
 def check_form(tokenizer: Tokenizer, *, as_chat: bool) -> None:
@@ -232,7 +233,7 @@ def ended(tokenizer: Tokenizer, content: str) -> list[int]:
 
 
 def answered(prompt: Sequence[int], sequences: Sequence[list[int]], **more: Any) -> Encoded:
-    """Return a group of whole sequences, trained after their longest common prefix with `prompt`.
+    """Return a group of sequences, trained after their longest common prefix with `prompt`.
 
     A token that merges the end of the prompt with the beginning of the answer belongs to the
     answer.
@@ -256,9 +257,9 @@ def replied(
 ) -> Encoded:
     """Return a group of replies to the prompt in the column `key`.
 
-    Each reply is the text after the prompt, and EOS. A prompt of messages, or any prompt with
+    Each sequence is the prompt, the reply and EOS. A prompt of messages, or any prompt with
     `as_chat`, is rendered by the chat template, with the reply as the assistant's turn. A reply to
-    a dialogue in the `\\n\\nHuman:` form is stripped then, as the turns before it are.
+    a dialogue in the `\\n\\nHuman:` form is then stripped, like the turns before it.
     """
     if as_chat or not isinstance(row[key], str):
         turns = [[_turn(tokenizer, row, key, reply)] for reply in replies]
@@ -314,7 +315,7 @@ def plain_prompt(tokenizer: Tokenizer, row: Row, key: str) -> str:
 def grouped(sequences: Sequence[list[int]], masks: Sequence[list[bool]], **more: Any) -> Encoded:
     """Return a group of whole sequences with their masks.
 
-    The prompt is the longest common prefix before any trained token. Tokens after the last trained
+    The prompt is the longest common prefix without trained tokens. Tokens after the last trained
     one are left out. Raises `BadRow` if a sequence has no trained token.
     """
     if not all(any(mask) for mask in masks):
@@ -343,8 +344,8 @@ def continued(
 ) -> Encoded:
     """Return a group of conversations that continue `context`; only the continuations are trained.
 
-    `may_be_empty`: a last turn without content is a reply too, of which the end is trained. Raises
-    `BadRow`.
+    `may_be_empty`: a last turn without content is accepted as a reply; its end token is trained.
+    Raises `BadRow` if a continuation has no turn of the assistant or an empty one.
     """
     found = []
     for number, reply in enumerate(replies, 1):
@@ -364,7 +365,7 @@ def check_replies(
 ) -> None:
     """Raise `BadRow` if the assistant has no turn, or a turn without any content.
 
-    `may_be_empty`: the last turn can be without content.
+    `may_be_empty`: accept a last turn without content.
     """
     turns = [m for m in messages if m["role"] == "assistant"]
     if not turns:

@@ -26,9 +26,9 @@ class Chat:
 
     `train_on: last` trains the last turn only; `all` trains every turn of the assistant.
 
-    A `system` column is put in front of conversations that have no system message.
+    A `system` column is prepended to conversations without a system message.
 
-    If a row is `{prompt, completion}` with messages as completion, the prompt (messages or text) is
+    In a row `{prompt, completion}` with messages as completion, the prompt (messages or text) is
     not trained.
     """
 
@@ -56,7 +56,7 @@ class Chat:
         return tokenizer.dressed_text(with_system(row, self._messages(row)), row.get("tools"))
 
     def encode_part(self, row: Row, tokenizer: Tokenizer, id: str) -> Encoded:
-        """Return the one sample of a row that has this id."""
+        """Return the sample of a row that has this id."""
         if not is_tree(row):
             return self.encode(row, tokenizer)[0]
         path = next(

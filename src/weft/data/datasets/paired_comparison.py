@@ -21,8 +21,8 @@ class PairedComparison:
     Answer j of `pos_answers` is better than answer j of `neg_answers`. `margin` is one number, or
     one per pair.
 
-    `max_pairs_per_prompt` keeps the first pairs of a row that has more. `as_chat`: the prompt is
-    rendered as the user's message, and each answer as the assistant's.
+    `max_pairs_per_prompt` is the maximum number of pairs of a row; the first ones are kept.
+    `as_chat`: the prompt is rendered as the user's message, and each answer as the assistant's.
     """
 
     prompt_key: str | None = None

@@ -1,6 +1,6 @@
-"""Dataset type `preference`: a chosen and a rejected reply.
+"""Dataset type `preference`: a chosen and a rejected reply, or a single labelled reply.
 
-They are texts, message lists or whole conversations. Also single labelled replies.
+The replies are texts, message lists or whole conversations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weft.registry import register_dataset
 
 CHOSEN = ("chosen", "chosen_messages")
 REJECTED = ("rejected", "rejected_messages")
-SAID = ("assistant", "tool")  # who speaks in a reply
+SAID = ("assistant", "tool")  # roles of the messages of a reply
 PAIR = {"rank": [0.0, 1.0], "comparison": [0.0, 0.0], "label": [1.0, 0.0]}
 
 Values = Mapping[str, list[float]]
@@ -73,6 +73,7 @@ class Preference:
             margin = number(row["margin"], "margin")
         chosen_keys = (self.chosen_key,) if self.chosen_key else CHOSEN
         rejected_keys = (self.rejected_key,) if self.rejected_key else REJECTED
+        # A single labelled reply.
         tag = first_of(row, LABEL_KEYS) or next((key for key in LABEL_KEYS if key in row), None)
         if first_of(row, (*chosen_keys, *rejected_keys)) is None and tag is not None:
             values = {
@@ -82,11 +83,13 @@ class Preference:
                 "label": [_label(row[tag], tag)],
             }
             return [self._single(row, tokenizer, values)]
+        # Two texts.
         keys = need(row, chosen_keys, "preference"), need(row, rejected_keys, "preference")
         chosen, rejected = (row[key] for key in keys)
         values = {**PAIR, "margin": [margin] * 2}
         if isinstance(chosen, str) and isinstance(rejected, str):
             return [self._texts(row, tokenizer, chosen, rejected, values)]
+        # Two message lists: whole conversations, or replies to the row's prompt.
         talks = [as_messages(row, key, "assistant") for key in keys]
         whole = [talk[0]["role"] not in SAID for talk in talks]
         if all(whole):
@@ -116,7 +119,7 @@ class Preference:
             and dialogues
             and all(reply.startswith(prompt) for reply in replies)
         ):
-            prompt = None  # the prompt stands in the dialogues already
+            prompt = None  # the dialogues contain the prompt already
         if key is not None and prompt is not None:
             return replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)
         if self.as_chat:
@@ -166,7 +169,7 @@ def _label(value: object, key: str) -> float:
 def _shared(talks: Sequence[Sequence[Message]]) -> int:
     """Return the number of leading messages shared by two conversations.
 
-    At least one message of each conversation is not counted: it is the reply.
+    The last message of each conversation is never counted, since it is the reply.
     """
     shared = 0
     for one, other in zip(*talks, strict=False):
@@ -177,9 +180,9 @@ def _shared(talks: Sequence[Sequence[Message]]) -> int:
 
 
 def _dialogues(tokenizer: Tokenizer, contents: Sequence[str], values: Values) -> Encoded:
-    """Two dialogues as texts: after what they share, the assistant's turns are trained.
+    """Encode two dialogues given as texts; the assistant's turns after the shared part are trained.
 
-    A last turn without words is a reply too (hh-rlhf has some): its EOS alone is trained.
+    An empty last turn is a reply too (hh-rlhf has some): only its EOS is trained.
     """
     prompt = dialogue.shared_prompt(*contents)
     sequences = []

@@ -28,9 +28,9 @@ class Prompt:
 
     `as_chat`: a text is the user's message.
 
-    Preference rows in the `\\n\\nHuman:` form give the dialogue up to the assistant's last shared
-    turn. The messages of a rendered prompt are kept as `prompt_messages`. Every message of the
-    prompter in an Open-Assistant tree is a prompt.
+    The prompt of a preference row in the `\\n\\nHuman:` form is the shared part of its dialogues,
+    up to the last `\\n\\nAssistant:`. The messages of a rendered prompt are saved in the metadata
+    as `prompt_messages`. In an Open-Assistant tree, every message of the prompter is a prompt.
     """
 
     prompt_key: str | None = None
@@ -50,7 +50,7 @@ class Prompt:
         )
 
     def _asked(self, row: Row) -> tuple[str, Row, tuple[str, ...]]:
-        """Return (prompt column, row with that column, columns that it is made of)."""
+        """Return (prompt column, row with that column, columns that the prompt consists of)."""
         key = first_of(row, (*prompt_keys(self.prompt_key), *MESSAGE_KEYS))
         used: tuple[str, ...] = ("chosen", "rejected")
         if (
@@ -90,7 +90,7 @@ class Prompt:
         return [Encoded(ids, metadata={**columns, MESSAGES: messages}, unused=unused)]
 
     def _branch(self, row: Row, path: Sequence[trees.Node], tokenizer: Tokenizer) -> Encoded:
-        """Return a prompter's message of a tree, after the messages before it."""
+        """Encode a path of a tree that ends with a prompter's message."""
         columns = {
             name: plain(value) for name, value in row.items() if name not in ("prompt", self.id_key)
         }

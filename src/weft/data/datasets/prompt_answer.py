@@ -17,7 +17,7 @@ from weft.registry import register_dataset
 
 @dataclass(frozen=True)
 class PromptAnswer:
-    """Form of prompts with an answer, which is everything after the prompt, and EOS.
+    """Form of prompts with an answer; the answer and EOS are trained.
 
     `as_chat`: the prompt is rendered as the user's message.
     """
@@ -46,7 +46,7 @@ class PromptAnswer:
         )
         if answer_messages(row) == answer_key:
             raise BadRow(
-                f"{answer_key!r} holds messages and no text; such rows are of dataset.type=chat"
+                f"{answer_key!r} holds messages, not text; such rows are of dataset.type=chat"
             )
         return prompt_key, text(row, answer_key)
 

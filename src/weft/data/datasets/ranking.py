@@ -31,9 +31,10 @@ from weft.registry import register_dataset
 class Ranking:
     """Form of prompts with ranked replies.
 
-    `prompt` is text or messages (or `messages`, `prefix`), `replies` are sorted best first.
-    `max_replies` keeps the best ones. If the prompt is null, replies are whole texts. The column
-    `augmented` has deliberately bad replies, of which every epoch draws one, ranked last.
+    The prompt is text or messages, in the column `prompt`, `messages` or `prefix`; `replies` are
+    sorted best first. `max_replies` keeps the best ones. If the prompt is null, replies are whole
+    texts. The column `augmented` has deliberately bad replies; every epoch draws one of them and
+    ranks it last.
 
     `as_chat`: a text is rendered as the user's message, and each reply as the assistant's.
     """
@@ -61,7 +62,7 @@ class Ranking:
         values = _values(len(replies))
         keys = (*prompt_keys(self.prompt_key), "prefix")
         key = first_of(row, keys)
-        # it is null
+        # The prompt column is null: the replies are whole texts.
         if (
             key is None
             and first_of(row, MESSAGE_KEYS) is None
@@ -72,7 +73,10 @@ class Ranking:
         return [replied(tokenizer, row, key, replies, as_chat=self.as_chat, values=values)]
 
     def _replies(self, row: Row, tokenizer: Tokenizer) -> list[str]:
-        """Return the replies, best first, followed by one of the row's bad ones if it has any."""
+        """Return the replies, best first, and after them one bad reply if the row has any.
+
+        Without random numbers, the longest bad reply is taken.
+        """
         bad = texts(row, BAD) if row.get(BAD) else []
         replies = texts(row, need(row, (self.replies_key,), "ranking"), at_least=1 if bad else 2)
         if not bad:
@@ -86,7 +90,7 @@ class Ranking:
     def _branch(
         self, path: Sequence[trees.Node], replies: Sequence[trees.Node], tokenizer: Tokenizer
     ) -> Encoded:
-        """Return the ranked replies to one message of a tree."""
+        """Encode the ranked replies to one message of a tree."""
         kept = [
             [{"role": "assistant", "content": reply["text"]}]
             for reply in replies[: self.max_replies]
@@ -97,7 +101,7 @@ class Ranking:
 
 
 def _values(count: int) -> dict[str, list[float]]:
-    """All replies belong to one comparison; every pair of them is one to learn from."""
+    """Return the values of `count` ranked replies, which belong to one comparison."""
     zeros = [0.0] * count
     return {"rank": [float(rank) for rank in range(count)], "comparison": zeros, "margin": zeros}
 

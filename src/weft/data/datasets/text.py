@@ -18,7 +18,7 @@ from weft.registry import register_dataset
 class Text:
     """Form of the column `text`, followed by EOS.
 
-    The first token is the prompt, as no token before it could predict it.
+    The first token is the prompt, since there is no token before it to predict it from.
     """
 
     text_key: str = "text"

@@ -28,14 +28,14 @@ LANGUAGES = (
     "ko",
     "ja",
     "zh",
-)  # of pairs in a name: wmt2019_zh-en
+)  # languages of pairs in names such as wmt2019_zh-en
 PAIR = "{source}-{target}"
 
 
 def find(name: str, files: Sequence[str] = ()) -> Entry:
-    """Return the entry called `name`; the user's `files` come first.
+    """Return the entry called `name`; entries in the user's `files` override others.
 
-    Raises `ConfigError` with the nearest names, and for a pair of languages without prompts.
+    Raises `ConfigError` with the nearest names, and for a pair of unknown languages.
     """
     known = _known(files)
     found = known.get(name) or known.get(name.lower())
@@ -48,8 +48,10 @@ def find(name: str, files: Sequence[str] = ()) -> Entry:
 
 
 def names(mode: str | None = None, files: Sequence[str] = ()) -> list[str]:
-    """The names of all entries, or of those that a mode (sft, rm, rl) can read, sorted; no
-    aliases."""
+    """Return the sorted names of all entries, or of those for a mode (sft, rm, rl).
+
+    Aliases are not included.
+    """
     if mode is not None and mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     return sorted(
@@ -61,14 +63,14 @@ def read_entries(file: Path) -> dict[str, Entry]:
     """Read the entries of a YAML file `NAME: {reader: .., repo: .., ...}`. Raises `ConfigError`."""
     values = read_yaml(file, f"dataset.named_file={file}", ConfigError)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{file}: must hold entries as NAME: {{reader: .., repo: ..}}")
+        raise ConfigError(f"{file}: must contain entries as NAME: {{reader: .., repo: ..}}")
     return {str(name): Entry.parse(str(name), value, str(file)) for name, value in values.items()}
 
 
 def _known(files: Sequence[str]) -> dict[str, Entry]:
     """Return all entries by name and alias.
 
-    Later ones override earlier ones: shipped, registered, of files.
+    Entries in `files` override registered ones, and these override shipped ones.
     """
     entries: dict[str, Entry] = dict(_shipped())
     for name in named_datasets.names():
@@ -85,7 +87,7 @@ def _shipped() -> Mapping[str, Entry]:
     for file in sorted(FOLDER.glob("*.yaml")):
         entries = read_entries(file)
         twice = found.keys() & entries.keys()
-        assert not twice, f"{file.name}: {', '.join(twice)} stand in another file too"
+        assert not twice, f"{file.name}: {', '.join(twice)} are in another file too"
         found |= entries
     return found
 
@@ -107,7 +109,7 @@ def _pair(entry: Entry, name: str) -> Entry:
     ):
         shape = entry.name.replace(PAIR, "zh-en")
         raise ConfigError(
-            f"dataset {name!r}: {pair!r} is no pair of known languages; write two of "
+            f"dataset {name!r}: {pair!r} is not a pair of known languages; write two of "
             f"{', '.join(LANGUAGES)}, such as {shape}"
         )
     source, target = languages

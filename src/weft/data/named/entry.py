@@ -9,15 +9,16 @@ from typing import Any
 from weft.errors import ConfigError, nearest
 
 MODES = ("sft", "rm", "rl")
-SEVERAL = ("modes", "aliases")  # fields that hold several names
+SEVERAL = ("modes", "aliases")  # fields with several values
 
 
 @dataclass(frozen=True)
 class Entry:
     """Source of a named dataset and its reader.
 
-    `train` and `valid` are a split, or a pattern of its files (`*x*.json`). Without `valid`, a part
-    of the rows is set aside. `options` are options of the reader; a user's options override them.
+    `train` and `valid` are names of splits, or patterns of file names (`*x*.json`). Without
+    `valid`, a part of the rows is held out for validation. `options` are options of the reader; a
+    user's options override them.
 
     `repo` with `config` and `revision` is a hub dataset, `url` a file. An entry with neither is
     read from a local copy only.
@@ -32,8 +33,8 @@ class Entry:
     url: str | None = None
     train: str = "train"
     valid: str | None = None
-    separator: str | None = None  # ends a record of a file of plain text
-    rows_in: str | None = None  # the key that holds the rows, where a file is one JSON object
+    separator: str | None = None  # text between the records of a plain text file
+    rows_in: str | None = None  # key of the list of rows, if a file is one JSON object
     aliases: tuple[str, ...] = ()
     licence: str | None = None
     note: str | None = None

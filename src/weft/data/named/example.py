@@ -1,4 +1,4 @@
-"""Output of readers: a conversation with replies, and its row in each mode."""
+"""Output of readers: a conversation with replies, and its conversion to a row in each mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from weft.data.messages import Message
 from weft.data.named.words import unwanted
 
-TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # the dataset type of a mode's rows
+TYPES = {"sft": "chat", "rm": "ranking", "rl": "prompt"}  # mode -> dataset type of its rows
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Example:
 
     Without a conversation, the replies continue `text`; without replies, `text` is plain text.
 
-    Examples of one `group` are never split into training and validation. `columns` are kept with a
-    prompt (mode rl).
+    Examples of one `group` are all used for training or all for validation. `columns` are further
+    columns of a prompt's row (mode rl).
     """
 
     context: Sequence[Message] = ()
@@ -38,7 +38,7 @@ class Use:
     """Settings and counters of one pass over a named dataset.
 
     `left_out[reason]` counts rows that gave no example, `cut[part]` rows whose example lacks a part
-    of their conversation.
+    of their conversation. `training`: the rows are training rows, not validation rows.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Use:
         self.left_out[reason] += count
 
     def shorten(self, turns: Sequence[str], most: int) -> list[str]:
-        """Return the turns cut to `most` characters each; counts the row if one was longer."""
+        """Return the turns cut to `most` characters each; count the row if one was longer."""
         if any(len(turn) > most for turn in turns):
             self.cut[f"the end of turns of more than {most:,} characters"] += 1
         return [turn[:most] for turn in turns]
@@ -71,7 +71,7 @@ class Use:
     def clean(self, *said: str) -> bool:
         """Return whether none of these texts contains an unwanted phrase.
 
-        Counts the example as skipped if one does.
+        If one does, the row is counted as skipped.
         """
         if any(unwanted(text) for text in said):
             self.skip("unwanted phrases")
@@ -90,7 +90,7 @@ def assistant(content: str, **more: Any) -> Message:
 def alternating(turns: Sequence[str], system: str | None = None, **more: Any) -> list[Message]:
     """Return messages of the user and the assistant in turn.
 
-    `more` (lang, ...) is added to each.
+    `more` (lang, ...) is added to each of them.
     """
     if system and system.strip():
         head = [{"role": "system", "content": system}]

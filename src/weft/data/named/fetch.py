@@ -1,6 +1,6 @@
 """Files of a named dataset: a local copy, or a download.
 
-Without a network, the error says so at once and names the folder for a copy.
+Without a network, an error is raised at once that names the folder for a local copy.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from weft.data.sources import SUFFIXES, Place, Unreadable, find_files, read_rows
 from weft.errors import DataError, nearest
 from weft.writing import destination, rename
 
-READ_S = 60.0  # without a byte of a file
-PARQUET = "refs/convert/parquet"  # where the hub keeps every dataset as CONFIG/SPLIT/*.parquet
+READ_S = 60.0  # timeout in seconds for the next bytes of a download
+PARQUET = "refs/convert/parquet"  # revision in which the hub has CONFIG/SPLIT/*.parquet files
 
 Found = TypeVar("Found")
 
@@ -39,17 +39,14 @@ class Files:
 
 
 def copies(entry: Entry, cache: Path) -> Path:
-    """Return the folder for copies of the files.
-
-    Files that are downloaded from a URL are saved there too.
-    """
+    """Return the folder for local copies of the files, in which URL downloads are saved too."""
     return cache / "datasets" / entry.name
 
 
 def locate(entry: Entry, path: str | None, cache: Path) -> Files:
-    """Return the files, from `path`, the folder of copies, or their public source.
+    """Return the files, from `path`, the folder of copies, or the public source.
 
-    Raises `DataError` if there are none.
+    Raises `DataError` if none are found.
     """
     at_hand = local(entry, path, cache)
     if at_hand is not None:
@@ -94,9 +91,10 @@ def local(entry: Entry, path: str | None, cache: Path) -> Files | None:
 
 
 def _absent(entry: Entry, path: str) -> str:
-    """Return advice for a file that does not exist.
+    """Return advice for a `path` that does not exist.
 
-    A `path` without a folder comes from a section, which names files of other machines.
+    A path without a folder comes from an Open-Assistant config section, whose files are on other
+    machines.
     """
     if Path(path).name != path:
         return "check the spelling"
@@ -109,13 +107,13 @@ def _absent(entry: Entry, path: str) -> str:
 
 
 def chosen(entry: Entry, place: Path) -> Files:
-    """Return the files of an entry in a folder; a file is used for training as it is.
+    """Return the files of an entry in the folder `place`; a single file is the training file.
 
-    Raises `DataError` if the folder has none.
+    Raises `DataError` if the folder has no such files.
     """
     if place.is_file():
         return Files([place], [place] if entry.valid == entry.train else [])
-    # a folder of copies of several datasets
+    # A folder can contain copies of several datasets.
     place = place / entry.name if (place / entry.name).is_dir() else place
     if entry.config and (place / entry.config).is_dir():
         root = place / entry.config
@@ -143,7 +141,7 @@ def chosen(entry: Entry, place: Path) -> Files:
 def named_file(entry: Entry, file: Path) -> str:
     """Return the name of a file for errors, with the name of the dataset.
 
-    A file from the hub has its name on the hub.
+    For a file from the hub, it is the name on the hub.
     """
     parts = file.parts
     if entry.repo is not None and "snapshots" in parts:
@@ -155,7 +153,7 @@ def named_file(entry: Entry, file: Path) -> str:
 def rows_of(entry: Entry, file: Path) -> Iterator[tuple[Place, Row | Unreadable]]:
     """Iterate over the rows of a file.
 
-    In plain text, rows are the records that end with `separator`, as `{text: ..}`.
+    The records of a plain text file, separated by `separator`, are rows `{text: ..}`.
     """
     if (
         entry.rows_in is not None
@@ -216,7 +214,7 @@ def _of_split(root: Path, split: str) -> list[Path]:
 def _request(entry: Entry) -> dict[str, Any]:
     """Return the arguments of the hub request.
 
-    It asks for the files that the patterns match, or for all files of the configuration.
+    It requests the files that match the entry's patterns, or all files of its configuration.
     """
     patterns = [
         which for which in (entry.train, entry.valid) if which is not None and _is_pattern(which)
@@ -272,13 +270,13 @@ def _from_url(entry: Entry, cache: Path) -> Path:
 def _within(ask: Callable[[], Found]) -> Found:
     """Return the result of `ask`.
 
-    Raises `OSError` or `HfHubHTTPError` if there is no answer in time or the answer is an error.
+    Raises `OSError` or `HfHubHTTPError` if `ask` fails or does not return in time.
     """
     try:
         return hub.within(hub.SECONDS, ask)
     except (OSError, HfHubHTTPError):
         raise
-    except Exception as error:  # of the HTTP library
+    except Exception as error:  # an error of the HTTP library
         raise OSError(_reason(error)) from error
 
 
@@ -287,10 +285,10 @@ def _reason(error: Exception) -> str:
 
 
 def _missing(entry: Entry, cache: Path, why: str) -> str:
-    """Return an error text on the missing download and the folder for a copy."""
+    """Return the error message for a failed download, with the folder for a local copy."""
     licence = f" (licence: {entry.licence})" if entry.licence else ""
     return (
-        f"{entry.name}: there is no copy at hand, and nothing could be fetched from "
+        f"{entry.name}: there is no local copy, and nothing could be fetched from "
         f"{entry.origin}{licence}: {why}; put its "
         f"files in {copies(entry, cache)}, or name them with path: {{{entry.name}: {{path: "
         f"FILE_OR_FOLDER}}}}"

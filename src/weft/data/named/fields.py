@@ -16,10 +16,10 @@ PLACE = re.compile(r"\{([^{}\n]+)\}")
 
 
 def fill(template: str, row: Row, random: Random) -> str:
-    """The text of a column (`answer`, `meta.text`), or of a template with columns in braces.
+    """Return the text of a column (`answer`, `meta.text`), or of a template with columns in braces.
 
-    In a path a number is an entry of a list, `?` one at random, `*` all of them in a line; what is
-    null or not in a list is "". Raises `BadRow` for a column that the row lacks.
+    In a path, a number is the index of a list entry, `?` a random entry, `*` all entries joined by
+    spaces. Null and missing entries become "". Raises `BadRow` for a column that the row lacks.
     """
     if not PLACE.search(template):
         return _text(pick(template, row, random))
@@ -29,11 +29,11 @@ def fill(template: str, row: Row, random: Random) -> str:
 def pick(path: str, row: Row, random: Random) -> Any:
     """Return the value at a path.
 
-    None for a key that a nested mapping lacks, as Parquet has it for null. Raises `BadRow` for a
-    column that the row lacks.
+    Returns None for a key that a nested mapping lacks, since null keys of Parquet files are
+    removed. Raises `BadRow` for a column that the row lacks.
     """
     value: Any = row
-    if path in row:  # also a column with a dot in its name
+    if path in row:  # a column name can contain dots
         return row[path]
     for step in path.split("."):
         if value is None:
@@ -55,7 +55,7 @@ def _entry(values: Sequence[Any], step: str, path: str, random: Random) -> Any:
     if step == "?":
         return values[random.randrange(len(values))] if values else None
     if not step.isdecimal():
-        raise BadRow(f"{path!r}: {step!r} is no place in a list; write a number, ? or *")
+        raise BadRow(f"{path!r}: {step!r} is not an index of a list; write a number, ? or *")
     return values[int(step)] if int(step) < len(values) else None
 
 

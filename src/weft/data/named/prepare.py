@@ -28,7 +28,7 @@ from weft.errors import ConfigError, DataError, nearest
 from weft.registry import datasets, readers
 from weft.writing import destination, rename, write
 
-VERSION = 3  # raised when the same rows give other examples, or another report
+VERSION = 3  # increased when the same rows give other examples or another report
 OF_TYPE = {
     "prompt_answer": "sft",
     "chat": "sft",
@@ -52,7 +52,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Source that replaces the named one, and notes on the rows that were left out."""
+    """Source of prepared files that replaces the named one, and notes on rows left out."""
 
     source: SourceSpec
     notes: tuple[str, ...] = ()
@@ -81,13 +81,15 @@ def cache_root(cache_dir: str | None) -> Path:
 def prepare(
     source: SourceSpec, mode: str, cache: Path, split: Split, files: Sequence[str] = ()
 ) -> Prepared:
-    """Write the rows of `source.named` to files.
+    """Write the rows of the dataset `source.named` to files, unless the cache has them.
 
-    Raises `ConfigError` and `DataError` with the name, the rule and the fix.
+    `files` are the user's YAML files of entries. Raises `ConfigError` or `DataError` with the name
+    of the dataset, the problem and the fix.
     """
+    # Find the entry, its reader, and the files.
     assert source.named is not None
     entry = find(source.named, files)
-    if "source_url" in source.args:  # another file of the same shape
+    if "source_url" in source.args:  # another file in the same format
         entry = replace(entry, repo=None, url=str(source.args["source_url"]))
         source = replace(
             source,
@@ -101,8 +103,9 @@ def prepare(
     options, of_form = _options(entry, reader, source.args, mode)
     found = locate(entry, source.path or None, cache)
     made = _Making(entry, reader, options, mode)
-    # Hidden, since a folder of copies that holds the cache too is not to be read with it.
+    # The folder is hidden, so that it is not read as data if it is inside a folder of copies.
     folder = cache / ".named" / entry.name / f"{mode}-{made.digest(found, split)}"
+    # Write the rows, and describe the files as a source.
     report = _report(folder) or made.make(found, split, folder)
     if not report["train"]:
         reasons = (
@@ -151,9 +154,10 @@ def reader_options(reader: Reader) -> list[str]:
 def _options(
     entry: Entry, reader: Reader, args: Mapping[str, Any], mode: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (options of the reader, options of the dataset type) from an entry and a user.
+    """Return (options of the reader, options of the dataset type).
 
-    Raises `ConfigError`.
+    Those of the reader come from the entry, overridden by the user's `args`. Raises `ConfigError`
+    for unknown or missing ones.
     """
     known = reader_options(reader)
     of_type = {
@@ -207,7 +211,7 @@ class _Making:
             code = hashlib.sha256(Path(source).read_bytes()).hexdigest()
         else:
             code = ""
-        places = [str(file) for file in (*files.train, *files.valid)]  # which errors in rows name
+        places = [str(file) for file in (*files.train, *files.valid)]  # used in error messages
         known = [VERSION, asdict(self.entry), self.options, self.mode, asdict(split), code, places]
         contents = [content_hash(files.train), content_hash(files.valid)]
         return hashlib.sha256(
@@ -215,13 +219,14 @@ class _Making:
         ).hexdigest()[:24]
 
     def make(self, files: Files, split: Split, folder: Path) -> dict[str, Any]:
-        """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`."""
+        """Write `train.jsonl`, `valid.jsonl` and, last, `report.json`; return the report."""
         folder.mkdir(parents=True, exist_ok=True)
         names = [folder / f"{name}.jsonl" for name in ("train", "valid")]
         parts = [name.with_name(f".{name.name}.{os.getpid()}") for name in names]
         counted = Use(self.entry.name, self.mode)
         own = files.valid if split.own else []
         try:
+            # Write the rows to temporary files.
             with parts[0].open("w") as train, parts[1].open("w") as valid, unread_keys() as unread:
                 found, groups = self._write(files.train, train, counted)
                 counts = [len(groups), 0]
@@ -230,6 +235,7 @@ class _Making:
                         own, valid, replace(counted, training=False), start=len(groups)
                     )
                     counts[1], found = len(held), found or of_valid
+            # Hold out rows for validation if the source has no validation split.
             if split.share > 0 and not own:
                 counts = _divide(parts, hold_out(groups, split.share).tolist())
             for part, name in zip(parts, names, strict=True):
@@ -295,9 +301,9 @@ class _Making:
 
 
 class _Rows:
-    """Rows of several files; `at` is the place of the last row read.
+    """Rows of several files; `at` is the place of the last row read, for error messages.
 
-    Once all rows are read, it is the place of the files.
+    Once all rows are read, `at` names the files instead.
     """
 
     def __init__(self, entry: Entry, files: list[Path]) -> None:
@@ -313,9 +319,8 @@ class _Rows:
                     raise BadRow(row.wrong)
                 yield row
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        self.at = Place(
-            f"{named_file(self.entry, self.files[0])}{more}", 0
-        )  # the reader gathered rows before it used them
+        # Errors that come now are about no single row: the reader collects all rows first.
+        self.at = Place(f"{named_file(self.entry, self.files[0])}{more}", 0)
 
 
 def _divide(parts: Sequence[Path], held: Sequence[bool]) -> list[int]:

@@ -34,6 +34,6 @@ PHRASES = (
 
 
 def unwanted(text: str) -> str | None:
-    """The first of the phrases that stands in a text, whatever the case, or None."""
+    """Return the first of the phrases that a text contains, ignoring case, or None."""
     low = text.lower()
     return next((phrase for phrase in PHRASES if phrase in low), None)

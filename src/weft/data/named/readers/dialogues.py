@@ -15,7 +15,7 @@ from weft.registry import register_reader
 
 MAX_CHARS = 32 * 1024
 REFERENCE = re.compile(r"\[\s?\d+\s?\]")
-GO_ON = ("...", "Please continue", "Go on")  # in place of an empty turn of the user
+GO_ON = ("...", "Please continue", "Go on")  # replacements of an empty turn of the user
 
 
 @register_reader("messages")
@@ -63,7 +63,7 @@ def sharegpt(
     for index, row in enumerate(rows):
         turns = _joined(_said(row[column], use.random(index)))
         if turns is None or not turns or turns[0][0] != "human":
-            use.skip("begun by the bot, or an empty turn of it")
+            use.skip("begun by the bot, or with an empty turn of the bot")
         elif len(turns) % 2:
             use.skip("no reply to the last turn")
         else:
@@ -74,7 +74,7 @@ def sharegpt(
 
 
 def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | None]:
-    """(speaker, text) of each turn; None where the bot says nothing."""
+    """Iterate over (speaker, text) of the turns; stop with None at an empty turn of the bot."""
     for turn in turns:
         speaker = turn["from"]
         text = turn["value"]
@@ -88,7 +88,7 @@ def _said(turns: Sequence[Row], random: Random) -> Iterator[tuple[str, str] | No
 
 
 def _joined(turns: Iterable[tuple[str, str] | None]) -> list[tuple[str, str]] | None:
-    """Turns of one speaker in a row as one, a line each."""
+    """Join consecutive turns of one speaker with newlines; return None if a turn is None."""
     found: list[tuple[str, str]] = []
     for turn in turns:
         if turn is None:
@@ -159,10 +159,10 @@ def marked(
     max_count: int | None = None,
     lang: str | None = None,
 ) -> Iterator[Example]:
-    """Whole dialogues as one text, each turn after the mark of its speaker.
+    """Make examples of dialogues given as one text, with a mark (`user`, `bot`) before each turn.
 
-    `min_length` joins dialogues, in a shuffled order, until one has that many characters;
-    `max_count` keeps so many of them.
+    `min_length` joins dialogues, in a shuffled order, until they have that many characters;
+    `max_count` is the maximum number of examples.
     """
     marks = re.compile(rf"\s*({re.escape(user)}|{re.escape(bot)})\s*")
     found = []
@@ -211,9 +211,10 @@ def rounds(
     system: str | None = None,
     skip_where: dict[str, str] | None = None,
 ) -> Iterator[Example]:
-    """A list of rounds, each with what the human says and the answer.
+    """Make examples of lists of rounds, each with the keys `human` and `answer`.
 
-    `system` is a column; `skip_where` leaves out rows whose column holds a text.
+    `system` is a column with the system message. `skip_where` maps columns to texts; a row is left
+    out if one of the columns contains its text.
     """
     for index, row in enumerate(rows):
         if any(text in str(row[name]) for name, text in (skip_where or {}).items()):
@@ -240,9 +241,9 @@ def by_system(
     max_char_len: int = 8000,
     seed: int = 42,
 ) -> Iterator[Example]:
-    """Make conversations of about `max_char_len` characters from rows of one system message.
+    """Make conversations of about `max_char_len` characters from rows with the same system message.
 
-    Rows become rounds of the conversation; `num_samples` draws that many rows.
+    Each row is a round of a conversation. `num_samples` draws that many rows.
     """
     chosen = list(rows)
     Random(seed).shuffle(chosen)
@@ -265,7 +266,7 @@ def _of_system(head: str, turns: list[str]) -> Example:
 
 
 def checked(value: Any, column: str) -> Sequence[Any]:
-    """A list of a row. Raises `BadRow` for other values."""
+    """Return a value that must be a list. Raises `BadRow` naming the column otherwise."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise BadRow(f"{column!r} must be a list")
     return value

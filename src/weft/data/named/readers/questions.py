@@ -20,32 +20,32 @@ from weft.registry import register_reader
 
 REFERENCE = re.compile(r"\[\d+(?:,\s*\d+)*?\]|\[citation needed\]|\[[a-zA-Z]\]")
 SUMMARIES = ("TL;DR:", "Summarize this", "Give me the summary")
-WORDS = 512  # of a text that is summarized
+WORDS = 512  # maximum number of words of a text to summarize
 
 
 class PairOptions(TypedDict, total=False):
     """Options for converting a row to a question and its answer.
 
-    Columns may be paths or templates (`weft.data.named.fields`).
+    Columns can be paths or templates (`weft.data.named.fields`).
     """
 
-    prompt: str  # "INSTRUCTION" where it is absent
-    answer: str  # "RESPONSE" where it is absent
-    lang: str
+    prompt: str  # column of the question; default "INSTRUCTION"
+    answer: str  # column of the answer; default "RESPONSE"
+    lang: str  # language of all rows
     lang_column: str  # column with the language
-    system: str
-    input: str  # a column that goes below the question ...
-    join: list[str]  # ... after one of these, at random
-    no_input: list[str]  # texts in it that say there is none
-    input_once: bool  # leave it out where the question holds it already
-    context: str  # a column that the answer rests on ...
-    # ... at the end of the question (prompt), or as the reply's own `context` (tag)
+    system: str  # column of the system message
+    input: str  # column that is appended to the question
+    join: list[str]  # separators before `input`, one of which is drawn at random
+    no_input: list[str]  # texts by which `input` states that there is no input
+    input_once: bool  # do not append `input` if the question contains it already
+    context: str  # column with the text on which the answer is based
+    # Place of `context`: "prompt" (at the end of the question) or "tag" (the reply's `context`).
     context_as: str
-    otherwise: str  # the answer where there is none
-    cut: str  # the answer ends where this begins
-    filter_words: bool  # leave out rows with phrases that give away another model
-    keep: dict[str, str] | list[str]  # columns for a verifier (mode rl), by their names
-    prompt_only: bool  # there are no answers
+    otherwise: str  # answer of rows without one
+    cut: str  # text at which the answer is cut off
+    filter_words: bool  # leave out rows with phrases that reveal another model
+    keep: dict[str, str] | list[str]  # columns kept for a verifier (mode rl), as {new name: column}
+    prompt_only: bool  # the rows have no answers
 
 
 @register_reader("question_answer")
@@ -56,10 +56,10 @@ def question_answer(
     fill_min_length: int | None = None,
     **options: Unpack[PairOptions],
 ) -> Iterator[Example]:
-    """One question and its answer a row.
+    """Make examples of one question and its answer per row.
 
-    `fill_min_length` joins them, in a shuffled order, into conversations of more characters than
-    that.
+    `fill_min_length` joins them, in a shuffled order, into conversations of more than that number
+    of characters.
     """
     pairs = Pairs(use, options)
     found = (
@@ -72,7 +72,7 @@ def question_answer(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows read with these options."""
+    """Conversion of rows to questions with answers, with these options."""
 
     use: Use
     options: PairOptions
@@ -83,8 +83,9 @@ class Pairs:
             raise ConfigError(f"{self.use.name}: context_as={said!r}: must be prompt or tag")
 
     def read(self, row: Row, random: Random) -> Example | None:
-        """The example of a row; None, counted in `use`, where it has no question or no answer."""
+        """Return the example of a row, or None if it is left out, which `use` counts."""
         options = self.options
+        # Fill in the question and the answer.
         question = self._with_input(
             fill(options.get("prompt", "INSTRUCTION"), row, random), row, random
         )
@@ -94,6 +95,7 @@ class Pairs:
             return None
         if options.get("filter_words") and not self.use.clean(question, answer):
             return None
+        # Add language, context and system message.
         if "lang_column" in options:
             lang: str | None = str(row[options["lang_column"]])
         else:
@@ -139,7 +141,7 @@ class Pairs:
 
 
 def _filled(examples: list[Example], least: int, use: Use) -> Iterator[Example]:
-    """Conversations of several pairs, each of more than `least` characters but the last."""
+    """Join examples to conversations of more than `least` characters; the last can be shorter."""
     use.random("order").shuffle(examples)
     messages: list[Message] = []
     for example in examples:
@@ -161,7 +163,10 @@ def summary(
     max_words: int = WORDS,
     prompts: Sequence[str] = SUMMARIES,
 ) -> Iterator[Example]:
-    """The first `max_words` words of a text, then one of `prompts`; the summary is the answer."""
+    """Make examples that ask for a summary of a text.
+
+    The question is the first `max_words` words of the text, then one of `prompts` at random.
+    """
     for index, row in enumerate(rows):
         random = use.random(index)
         words = fill(text, row, random).replace("\n\n", "\n").split(" ")[:max_words]
@@ -182,10 +187,11 @@ def each(
     labels: str | None = None,
     templates: Any = (),
 ) -> Iterator[Example]:
-    """An example of every entry of the list `answers`.
+    """Make one example for each entry of the list `answers`.
 
-    With `templates` (pairs of a question and an answer) {0} is the prompt or the entry, and {1} the
-    entry of `labels` beside it.
+    `templates` are pairs (template of the question, template of the answer), one of which is drawn
+    at random: {0} is the prompt (in the answer, the entry), {1} the entry of `labels` with the same
+    index.
     """
     for index, row in enumerate(rows):
         random = use.random(index)

@@ -74,7 +74,7 @@ def pairs(
 def _compared(
     context: Sequence[Message], replies: Sequence[Message], use: Use, group: str | None = None
 ) -> Iterator[Example]:
-    """An example of replies, the best first; none of where they are empty or alike."""
+    """Yield an example of replies, best first; skip the row if they are empty or equal."""
     kept = [reply for reply in replies if reply["content"].strip()]
     if not context or context[-1]["role"] != "user" or not context[-1]["content"].strip():
         use.skip("an empty question")
@@ -109,7 +109,7 @@ def hh(rows: Iterable[Row], use: Use) -> Iterator[Example]:
 
 
 def _turns(text: str) -> list[Message]:
-    """The turns of a dialogue; those of one speaker in a row are joined."""
+    """Split a dialogue into messages; consecutive turns of one speaker are joined."""
     joined: list[Message] = []
     for message in dialogue.messages(text):
         if joined and joined[-1]["role"] == message["role"]:
@@ -122,9 +122,9 @@ def _turns(text: str) -> list[Message]:
 class ScoreOptions(TypedDict, total=False):
     """Options for converting scored answers to a ranking."""
 
-    max_answers: int  # 5 where it is absent
-    references: bool  # false takes `[1]` out of the answers
-    least_gap: float  # an answer that is not that much worse than the one before it is left out
+    max_answers: int  # maximum number of answers; default 5
+    references: bool  # false: remove references such as `[1]` from the answers
+    least_gap: float  # minimum difference to the next better answer; others are left out
     lang: str
 
 
@@ -138,9 +138,10 @@ def scored(
     group: str | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Iterator[Example]:
-    """Make examples of scored answers, [answer, score, ...] by column, best first.
+    """Make examples of scored answers, best first.
 
-    Several scores are added up. All rows of one question are joined.
+    `answers` lists [column of an answer, columns of its scores, ...]; the scores are added. All
+    rows with the same question, or the same value of the column `group`, make one example.
     """
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for index, row in enumerate(rows):
@@ -177,9 +178,10 @@ def comparisons(
     max_answers: int = 5,
     least_confidence: float | None = None,
 ) -> Iterator[Example]:
-    """Make examples of OpenAI's comparisons of two summaries: a pair per row.
+    """Make examples of OpenAI's comparisons of two summaries.
 
-    `grouped`: all summaries of a post, by how often they won.
+    `grouped`: one example per post, with its summaries ordered by their number of wins. Otherwise
+    one pair per row.
     """
     wins: dict[str, Counter[str]] = {}
     for index, row in enumerate(rows):
@@ -224,7 +226,7 @@ def ranked_list(
     rank: str = "rank",
     max_answers: int = 7,
 ) -> Iterator[Example]:
-    """Make examples of lists of answers with ranks, smaller is better.
+    """Make examples of lists of answers with ranks; a lower rank is better.
 
     The prompt is a question, or a dialogue in the `\\n\\nHuman:` form.
     """
@@ -235,9 +237,7 @@ def ranked_list(
             (number for number, turn in enumerate(turns, 1) if turn["role"] != "assistant"),
             default=0,
         )
-        use.cut["replies that stand in the prompt after the last question"] += asked_last < len(
-            turns
-        )
+        use.cut["replies in the prompt after the last question"] += asked_last < len(turns)
         turns = turns[:asked_last]
         entries = sorted(
             checked(row[answers], answers), key=lambda entry: number(entry[rank], rank)
@@ -277,8 +277,8 @@ def endings(
 def augmented(rows: Iterable[Row], use: Use) -> Iterator[Example]:
     """Make examples of Open-Assistant's ranked replies with bad ones made by a model.
 
-    In training, one of the bad ones, at random, is ranked last. Rows are
-    `{prefixes, responses, augmented, split}`; `split` is the use of the row.
+    In training, a random one of the bad replies is ranked last. Rows are
+    `{prefixes, responses, augmented, split}`; `split` is "train" for training rows.
     """
     for index, row in enumerate(rows):
         if _for_training(row) != use.training:

@@ -1,4 +1,4 @@
-"""Plain text that is learned whole: no dialogue, so that a model does not forget what it knew."""
+"""Reader of plain text without dialogues, which is trained whole so that a model forgets less."""
 
 from __future__ import annotations
 

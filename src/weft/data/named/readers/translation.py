@@ -73,10 +73,10 @@ PROMPTS = {
         "\u7ffb\u8bd1\u6210\u4e2d\u6587: {}",
     ),
 }
-# of divemt's subjects, those with prompts
+# Language codes of divemt's subjects, for languages with prompts.
 ISO = {"tur": "tr", "ita": "it", "nld": "nl", "ara": "ar"}
-NEAR = 20  # rows in a run of pairs that may stand before one another, and are never split
-MOST = 100_000
+NEAR = 20  # number of consecutive pairs that are combined and stay in one split
+MOST = 100_000  # maximum number of pairs of a dataset
 
 Asked = tuple[str, str]
 

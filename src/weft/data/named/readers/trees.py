@@ -1,4 +1,4 @@
-"""Open-Assistant's exports: threads, ranked replies or prompts of message trees."""
+"""Reader of Open-Assistant's exports: threads, ranked replies or prompts of message trees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.data.rows import Row
 from weft.errors import ConfigError
 from weft.registry import register_reader
 
-# trees whose first message is a prompt worth answering
+# States of trees whose first message is an accepted prompt; the first state: with released replies.
 WAITING = ("ready_for_export", "prompt_lottery_waiting")
 
 
@@ -24,13 +24,13 @@ def trees(
     least: Mapping[str, float] | None = None,
     most: Mapping[str, float] | None = None,
 ) -> Iterator[Example]:
-    """sft: every thread down to a last reply; rm: ranked replies to a prompt; rl: every prompt.
+    """Make examples of message trees: threads (sft), ranked replies (rm), or prompts (rl).
 
-    A tree is never split.
+    All examples of a tree stay in one split.
 
-    `lang` are languages of the first message (en,de); `top_k` takes the replies of the first k
-    ranks; `least` and `most` bound labels ({quality: 0.5}). Deleted and synthetic messages are left
-    out, and trees that were not released or not reviewed.
+    `lang`: languages of the first message (en,de). `top_k`: keep the replies of the first k ranks.
+    `least` and `most`: bounds of labels ({quality: 0.5}). Deleted and synthetic messages, and trees
+    that were not released or not reviewed, are left out.
     """
     if top_k is not None and top_k < 1:
         raise ConfigError(f"{use.name}: top_k={top_k}: must be at least 1")
