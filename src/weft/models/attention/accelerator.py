@@ -18,7 +18,7 @@ from weft.models.kv.pages import Paged
 
 
 def dense(given: AttentionInputs, context: Dense) -> Tensor:
-    """[T, heads, dim]: causal attention within each sequence."""
+    """Compute causal attention within each sequence: [T, heads, dim]."""
     q = given.q
     k = given.k
     v = given.v
@@ -41,7 +41,10 @@ def prefixed(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 
 def paged(given: AttentionInputs, context: Paged) -> Tensor:
-    """New tokens of rows whose keys and values lie in pages, theirs included by now."""
+    """Compute attention of new tokens over keys and values in pages.
+
+    The keys and values of the new tokens must already be stored in the pages.
+    """
     q = given.q
     spec = given.spec
     pool = context.pool
@@ -81,7 +84,7 @@ def flashes(q: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _mask(context: Dense | Prefixed, length: int, window: int | None) -> flex.BlockMask:
-    """The mask of one pack, made once for all layers of one window."""
+    """Return the mask of a pack for one window size; all layers with that window share it."""
     if window not in context.masks:
         if isinstance(context, Prefixed):
             joins = [(join.prefix, join.rest) for join in context.joins]

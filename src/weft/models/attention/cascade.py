@@ -32,18 +32,19 @@ def attend_to(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> AttentionState:
-    """Rows q [n, heads, L, dim] over some of their keys, k and v [n, heads, M, dim]; `mask` joins
-    the scores. For CPUs.
+    """Compute attention of rows q [n, heads, L, dim] over keys and values [n, heads, M, dim].
+
+    These are only some of the rows' keys. `mask` is added to the scores. For CPUs.
     """
     out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return AttentionState(out, lse)
 
 
 def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
-    """Attention over the keys of both; the two see different keys for the same rows.
+    """Return attention over the keys of both states, which have the same rows and different keys.
 
-    Of functions only exp and log are used: their kernels give a value the same bits wherever it
-    stands in a tensor, and so training and decoding round alike.
+    Only exp and log are used: their kernels give a value the same bits at every position of a
+    tensor, so training and decoding round in the same way.
     """
     most = torch.maximum(left.lse, right.lse)
     weights = [(part.lse - most).exp_() for part in (left, right)]
@@ -53,8 +54,10 @@ def merge_states(left: AttentionState, right: AttentionState) -> AttentionState:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float) -> Tensor:
-    """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads, dim]; every row is in one causal
-    part and in any number of others. heads is a multiple of kv_heads.
+    """Return attention [T, heads, dim] of q [T, heads, dim] over k and v [T, kv_heads, dim].
+
+    Every row is in exactly one causal part and in any number of other parts. heads is a multiple of
+    kv_heads.
     """
     return _Cascade.apply(q, k, v, parts, scale)
 
@@ -135,18 +138,18 @@ def _rectangles(
 
 
 def _cells(x: Tensor, bucket: Bucket) -> Tensor:
-    """[T, heads, dim] -> [n, heads, L, dim]."""
+    """Return the tokens of a bucket as a padded rectangle: [T, heads, dim] -> [n, heads, L, dim]."""
     return _at(x, bucket, padded=True).unflatten(0, tuple(bucket.index.shape)).transpose(1, 2)
 
 
 def _rows(cells: Tensor, bucket: Bucket) -> Tensor:
-    """[n, heads, L, dim] -> [tokens, heads, dim] without the padding."""
+    """Return a rectangle's tokens without padding: [n, heads, L, dim] -> [tokens, heads, dim]."""
     flat = cells.transpose(1, 2).flatten(0, 1)
     return flat if bucket.valid is None else flat.index_select(0, bucket.valid)
 
 
 def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
-    """[n, L]: 1 for a token, 0 for padding."""
+    """Return a mask [n, L]: 1 for a token, 0 for padding."""
     assert bucket.valid is not None
     return (
         like.new_zeros(bucket.index.numel())
@@ -156,7 +159,7 @@ def _is_valid(bucket: Bucket, like: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, bucket: Bucket, padded: bool = False) -> Tensor:
-    """The bucket's tokens of x [T, ...]."""
+    """Return the bucket's tokens of x [T, ...]; if `padded`, its padding cells too."""
     if bucket.span is not None:
         return x[bucket.span[0] : bucket.span[1]]
     return x.index_select(0, bucket.index.flatten() if padded else bucket.tokens)

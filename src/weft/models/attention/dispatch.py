@@ -43,8 +43,10 @@ def attend_heads(
     layer: int,
     dropout: TokenDropout | None = None,
 ) -> Tensor:
-    """Like `attend`, for queries, keys and values side by side in one tensor, `heads` [T, heads + 2
-    kv_heads, dim], before `rotation` (cos and sin, `weft.models.network.rope`).
+    """Compute attention as `attend` does, for queries, keys and values in one tensor.
+
+    `heads` is [T, heads + 2 kv_heads, dim]: queries, keys, values, before `rotation` (cos and sin
+    of `weft.models.network.rope`).
     """
     by_kernels = kernels.serves_attention(heads, heads, heads) and not _limited(spec, dropout)
     if by_kernels and isinstance(context, Dense | Prefixed):
@@ -68,9 +70,9 @@ def attend_heads(
 
 
 def attend(given: AttentionInputs, context: AttentionContext) -> Tensor:
-    """Causal attention within each sequence, [T, heads, dim].
+    """Return causal attention within each sequence, [T, heads, dim].
 
-    Keys and values of cached sequences are stored first.
+    Keys and values of cached sequences are stored in the cache first.
     """
     device: Device = "cpu" if given.q.is_cpu else "accelerator"
     if kernels.serves_attention(given.q, given.k, given.v) and not _limited(
@@ -103,7 +105,7 @@ def _merged(given: AttentionInputs, context: Prefixed) -> Tensor:
 
 
 def _stored(backend: Backend) -> Backend:
-    """The backend on keys and values that lie in a cache, the new ones too."""
+    """Return a backend that stores the new keys and values in the cache before it attends."""
 
     def attend_stored(given: AttentionInputs, context: Cached) -> Tensor:
         context.cache.write(given.layer, context, given.k, given.v)

@@ -12,9 +12,9 @@ from weft.models.network.dropout import TokenDropout
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
+    """Inputs of one layer's attention; queries and keys are already rotated.
 
-    Queries and keys are rotated.
+    heads is a multiple of kv_heads; query head h reads kv head h // (heads / kv_heads).
     """
 
     q: Tensor  # [T, heads, dim]
@@ -26,5 +26,5 @@ class AttentionInputs:
 
     @property
     def drops(self) -> bool:
-        """Return whether attention weights are dropped in this pass."""
+        """True if attention weights are dropped in this pass."""
         return self.dropout is not None and self.spec.dropout > 0.0

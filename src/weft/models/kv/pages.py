@@ -36,7 +36,7 @@ TABLE = 3  # columns of a step's matrix; the table takes the rest
 
 @dataclass(frozen=True)
 class History:
-    """All tokens of the rows of a pass, new ones included, end to end."""
+    """All tokens of the rows of a pass, new ones included, row after row."""
 
     places: Tensor  # int64 [U]: where each lies
     cu_seqlens: Tensor  # int32 [R + 1]
@@ -45,9 +45,9 @@ class History:
 
 @dataclass(frozen=True)
 class Paged:
-    """New tokens of sequences in pages; made by `PagedCache`.
+    """Attention context of new tokens of sequences in pages; made by `PagedCache`.
 
-    The network writes their keys and values to `places`.
+    The network writes the keys and values of the new tokens to `places`.
     """
 
     pool: PagePool
@@ -61,17 +61,17 @@ class Paged:
 
     @cached_property
     def dense(self) -> Dense:
-        """The new tokens by themselves."""
+        """The new tokens without the stored ones."""
         return Dense(self.cu_seqlens, self.max_len)
 
     @property
     def decodes(self) -> bool:
-        """Return whether each row has exactly one new token."""
+        """True if each row has exactly one new token and stored ones: a decode step."""
         return self.history is None and not self.fresh
 
     @cached_property
     def masks(self) -> dict[int | None, Any]:
-        """FlexAttention's masks by window, filled as layers ask for them."""
+        """Masks of FlexAttention by window size; layers add the ones they need."""
         return {}
 
     @property
@@ -81,14 +81,14 @@ class Paged:
 
     @cached_property
     def token_lengths(self) -> Tensor:
-        """int64 [T]: tokens of the sequence a new token belongs to."""
+        """int64 [T]: number of tokens of the sequence that each new token belongs to."""
         if self.max_len == 1:
             return self.used.long()
         return self.used.long().repeat_interleave(self.dense.lengths, output_size=len(self.places))
 
 
 class PagePool:
-    """`keys[layer]`, `values[layer]`: [pages, page, kv_heads, head_dim]."""
+    """Memory of the pages: `keys[layer]` and `values[layer]`, [pages, page, kv_heads, head_dim]."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class PagePool:
         first_layer: int = 0,
         most: int | None = None,
     ) -> None:
-        """`most` pages are held at most, the one that nobody owns included."""
+        """Create a pool of at most `most` pages, including the page that no row owns."""
         self.first_layer = first_layer
         self.device = torch.device(device)
         self.dtype = dtype
@@ -121,8 +121,9 @@ class PagePool:
         self.values = made[config.num_layers :]
 
     def reserve(self, count: int) -> None:
-        """Have room for `count` pages, or as many as there may be: of a power of two, so that few
-        sizes are ever met.
+        """Make room for `count` pages, or for as many as the pool may have.
+
+        The number is rounded up to a power of two, so that only few sizes occur.
         """
         if count < len(self.pages):
             return
@@ -140,7 +141,7 @@ class PagePool:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values))
 
     def fit(self, copies: Copies) -> None:
-        """Make room for all pages there are, and copy those that somebody is about to write to."""
+        """Make room for all pages that exist, and carry out `copies`."""
         if len(self.keys[0]) < len(self.pages):
             for stored in (self.keys, self.values):
                 for layer, old in enumerate(stored):
@@ -152,7 +153,10 @@ class PagePool:
                 pages[target] = pages[source]
 
     def packed(self, step: Tensor) -> Packed:
-        """The network's input for a decode step, computed on the device from `step`."""
+        """Return the network's input for a decode step, computed on the device from `step`.
+
+        `step` is the matrix of `PagedCache.step`.
+        """
         tokens = step[:, TOKEN].long()
         positions = step[:, POSITION].long()
         places = step[:, PLACE].long()
@@ -179,19 +183,20 @@ class PagePool:
         self.values[layer].flatten(0, 1).index_copy_(0, context.places, v)
 
     def read(self, layer: int, history: History) -> tuple[Tensor, Tensor]:
-        """Keys and values of `history`, each [U, kv_heads, head_dim]."""
+        """Return keys and values of the tokens of `history`, each [U, kv_heads, head_dim]."""
         keys = self.keys[layer].flatten(0, 1)
         values = self.values[layer].flatten(0, 1)
         return keys.index_select(0, history.places), values.index_select(0, history.places)
 
 
 class PagedCache:
-    """Rows over the pages of a pool; row r holds `before[r] + used[r]` tokens, the first
-    `before[r]` those of its prefix.
+    """Cache whose rows are stored in the pages of a pool.
+
+    Row r contains `before[r] + used[r]` tokens, of which the first `before[r]` are its prefix.
     """
 
     def __init__(self, pool: PagePool, width: int = FIRST_WIDTH) -> None:
-        """`width` pages of a row are made room for at first."""
+        """Create an empty cache, with room for `width` pages per row at first."""
         self.pool, self.device, self.dtype = pool, pool.device, pool.dtype
         self.tables = Tables(pool.pages, width=width)
         self.used = np.zeros(len(self.tables.held), np.int64)
@@ -252,7 +257,7 @@ class PagedCache:
         self.tables.clear(slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page))
 
     def fork(self, slot: int, count: int) -> list[int]:
-        """`count` new rows that hold what `slot` holds: one prompt, many samples."""
+        """Return `count` new rows with the contents of row `slot`: several samples of one prompt."""
         new = self.allocate(count)
         for row in new:
             self.tables.put(row, self.tables.of(slot))
@@ -260,11 +265,11 @@ class PagedCache:
         return new
 
     def extend(self, slots: Sequence[int], tokens: Sequence[Tensor] | Tensor) -> Packed:
-        """The pack that appends `tokens` (int64 [R], one a row; or R tensors, each int64 [n >= 1])
-        to `slots`.
+        """Append `tokens` to the rows `slots` and return the network's input for them.
 
-        Its `rows` are the last new token of each row, its `labels` those tokens: `hidden[rows]`
-        predicts what comes next.
+        `tokens` is int64 [R], one token per row, or R tensors, each int64 [n >= 1]. The `rows` of
+        the result are the last new token of each row and its `labels` are those tokens:
+        `hidden[rows]` predicts the next token.
         """
         if isinstance(tokens, Tensor):
             return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
@@ -302,11 +307,10 @@ class PagedCache:
         )
 
     def step(self, slots: Sequence[int], tokens: np.ndarray) -> np.ndarray:
-        """Make room for one token a row: int32 [R, 3 + W], of each row the token, its position, its
-        place and the row's pages.
+        """Make room for one token per row and return the decode step as an int32 matrix [R, 3 + W].
 
-        A row of zeros fills a step up: it is the first token of a sequence in the page that nobody
-        owns.
+        The columns are the token, its position, its storage index and the row's pages. A row of
+        zeros can pad the matrix: it is the first token of a sequence in the page that no row owns.
         """
         rows = np.asarray(slots, np.int64)
         start = self._grow(rows, np.ones(len(rows), np.int64))
@@ -316,8 +320,9 @@ class PagedCache:
         return np.concatenate([columns, self.tables.table[rows]], axis=1)
 
     def _grow(self, rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Count `counts` more tokens of `rows` as used and make room for them; the position [R] at
-        which each row goes on.
+        """Count `counts` more tokens of `rows` as used, make room for them, and return their start.
+
+        The result [R] is the position of each row's first new token.
         """
         start = self.before[rows] + self.used[rows]
         self.pool.fit(self.tables.extend(rows, start, start + counts))
