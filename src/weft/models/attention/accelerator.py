@@ -1,6 +1,7 @@
-"""Attention on accelerators: flash attention in half precision, FlexAttention for soft-capping,
-shared prefixes and for pages that the installed flash kernel cannot read. Float32 and dropped
-weights take rectangles there, too.
+"""Attention on accelerators.
+
+Flash attention is used in half precision; FlexAttention for soft caps, shared prefixes, and pages
+that the installed flash kernel cannot read; `rectangles` for float32 and dropout of weights.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
                 context.table, context.used, size, spec.window
             )
         return flex.paged(q, keys, values, context.masks[spec.window], spec)
-    # as many bytes as the pass reads anyway, and few beside its products
+    # Copy the keys and values of all tokens, which is cheap compared to the products of a prefill.
     keys, values = pool.read(layer, history)
     if flashes(q, spec):
         lengths = VarlenLengths(

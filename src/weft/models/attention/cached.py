@@ -1,6 +1,4 @@
-"""Attention of new tokens over the keys and values of their slots, by torch, and by the kernels of
-a CPU.
-"""
+"""Attention of new tokens over the keys and values in their slots, by torch or weft's CPU kernels."""
 
 from __future__ import annotations
 

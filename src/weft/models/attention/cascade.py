@@ -1,10 +1,9 @@
-"""Attention put together from parts: each part is some rows over some keys, and log-sum-exps join
-them exactly.
+"""Attention merged exactly from parts, each of some rows over some keys, by their log-sum-exps.
 
 For one row with parts i of keys, o_i = softmax(s_i) v_i and l_i = log sum exp s_i: l = log sum exp
 l_i and o = sum_i exp(l_i - l) o_i. The backward pass of flash attention (Dao et al. 2022,
-arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once a part
-with the joined ones, and the gradients of the parts add up.
+arXiv:2205.14135, algorithm 4) needs only a row's output and log-sum-exp, so it runs once per
+part with the merged ones, and the gradients of the parts are added.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class _Cascade(torch.autograd.Function):
         for part in parts:
             cells = _rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
-            # as `attention` pads, for the same rounding
+            # Pad keys to whole vectors, as `rectangles` does, for the same rounding.
             tail = (0, 0, 0, in_vectors(length, q.device) - length)
             padded = [F.pad(x, tail) if part.causal or x is cells[0] else x for x in cells]
             seen = attend_to(padded[0], padded[1], padded[2], scale, causal=part.causal)

@@ -1,10 +1,9 @@
-"""Which tokens of a pack see which: whole sequences (`Dense`), or sequences of which some share a
-prefix (`Prefixed`).
+"""Attention contexts: which tokens of a pack attend to which.
 
-New tokens of cached sequences have contexts of their own, beside the caches:
-`weft.models.kv.slots.Cached`, `weft.models.kv.pages.Paged`; so have the tokens of a pack that
-several ranks share: `weft.models.attention.portions.Portion`. All have what `AttentionContext`
-names.
+`Dense` is for whole sequences and `Prefixed` for sequences of which some share a prefix. Contexts
+of new tokens of cached sequences are defined with the caches (`weft.models.kv.slots.Cached`,
+`weft.models.kv.pages.Paged`), and that of a pack whose tokens are split over ranks is
+`weft.models.attention.portions.Portion`. All implement `AttentionContext`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-# of a bucket's area at most; more padding costs more than another kernel launch saves
+# Largest share of padding in a bucket: more padding costs more than a saved kernel launch gains.
 PADDING_SHARE = 0.25
-SHORT = 16  # sequences up to this length share a bucket whatever the padding
+SHORT = 16  # sequences up to this length share a bucket, however much padding they need
 
 
 class AttentionContext(Protocol):
@@ -50,9 +49,9 @@ class Bucket:
 
     # int64 [n, L]: token of each cell; cells of padding repeat the sequence's last token
     index: Tensor
-    # int64 [tokens]: cells (row-major) that are no padding; None where all are
+    # int64 [tokens]: cells (row-major) that are not padding; None if no cell is padding
     valid: Tensor | None
-    # (start, stop) where the cells are the tokens from start to stop, in order
+    # (start, stop) if the cells are the tokens from start to stop, in order; else None
     span: tuple[int, int] | None
 
     @cached_property
@@ -84,7 +83,7 @@ class Dense:
 
     cu_seqlens: Tensor  # int32 [S + 1]
     max_len: int
-    num_tokens: int | None = None  # where the host knows it, so that nothing waits for the device
+    num_tokens: int | None = None  # None if the host does not know it and would wait for the device
 
     @property
     def num_sequences(self) -> int:
@@ -214,7 +213,7 @@ def _group(starts: list[int]) -> list[list[int]]:
     """
     lengths = [stop - start for start, stop in pairwise(starts)]
     groups: list[list[int]] = []
-    room = 0  # cells of padding the open bucket may still take
+    room = 0  # cells of padding that the last bucket can still have
     for s in sorted((s for s, n in enumerate(lengths) if n), key=lambda s: -lengths[s]):
         longest = lengths[groups[-1][0]] if groups else 0
         padding = longest - lengths[s]

@@ -1,4 +1,4 @@
-"""What one layer asks of attention."""
+"""Inputs of one layer's attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttentionInputs:
     k: Tensor  # [T, kv_heads, dim]
     v: Tensor  # [T, kv_heads, dim]
     spec: AttentionSpec
-    layer: int  # counted from 0, in the whole network
+    layer: int  # number in the whole network, from 0
     dropout: TokenDropout | None = None
 
     @property

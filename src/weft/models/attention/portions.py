@@ -1,8 +1,8 @@
-"""Attention where only some tokens of a pack are here: their queries over the keys and values of
-all, which other ranks hand over.
+"""Attention under context parallelism: local queries over the keys and values of the whole pack.
 
-A rank's tokens are runs of the pack; within a run each sequence's tokens see those before them and
-themselves, so that its keys are consecutive and end with the run.
+The keys and values of other ranks' tokens are gathered. A rank's tokens are runs of the pack. Within
+a run, the keys that a sequence's tokens see are consecutive and end with the sequence's last token
+in the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.models.attention import accelerator, rectangles
 from weft.models.attention.contexts import Dense
 from weft.models.attention.inputs import AttentionInputs
 
-# first row here, rows; first key in the pack, keys: the last row sees all of them
+# (first local row, rows, first key in the pack, keys); the last row sees all of the keys
 Piece = tuple[int, int, int, int]
 
 
@@ -36,7 +36,7 @@ class Portion:
     whole: Dense
     runs: tuple[tuple[int, int], ...]
     gather: Callable[[Tensor], Tensor]
-    last: Tensor  # int64: the tokens here, numbered here, that a sequence's score is read at
+    last: Tensor  # int64: local indices of the local tokens at which a sequence's score is read
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:

@@ -1,9 +1,10 @@
-"""Attention over rectangles by torch: sequences of like length, laid out with padding after each,
-where causal attention never looks, so that the fast causal kernel is exact without a mask. What
-that kernel lacks (soft-capping, windows, dropped weights) takes the written-out form.
+"""Attention over rectangles by torch: sequences of similar length with padding after each.
 
-On a CPU keys are padded to whole vectors and a head has a few query rows at least, so that every
-row is added up in the same order whatever stands beside it.
+Causal attention never reads the padding, so torch's fast causal kernel is exact without a mask.
+What that kernel lacks (soft caps, windows, dropout of weights) is computed step by step.
+
+On a CPU, keys are padded to whole vectors and each head gets a minimum number of query rows, so
+that every row is summed in the same order, whatever the other rows are.
 """
 
 from __future__ import annotations

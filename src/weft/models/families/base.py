@@ -52,7 +52,7 @@ WRITTEN_ANEW = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture on the hub. `name` is config.json's `model_type`."""
+    """One model architecture of the Hugging Face hub. `name` is its `model_type` in config.json."""
 
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
@@ -68,9 +68,9 @@ class Family:
     score: str = "score.weight"
 
     def config(self, raw: Mapping[str, Any]) -> TransformerConfig:
-        """Read the values of a config.json.
+        """Return the configuration for the values of a config.json.
 
-        Raises `CheckpointError` for what the decoder does not compute.
+        Raises `CheckpointError` for values that the decoder does not support.
         """
         with reading(f"cannot be used as that of a {self.name} model", CheckpointError):
             config = self.read_config(ConfigReader(self.name, raw))
@@ -78,7 +78,7 @@ class Family:
         return config
 
     def to_hf(self, config: TransformerConfig, head: str = "lm") -> dict[str, Any]:
-        """The values of a config.json that `transformers` reads back as this network."""
+        """Return the config.json values from which `transformers` reads the same network."""
         if head != "lm" and self.classifier is None:
             raise CheckpointError(
                 f"transformers has no sequence classifier for {self.name}, so a {head} head has "
@@ -106,16 +106,14 @@ class Family:
 
 @dataclass
 class ConfigReader:
-    """config.json, read key by key; what is never asked for is carried along and written back
-    unchanged.
-    """
+    """Reader of config.json by key; keys that are never read are written back unchanged."""
 
     family: str
     raw: Mapping[str, Any]
     asked: set[str] = field(default_factory=set)
 
     def __call__(self, key: str, default: Any) -> Any:
-        """The value of `key`; `default` where it is absent or null."""
+        """Return the value of `key`, or `default` if it is absent or null."""
         self.asked.add(key)
         value = self.raw.get(key)
         if value is None:
@@ -128,15 +126,16 @@ class ConfigReader:
         return value
 
     def need(self, key: str) -> Any:
-        """The value of a key that every configuration of the family has: a size."""
+        """Return the value of a size that every configuration of the family has."""
         value = self(key, 1)
         if self.raw.get(key) is None:
             raise CheckpointError(f"lacks {key!r}, which a {self.family} model has")
         return value
 
     def refuse(self, key: str, reason: str, *, unless: Any = None) -> None:
-        """Refuse a configuration whose `key` is set (to something but `unless`), because it changes
-        what is computed.
+        """Raise `CheckpointError` if `key` is set to a value other than `unless`.
+
+        For settings that change the results in a way that the decoder does not support.
         """
         value = self(key, None)
         if value is not None and value is not False and value != unless:
@@ -152,9 +151,9 @@ class ConfigReader:
         return ACTIVATIONS[name]
 
     def extra(self) -> dict[str, Any]:
-        """Return the keys that no reader has asked for.
+        """Return the keys that have not been read.
 
-        Raises for quantized weights, in any family.
+        Raises `CheckpointError` for quantized weights, in any family.
         """
         self.refuse(
             "quantization_config",
@@ -164,7 +163,10 @@ class ConfigReader:
 
 
 def problem(value: Any, default: Any) -> str | None:
-    """Return what is wrong with a value that usually resembles `default`, or None."""
+    """Return a description of what is wrong with a value, or None.
+
+    The value must be of the type of `default`, and in a sensible range.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
         fits = value in (True, False)
@@ -188,9 +190,7 @@ def problem(value: Any, default: Any) -> str | None:
 
 
 def check(config: TransformerConfig) -> None:
-    """Raises `CheckpointError` for sizes that do not go together or that no machine holds, before
-    anything of them is made.
-    """
+    """Raise `CheckpointError` for sizes that are inconsistent or too large, before any allocation."""
     experts = config.experts
     rope = config.rope
     if config.num_heads % config.num_kv_heads:
@@ -224,5 +224,5 @@ def check(config: TransformerConfig) -> None:
 
 
 def activation_name(config: TransformerConfig, tanh: str = "gelu_pytorch_tanh") -> str:
-    """The Hugging Face name of a configuration's activation."""
+    """Return the Hugging Face name of a configuration's activation."""
     return {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": tanh}[config.activation]

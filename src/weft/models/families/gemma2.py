@@ -30,7 +30,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def _softcap(read: ConfigReader, key: str, default: float) -> float | None:
-    """A null here means no soft-capping, an absent key means the default."""
+    """Return the soft cap: None if the key is null, the default if it is absent."""
     return read(key, None) if key in read.raw else read(key, default)
 
 

@@ -29,8 +29,10 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
-    """With one kv head q, k and v stand one after the other; with as many as query heads they
-    alternate head by head.
+    """Return all keys.
+
+    With one kv head, q, k and v are stored one after the other; with as many kv heads as query
+    heads, they alternate head by head.
     """
     block = common.BLOCK
     theirs = "transformer.h.{i}"

@@ -13,7 +13,10 @@ from weft.registry import register_hf_family
 
 
 def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
-    """Windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
+    """Return the window of each layer.
+
+    Layers from `max_window_layers` on have one if `use_sliding_window` is set.
+    """
     if read("use_sliding_window", False):
         window = read("sliding_window", 4096)
     else:

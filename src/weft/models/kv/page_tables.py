@@ -1,8 +1,8 @@
-"""Which page of memory holds which tokens of which row. Pure accounting: numpy, no torch.
+"""Page tables: the pages that contain each row's tokens. Pure accounting: numpy, no torch.
 
-A page holds `page` tokens; a row's pages in order hold its tokens. Pages are counted by the rows
-that use them, so rows that begin alike share pages; a row that is about to write to a page which
-others use is given a copy of it first.
+A page has room for `page` tokens, and a row's pages, in order, contain its tokens. Each page counts
+the rows that use it, so rows with the same beginning share pages. Before a row writes to a page that
+other rows use too, it gets a copy of the page.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-SCRATCH = 0  # the page that nobody owns; rows that only fill up a step write there
+SCRATCH = 0  # the page that no row owns; rows that pad a decode step write there
 FIRST_PAGES = 64
 FIRST_ROWS = 8
 FIRST_WIDTH = 16
@@ -65,9 +65,7 @@ class Pages:
         self.users[pages] += 1
 
     def drop(self, pages: Ids) -> None:
-        """Remove one user of each page; the pages must be distinct. Pages without users become
-        free.
-        """
+        """Remove one user of each of these distinct pages; pages without users become free."""
         self.users[pages] -= 1
         left = pages[self.users[pages] == 0]
         self._free.extend(left[::-1].tolist())
@@ -150,8 +148,7 @@ class Tables:
         self.fit(0, int(wanted.max()))
         shared = self._shared(rows, before)
         source = self.table[rows[shared], before[shared] // page]
-        # One page after the other: of several rows that write to a shared page the last one keeps
-        # it.
+        # Go page by page: if all users of a page write to it, the last one keeps it.
         copied = []
         kept = []
         for row, place, old in zip(

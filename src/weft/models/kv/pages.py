@@ -1,12 +1,11 @@
-"""Keys and values of sequences that are being generated, in pages: the form for GPUs.
+"""Key-value cache in pages, for generation on GPUs.
 
-It has the methods of `weft.models.kv.slots.KVCache` and means the same by them. All caches of one
-generator draw their pages from one `PagePool`: forking a row, going on from a prefix and taking
-over a prompt share its pages, and only a page that is partly full is copied, once somebody writes
-to it.
+`PagedCache` has the methods of `weft.models.kv.slots.KVCache`, with the same meaning. All caches of
+a generator take their pages from one `PagePool`. Forking a row, continuing a prefix and taking over
+a prompt share pages; only a partly filled page is copied, when a row writes to it.
 
-A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` makes the
-network's input on the device, so that a captured graph is fed by one copy.
+A decode step is one int32 matrix (`PagedCache.step`), from which `PagePool.packed` computes the
+network's input on the device, so a captured graph needs only one copy from the host.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from weft.models.kv.page_tables import FIRST_PAGES, FIRST_WIDTH, Copies, Pages, 
 from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 
-# tokens of a page: what the flash kernels ask for, and a whole number of FlexAttention's blocks
+# Tokens per page: the size that flash kernels require, and a multiple of FlexAttention's blocks.
 PAGE = 256
 TOKEN = 0
 POSITION = 1
 PLACE = 2
-TABLE = 3  # columns of a step's matrix; the table takes the rest
+TABLE = 3  # first column of the table in a step's matrix
 
 
 @dataclass(frozen=True)
 class History:
     """All tokens of the rows of a pass, new ones included, row after row."""
 
-    places: Tensor  # int64 [U]: where each lies
+    places: Tensor  # int64 [U]: storage index of each token
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int
 
@@ -51,13 +50,13 @@ class Paged:
     """
 
     pool: PagePool
-    places: Tensor  # int64 [T]
+    places: Tensor  # int64 [T]: storage index of each new token
     table: Tensor  # int32 [R, W]: the rows' pages in order
     used: Tensor  # int32 [R]: tokens of each row, new ones included
     cu_seqlens: Tensor  # int32 [R + 1]
     max_len: int  # most new tokens of a row; 1 in a decode step
-    fresh: bool  # whether nothing was there before
-    history: History | None  # where something was, and this is no decode step
+    fresh: bool  # True if nothing was stored before this pass
+    history: History | None  # None if nothing was stored before, or in a decode step
 
     @cached_property
     def dense(self) -> Dense:
@@ -129,7 +128,7 @@ class PagePool:
             return
         unused = not self.pages.num_used
         self.pages.reserve((1 << count.bit_length()) - 1)
-        # nothing to copy: what was there goes first
+        # No row has any pages, so free the old memory before new memory is allocated.
         if unused and len(self.keys[0]) < len(self.pages):
             self.keys = []
             self.values = []
@@ -204,8 +203,9 @@ class PagedCache:
         self.num_active = 0
 
     def allocate(self, count: int = 1) -> list[int]:
-        """New empty rows, numbered on from the active ones: active rows are always 0 .. num_active
-        - 1.
+        """Return new empty rows, numbered after the active ones.
+
+        Active rows are always 0 .. num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -217,23 +217,24 @@ class PagedCache:
         return list(range(first, self.num_active))
 
     def link(self, slots: Iterable[int], prefix: PagedCache | None) -> None:
-        """Let row 0 of `prefix` precede the future tokens of these empty rows."""
+        """Set row 0 of `prefix` as the prefix of these empty rows; None for no prefix."""
         for slot in slots if prefix is not None else ():
             assert prefix is not None
             self.tables.put(slot, prefix.tables.of(0))
             self.before[slot] = prefix.before[0] + prefix.used[0]
 
     def take(self, other: PagedCache) -> int:
-        """A new row that holds what row 0 of `other` holds, after the same prefix."""
+        """Return a new row with the contents of row 0 of `other`, whose pages it shares."""
         (slot,) = self.allocate()
         self.tables.put(slot, other.tables.of(0))
         self.used[slot], self.before[slot] = other.used[0], other.before[0]
         return slot
 
     def release(self, slot: int) -> int:
-        """Give a row back.
+        """Release a row.
 
-        The last active row gets its number; returns the number that one had (or `slot`).
+        The last active row takes its number; returns the number that this row had before (or
+        `slot`).
         """
         assert 0 <= slot < self.num_active, f"row {slot} is not active"
         self.num_active -= 1
@@ -246,12 +247,12 @@ class PagedCache:
         return last
 
     def close(self) -> None:
-        """Give all rows back."""
+        """Release all rows."""
         while self.num_active:
             self.release(self.num_active - 1)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget all but the first `length` tokens of a row after its prefix."""
+        """Remove all but the first `length` tokens of a row."""
         assert 0 <= length <= self.used[slot]
         self.used[slot] = length
         self.tables.clear(slot, keep=-(-int(self.before[slot] + length) // self.pool.pages.page))

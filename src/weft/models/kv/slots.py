@@ -1,5 +1,4 @@
-"""Keys and values of sequences that are being generated: one contiguous slot a sequence, grown by
-doubling.
+"""Key-value cache for generation, with one contiguous slot per sequence that grows by doubling.
 
     cache = KVCache(network.config, device=..., dtype=...)
     slot = cache.allocate()
@@ -8,14 +7,14 @@ doubling.
     packed = cache.extend(slots, next_tokens)             # a decode step: int64 [R], one token a slot
     cache.release(slot)
 
-A prefix that many sequences begin with is a cache of its own with one slot: `cache.link(slots,
-prefix)` makes it precede what these slots hold, and it is stored once. `cache.take(prompt)` copies
-what such a cache holds into a new slot instead.
+A prefix that many sequences share is a separate cache with one slot and is stored once:
+`cache.link(slots, prefix)` makes it precede the contents of these slots. `cache.take(prompt)`
+instead copies the contents of such a cache to a new slot.
 
-`extend` makes room and counts the new tokens as used; the network's pass then fills them. All under
-`torch.no_grad()`. Slots that are consecutive are read without a copy, so generators keep theirs
-dense: `release` says which one took another's number. `cache.moves` counts how often its memory was
-replaced.
+`extend` makes room and counts the new tokens as used; the network's pass then writes them. All of
+this happens under `torch.no_grad()`. Consecutive slots are read without a copy, so generators keep
+active slots consecutive: `release` returns the slot that took the number of the released one.
+`cache.moves` counts how often the memory was replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from weft.models.network.config import TransformerConfig
 from weft.models.network.packed import Packed
 from weft.models.network.rope import CHANGING
 
-Counts = npt.NDArray[Any]  # of whole numbers
+Counts = npt.NDArray[Any]  # integers
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class PrefixGroup:
 
     prefix: KVCache
     rows: Tensor  # int64 [S]
-    # int64 [S or a few more]: `rows`, the last one repeated to fill up a whole number of query rows
+    # int64: `rows`, with the last one repeated up to a multiple of `kernels.LEAST_QUERIES`
     queries: Tensor
 
     @classmethod
@@ -67,11 +66,11 @@ class Cached:
     """
 
     cache: KVCache
-    slots: Counts  # [R], distinct: where in the cache's memory they lie
-    used: Counts  # [R]: tokens that the slot held before
-    before: Counts  # [R]: tokens of the prefix, which lies elsewhere
+    slots: Counts  # [R], distinct: indices of the slots in the cache's memory
+    used: Counts  # [R]: tokens in the slot before this pass
+    before: Counts  # [R]: tokens of the prefix, which is stored separately
     new: Counts  # [R]: tokens of this pass
-    # [R] in a prefill; () in a decode step, whose `groups` say it
+    # [R] in a prefill; () in a decode step, which has `groups` instead
     prefixes: tuple[KVCache | None, ...]
     groups: tuple[PrefixGroup, ...]
     max_len: int  # most new tokens of a row; 1 in a decode step
@@ -208,12 +207,12 @@ class KVCache:
             self._new(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
         ]
         self.used = np.zeros(slots, dtype=np.int64)
-        # tokens of the prefix that precedes a slot's own
+        # Number of tokens of the prefix that precedes each slot.
         self.before = np.zeros(slots, dtype=np.int64)
         self.places = np.arange(slots)
         self.num_active = 0
         self._prefixes: list[KVCache | None] = [None] * slots
-        # Slots of the last decode step, and the prefixes they come after.
+        # The slots of the last decode step, and their prefixes.
         self._groups: tuple[bytes, tuple[PrefixGroup, ...]] = (b"", ())
         self._rope = config.rope
 
@@ -241,8 +240,9 @@ class KVCache:
             self._reshape(slots, room)
 
     def allocate(self, count: int = 1) -> list[int]:
-        """Return new empty slots with the next numbers: active slots are always 0 .. num_active -
-        1.
+        """Return new empty slots, numbered after the active ones.
+
+        Active slots are always 0 .. num_active - 1.
         """
         first = self.num_active
         self.num_active = self.num_active + count
@@ -267,9 +267,7 @@ class KVCache:
                 self._groups = (b"", ())
 
     def take(self, other: KVCache) -> int:
-        """Return a new slot with a copy of the contents of slot 0 of `other`, after the same
-        prefix.
-        """
+        """Return a new slot with a copy of slot 0 of `other`, after the same prefix."""
         (slot,), filled = self.allocate(), int(other.used[0])
         if filled > self.capacity:
             self._reshape(

@@ -18,11 +18,11 @@ Placement = Literal["pre", "post", "both", "after"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions (Su et al. 2021, "RoFormer"), halves layout: dimension i is rotated together
-    with i + dim / 2.
+    """Rotary positions (Su et al. 2021, "RoFormer"): dimension i is rotated with i + dim / 2.
 
     `scaling` is `none`, `linear`, `dynamic`, `yarn`, `longrope` or `llama3`; `values` are the
-    numbers that scheme reads. `dim` of the head's dimensions are rotated, the rest stay.
+    numbers that this scheme needs. The first `dim` dimensions of a head are rotated, the others are
+    not.
     """
 
     theta: float
@@ -33,10 +33,10 @@ class Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP: each token goes to `top_k` of `num`, none is
-    dropped.
+    """Mixture of experts in place of the MLP: each token goes to `top_k` of `num` experts.
 
-    `normalize`: the chosen experts' probabilities are scaled to sum to 1.
+    No token is dropped. With `normalize`, the probabilities of the chosen experts are scaled to sum
+    to 1.
     """
 
     num: int
@@ -48,7 +48,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder.
+    """Configuration of a decoder.
 
     Shapes: hidden [T, hidden_size]; q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim].
     """
@@ -122,7 +122,7 @@ class TransformerConfig:
     def head_layers(self) -> float:
         """Cost of the output matrix for a token, in layers.
 
-        The last stage of a pipeline has so many layers fewer.
+        The last stage of a pipeline has this many layers fewer than the others.
         """
         inner = self.intermediate_size
         active = 1
@@ -159,10 +159,10 @@ class TransformerConfig:
         )
 
     def narrowed(self, t: int, rank: int) -> TransformerConfig:
-        """The decoder that a rank of `t` tensor ranks holds: a part of the heads, of the MLP's
-        width and of the vocabulary.
+        """Return the configuration of tensor rank `rank` of `t`.
 
-        Raises `ConfigError` where they do not split.
+        It has a part of the heads, of the MLP's width and of the vocabulary. Raises `ConfigError`
+        if these cannot be split into `t` parts.
         """
         width = self.intermediate_size
         experts = self.experts
@@ -186,7 +186,7 @@ class TransformerConfig:
         )
 
     def with_dropout(self, rate: float) -> TransformerConfig:
-        """The same decoder with one dropout rate at every place that has dropout."""
+        """Return a copy with one dropout rate at every place that has dropout."""
         return replace(self, embed_dropout=rate, hidden_dropout=rate, attention_dropout=rate)
 
 

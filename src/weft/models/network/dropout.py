@@ -32,13 +32,13 @@ ADAPTERS = 2
 
 
 def site(layer: int | Tensor, place: int) -> int | Tensor:
-    """The number of a place of a layer that drops something; 0 is the embedding."""
+    """Return the number of a place with dropout, given its number in the layer; 0 is the embedding."""
     return 1 + layer * SITES_A_LAYER + place
 
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """`keys` int32 [S, 2]: the two words of each sequence's key, bit for bit."""
+    """Dropout keys of sequences: `keys` int32 [S, 2], the bits of the two unsigned words of each."""
 
     keys: Tensor
 
@@ -50,7 +50,7 @@ class DropoutKeys:
         sequences: Iterable[tuple[str, int]],
         device: torch.device | str = "cpu",
     ) -> DropoutKeys:
-        """Keys of the sequences (id, index of the completion) at an optimizer step."""
+        """Return the keys of sequences (id, index of the completion) at an optimizer step."""
         words = np.array(
             [randomness.key(seed, PURPOSE, step, id, k) for id, k in sequences], dtype=np.uint32
         )
@@ -77,7 +77,7 @@ class TokenDropout:
         return cls(keys, positions.to(torch.int32))
 
     def select(self, tokens: Tensor) -> TokenDropout:
-        """The same for some tokens, `tokens` int64 [n]."""
+        """Return the dropout of some tokens, `tokens` int64 [n]."""
         return replace(self, keys=self.keys[tokens], positions=self.positions[tokens])
 
     def drop_at(self, x: Tensor, rate: float, place: int, channel: int = 0) -> Tensor:
@@ -85,9 +85,9 @@ class TokenDropout:
         return self.drop(x, rate, site(self.layer, place), channel)
 
     def drop(self, x: Tensor, rate: float, site: int | Tensor, channel: int = 0) -> Tensor:
-        """x [T, C] with each entry 0 with probability `rate`, the rest divided by 1 - rate.
+        """Set entries of x [T, C] to 0 with probability `rate` and divide the others by 1 - rate.
 
-        Its first channel is the place's `channel`.
+        `channel` is the number of x's first channel among all channels of the site.
         """
         if rate == 0.0:
             return x
@@ -103,10 +103,10 @@ class TokenDropout:
     def drop_weights(
         self, weights: Tensor, rate: float, tokens: Tensor, position: int = 0
     ) -> Tensor:
-        """Attention weights [n, heads, rows, L], with dropout as in `drop`.
+        """Apply dropout to attention weights [n, heads, rows, L], as `drop` does.
 
-        Sequence i of the n is that of the token `tokens[i, 0]` (int64), and its rows begin at
-        `position`.
+        Weights i of the n belong to the sequence of token `tokens[i, 0]` (int64), and its rows
+        begin at `position`.
         """
         heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
@@ -121,7 +121,7 @@ class TokenDropout:
 
 
 def in_layer(how: TokenDropout | None, layer: int | Tensor) -> TokenDropout | None:
-    """The same at the places of a layer."""
+    """Return the dropout for the places of a layer."""
     return None if how is None else replace(how, layer=layer)
 
 
@@ -134,7 +134,7 @@ def _kept(words: Tensor, rate: float) -> Tensor:
 
 
 def threefry(key0: Tensor, key1: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """threefry-2x32-20 on int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
+    """Return threefry-2x32-20 of int32 tensors (broadcast), bit for bit `weft.randomness.threefry`."""
     schedule = (key0, key1, key0 ^ key1 ^ randomness.PARITY)
     x = x + key0
     y = y + key1

@@ -22,19 +22,20 @@ Compute = Callable[[Tensor, Groups, TokenDropout | None], Tensor]
 
 
 class Exchange(Protocol):
-    """Has experts compute that several ranks hold."""
+    """Computation of experts that are distributed over several ranks."""
 
     def __call__(
         self, x: Tensor, groups: Groups, dropout: TokenDropout | None, compute: Compute
     ) -> Tensor:
-        """x [rows, hidden], sorted by expert, of all experts -> the same rows of their outputs;
-        `compute` does it for the experts that are here. Every rank calls it.
+        """Return the experts' outputs for x [rows, hidden], sorted by expert, of all experts.
+
+        `compute` computes the outputs of the local experts. Every rank must call this.
         """
         ...
 
 
 class ExpertStack(nn.Module):
-    """One matrix of every expert: weight [experts, out, in]."""
+    """Stack of one matrix per expert: weight [experts, out, in]."""
 
     def __init__(self, num: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -42,8 +43,9 @@ class ExpertStack(nn.Module):
         self.adapter: Adapter | None = None
 
     def forward(self, x: Tensor, groups: Groups, dropout: TokenDropout | None = None) -> Tensor:
-        """x [rows, in], sorted by expert -> [rows, out]; `groups` say how many rows go through each
-        expert.
+        """Return each row times its expert's matrix: x [rows, in], sorted by expert -> [rows, out].
+
+        `groups` has the number of rows of each expert.
         """
         adapter = self.adapter
         if adapter is None or not adapter.active:
@@ -78,12 +80,11 @@ class ExpertStack(nn.Module):
 
 
 class MoE(nn.Module):
-    """[T, hidden] -> [T, hidden].
+    """Mixture of experts: [T, hidden] -> [T, hidden].
 
-    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4).
-
-    `reduce` joins what ranks have that hold columns of every expert each (where they share the rows
-    of a pass, `share` does), and `exchange` ranks that hold some experts each.
+    The router's softmax is float32 (Fedus et al. 2021, "Switch Transformers", 2.4). `reduce` sums
+    the results of ranks that have columns of every expert each; if the ranks share the rows of a
+    pass, `share` does it. `exchange` is set if each rank has some of the experts.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -140,7 +141,7 @@ class MoE(nn.Module):
         return self.reduce(y) if share is None else share.scatter(y)
 
     def _computed(self, x: Tensor, groups: Groups, keys: TokenDropout | None) -> Tensor:
-        """[rows, hidden], sorted by expert, through the experts that are here."""
+        """Return the local experts' outputs for rows sorted by expert, [rows, hidden]."""
         gate = self.experts["gate"](x, groups, keys)
         up = self.experts["up"](x, groups, keys)
         y: Tensor = self.experts["down"](kernels.activate(gate, self.activation) * up, groups, keys)

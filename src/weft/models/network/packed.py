@@ -26,8 +26,9 @@ RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 @dataclass(frozen=True)
 class TopIds:
-    """Asks for the `count` likeliest ids of each row, of those below `below`; for all of these
-    where they are fewer.
+    """Request for the `count` most likely ids of each row, among the ids below `below`.
+
+    If there are fewer ids, all are returned.
     """
 
     count: int
@@ -36,7 +37,7 @@ class TopIds:
 
 @dataclass(frozen=True)
 class Packed:
-    """One forward pass of a network. `positions` count from 0 in each sequence."""
+    """Input of one forward pass of a network. `positions` count from 0 in each sequence."""
 
     tokens: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
@@ -53,7 +54,7 @@ class Packed:
     ids: Tensor | TopIds | None = None
 
     def at(self, rows: Tensor) -> Packed:
-        """The same with the outputs of some of its rows alone, int64 [n]."""
+        """Return the same pack with the outputs of only some of its rows, int64 [n]."""
         total = len(self.rows)
         gradient = self.row_gradient
 
@@ -73,7 +74,7 @@ class Packed:
 
 
 def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any, Tensor]:
-    """Outputs of `rows` in their places among `total`, whose others are 0."""
+    """Return outputs of `total` rows: `out` at `rows`, and 0 elsewhere."""
     return {
         key: value.new_zeros(total, *value.shape[1:]).index_copy(0, rows, value)
         for key, value in out.items()
@@ -81,8 +82,9 @@ def among_zeros(out: Mapping[Any, Tensor], rows: Tensor, total: int) -> dict[Any
 
 
 def pack(sequences: list[Tensor], device: torch.device | str = "cpu") -> Packed:
-    """Whole sequences, each int64 [L >= 1], with one row for every token but each sequence's last:
-    the next-token form.
+    """Return the pack of whole sequences, each int64 [L >= 1], for next-token prediction.
+
+    There is a row for every token except each sequence's last.
     """
     lengths = torch.tensor([len(s) for s in sequences])
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -26,12 +26,12 @@ class StoredParameter:
 
     @property
     def data(self) -> Tensor:
-        """Its values, a view without a gradient."""
+        """The parameter's values, as a view without a gradient."""
         return self.of(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        """Its gradient, a view."""
+        """The parameter's gradient, as a view."""
         return None if self.parameter.grad is None else self.of(self.parameter.grad)
 
     @property
@@ -39,14 +39,14 @@ class StoredParameter:
         return self.parameter.requires_grad
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of the stored parameter's shape."""
+        """Return the same part of another tensor with the stored parameter's shape."""
         return whole if self.rows is None else whole[self.rows]
 
 
 def canonical(network: nn.Module) -> dict[str, StoredParameter]:
-    """Canonical name -> where it lies, for every parameter; a tied tensor has one name.
+    """Return the location of every parameter by canonical name; a tied tensor has one name.
 
-    Modules of other kinds than weft's have the names they give themselves.
+    Parameters of modules that are not weft's keep the names they have there.
     """
     found: dict[str, StoredParameter] = {}
     seen: set[tuple[int, int]] = set()
@@ -63,7 +63,7 @@ def canonical(network: nn.Module) -> dict[str, StoredParameter]:
 
 
 def values(network: nn.Module) -> dict[str, Tensor]:
-    """Canonical name -> the values there, views without a gradient."""
+    """Return the values of every parameter by canonical name, as views without a gradient."""
     return {name: stored.data for name, stored in canonical(network).items()}
 
 
@@ -100,8 +100,9 @@ def _of_adapter(name: str, path: str, adapter: Adapter) -> Iterator[tuple[str, S
 
 
 def numbered(name: str, layers: Sequence[int] | None) -> str:
-    """The name with the block's number in the whole network, of which `layers` are here; None: as
-    it is.
+    """Return the name with the block's number in the whole network.
+
+    `layers` are the numbers of the local blocks; None leaves the name unchanged.
     """
     parts = name.split(".")
     if layers is not None and parts[0] == "blocks" and len(parts) > 1:

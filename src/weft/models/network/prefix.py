@@ -26,8 +26,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, [T, 1, half]
 
 
 class Prefix(nn.Module):
-    """The keys `k` and values `v` of one layer, each [tokens, kv_heads x head_dim]; keys as they
-    are after any rotation.
+    """Prefix of one layer: keys `k` and values `v`, each [tokens, kv_heads x head_dim].
+
+    Keys are used as they are, without rotation.
     """
 
     def __init__(self, tokens: int, kv_heads: int, head_dim: int) -> None:
@@ -38,8 +39,9 @@ class Prefix(nn.Module):
         self.v = nn.Parameter(torch.empty(tokens, kv_heads * head_dim))
 
     def beside(self, heads: Tensor) -> Tensor:
-        """[tokens, heads + 2 kv_heads, head_dim] as `Attention.heads` gives: queries that nobody
-        reads, keys, values.
+        """Return the prefix as `Attention.heads` would: [tokens, heads + 2 kv_heads, head_dim].
+
+        The queries are zeros, whose results are not used.
         """
         own = torch.cat([self.k, self.v], dim=1).unflatten(1, (-1, self.head_dim)).to(heads.dtype)
         return nn.functional.pad(own, (0, 0, heads.shape[1] - own.shape[1], 0))
@@ -47,7 +49,7 @@ class Prefix(nn.Module):
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pack with the prefix before each of its sequences: what attention is told of it."""
+    """A pack with the prefix inserted before each of its sequences, for attention."""
 
     attention: AttentionContext
     rotation: Rotation | None
@@ -57,13 +59,13 @@ class Ahead:
     copies: int  # sequences, or what several of them begin with
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
-        """[T, heads + 2 kv_heads, dim] -> [all, ...]."""
+        """Insert the prefix's heads: [T, heads + 2 kv_heads, dim] -> [all, ...]."""
         rows = prefix.beside(heads)
         copies = rows.expand(self.copies, *rows.shape).flatten(0, 1)
         return torch.cat([heads, copies]).index_select(0, self.order)
 
     def out(self, mixed: Tensor) -> Tensor:
-        """[all, heads, dim] -> [T, ...]."""
+        """Return attention of the pack's own tokens: [all, heads, dim] -> [T, ...]."""
         return mixed.index_select(0, self.kept)
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
@@ -73,8 +75,9 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Cover:
-    """New tokens of cached sequences of which those at `tokens`, int64 [n], stand for the prefix's
-    at `places`.
+    """New tokens of cached sequences, some of which are placeholders for the prefix's tokens.
+
+    The new tokens `tokens`, int64 [n], are placeholders for the prefix's tokens `places`.
     """
 
     attention: AttentionContext
@@ -83,7 +86,7 @@ class Cover:
     places: Tensor
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
-        """[T, heads + 2 kv_heads, dim], some of them replaced."""
+        """Replace the heads of placeholders: [T, heads + 2 kv_heads, dim]."""
         return heads.index_copy(0, self.tokens, prefix.beside(heads)[self.places])
 
     def out(self, mixed: Tensor) -> Tensor:
@@ -96,8 +99,9 @@ class Cover:
 def ahead(
     context: Dense | Prefixed, rotation: Rotation | None, num_tokens: int, count: int
 ) -> Ahead:
-    """Before each sequence of a pack of `num_tokens` the prefix's `count`, once before a beginning
-    that several share.
+    """Insert the prefix of `count` tokens before each sequence of a pack of `num_tokens`.
+
+    A beginning that several sequences share gets one prefix.
     """
     dense = context.dense
     bounds = dense.cu_seqlens.long()
@@ -136,7 +140,7 @@ def ahead(
 def cover(
     context: Cached | Paged, rotation: Rotation | None, positions: Tensor, count: int
 ) -> Cover | None:
-    """Return the new tokens in place of which the `count` prefix tokens are put; None for none."""
+    """Find the new tokens that are placeholders for the `count` tokens of the prefix; None if none."""
     if isinstance(context, Paged):
         if context.decodes:
             return None
@@ -150,10 +154,7 @@ def cover(
 
 
 def begins_in_prefix(context: Cached, count: int) -> bool:
-    """Return whether a new token of the slots takes the place of a prefix token.
-
-    The prefix has `count` tokens.
-    """
+    """Return True if a new token is a placeholder for one of the prefix's `count` tokens."""
     return bool((context.before + context.used < count).any())
 
 
@@ -190,7 +191,7 @@ def _joined(context: Prefixed, dense: Dense, kept: Tensor, count: int) -> Prefix
 
 
 def _unrotated(rotation: Rotation | None, order: Tensor) -> Rotation | None:
-    """The rotation in a new order, with none of what is not among its rows."""
+    """Return the rotation in a new order; rows that it lacks (the prefix's) are not rotated."""
     if rotation is None:
         return None
     cos, sin = rotation

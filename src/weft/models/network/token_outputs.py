@@ -31,9 +31,7 @@ LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer
 
 @dataclass(frozen=True)
 class Projection:
-    """The output layer: logits = cap(hidden weight^T + bias) / temperature, cap(x) = softcap tanh(x
-    / softcap).
-    """
+    """Output layer: logits = cap(hidden weight^T + bias) with cap(x) = softcap tanh(x / softcap)."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
@@ -47,14 +45,15 @@ class Projection:
         return self.weight.shape[0] if self.split is None else self.split.size
 
     def chunk_rows(self) -> int:
-        """Rows whose logits are held at once: as many on every rank."""
+        """Return the number of rows whose logits are computed at once; equal on all ranks."""
         return chunk_rows(
             self.weight.shape[0] if self.split is None else self.split.widest, self.weight.device
         )
 
     def logits(self, hidden: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, V] in float32 before any temperature, of the whole vocabulary; as many rows as the
-        caller wants to hold. `wide` is what `kernels.kept_wide` made of the weight.
+        """Return float32 logits [R, V] of the whole vocabulary, before any temperature.
+
+        All R rows are computed at once. `wide` is the result of `kernels.kept_wide` for the weight.
         """
         own = self.own_logits(hidden, wide)
         return own if self.split is None else self.split.gather(own)
@@ -75,14 +74,15 @@ def token_outputs(
     chunk: int | None = None,
     gradient: RowGradient | None = None,
 ) -> dict[Output, Tensor]:
-    """`want` of float32 [N] logprobs of `labels`, entropy in nats, and top1, from `hidden` [N, H]
-    and `labels` int64 [N].
+    """Return the outputs `want`: log-probs of `labels`, entropy in nats and top1, each float32 [N].
 
-    All are of softmax(logits / temperature), over the support where one is given. Log-probs and
-    entropy are differentiable in the hidden states and the projection; top1 (1 where the label is
-    the likeliest id) is not. `chunk` is the number of rows handled at once; by default as many as
-    keep the logits small. `gradient` says what log-probs and entropy will get, where each row's
-    depends on its own outputs alone: the backward pass then need not compute the logits again.
+    `hidden` is [N, H] and `labels` int64 [N]. The distribution is softmax(logits / temperature),
+    over the support if one is given. Log-probs and entropy are differentiable in the hidden states
+    and the projection; top1 (1 if the label is the most likely id) is not.
+
+    `chunk` is the number of rows computed at once, by default as many as keep the logits small.
+    `gradient` maps the outputs to their gradients if each row's depend only on its own outputs: the
+    backward pass then need not compute the logits again.
     """
     known = gradient if torch.is_grad_enabled() else None
     rows = chunk or projection.chunk_rows()
@@ -97,7 +97,7 @@ def token_outputs(
 
 
 def chunk_rows(vocab_size: int, device: torch.device) -> int:
-    """Rows whose logits are held at once."""
+    """Return the number of rows whose logits are computed at once."""
     return max(LEAST_CHUNK_ROWS, CHUNK_CELLS.get(device.type, DEFAULT_CHUNK_CELLS) // vocab_size)
 
 
@@ -115,8 +115,9 @@ class _Settings:
 
 
 class Gradients:
-    """The gradients of a projection's inputs, added up over chunks of rows; that of the weight for
-    its `gradient_sum`, where it has one.
+    """Gradients of a projection's inputs, summed over chunks of rows.
+
+    The weight's gradient goes to its `gradient_sum` if there is one.
     """
 
     def __init__(
@@ -139,8 +140,9 @@ class Gradients:
             self._grad_bias = None
 
     def add(self, rows: slice, grad_logits: Tensor, scale: Tensor) -> None:
-        """The gradient by the logits of `rows` is scale * grad_logits; the scale goes to the short
-        side of each product.
+        """Add the gradients of `rows`, whose logits have the gradient scale * grad_logits.
+
+        The scale is applied to the smaller factor of each product.
         """
         hidden, weight, _ = self._inputs
         grad_raw = grad_logits.to(weight.dtype)
@@ -166,7 +168,7 @@ class Gradients:
         return self._grad_weight
 
     def cast(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        """In the dtypes of the inputs; to be asked for once."""
+        """Return the gradients in the dtypes of the inputs; can be called once."""
         _, weight, bias = self._inputs
         grad_weight = None
         if self._needed[1] and self._gradient_sum is not None:
@@ -182,7 +184,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """Logits of some rows over the temperature, with statistics of their softmax or all log-probs."""
+    """Logits over the temperature of some rows, with the statistics of their softmax or log-probs."""
 
     logits: Tensor
     capped: Tensor
@@ -192,8 +194,10 @@ class _Softmax:
     def gradient(
         self, labels: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        """(the gradient by the logits before the temperature [R, V], what to multiply its rows by
-        [R]), in the place of what was known. A label below 0 is another rank's.
+        """Return (gradient with respect to the logits before the temperature [R, V], factors [R]).
+
+        The gradient's rows are still to be multiplied by the factors. The logits or log-probs are
+        overwritten. A label below 0 is in another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
         if self.found is not None:
@@ -220,7 +224,7 @@ class _Softmax:
 
 @dataclass(frozen=True)
 class _Known:
-    """Results of one chunk of rows; `entropy` and `best` [R] only if they are wanted."""
+    """Results of one chunk of rows; `entropy` and `best` [R] are None if they are not wanted."""
 
     softmax: _Softmax
     labels: Tensor  # in this rank's part of the vocabulary; below 0 where it lies in another
@@ -255,8 +259,8 @@ def _known_of_part(
 ) -> _Known:
     """Compute the results as `_known` does, from logits of one part of the vocabulary.
 
-    With lse_r and H_r of a rank's part, the log of the sum over all is lse = logsumexp of lse_r,
-    and the entropy lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
+    With lse_r and H_r of each rank's part, the log of the sum over all ids is lse = logsumexp of
+    lse_r, and the entropy is lse - sum over ranks of exp(lse_r - lse) (lse_r - H_r).
     """
     labels = own_ids(labels, logits.shape[1], split)
     found = kernels.statistics(logits, entropy=settings.entropy, best=settings.top1)
@@ -365,7 +369,7 @@ def _again(
     lse: Tensor,
     entropy: Tensor | None,
 ) -> tuple[_Softmax, Tensor]:
-    """(the softmax of rows whose statistics are known, their labels as `_Known` has them)."""
+    """Return (softmax of rows with known statistics, their labels in the form of `_Known`)."""
     if settings.split is not None:
         labels = own_ids(labels, logits.shape[1], settings.split)
     if settings.split is not None or kernels.serves(logits):
@@ -380,7 +384,7 @@ def _of(gradients: Mapping[Output, Tensor], rows: slice) -> tuple[Tensor, Tensor
 
 
 def through_cap(grad_logits: Tensor, capped: Tensor, softcap: float | None) -> Tensor:
-    """The gradient by logits before the cap, in the place of that by `capped` ones."""
+    """Return the gradient with respect to logits before the soft cap; overwrites `grad_logits`."""
     if softcap is None:
         return grad_logits
     return grad_logits.mul_((capped / softcap).square_().neg_().add_(1))
@@ -397,14 +401,17 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def chunks(total: int, size: int) -> list[slice]:
-    """Rows 0 to `total`, `size` at a time."""
+    """Return the rows 0 to `total` as slices of at most `size` rows."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _project(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None = None
 ) -> Tensor:
-    """In float32 at least: logits of 20 rounded to bfloat16 would be off by up to 0.06."""
+    """Return the logits, in float32 at least.
+
+    Rounding logits of about 20 to bfloat16 would change them by up to 0.06.
+    """
     return kernels.wide_product(hidden, weight, bias, wide)
 
 
@@ -413,14 +420,14 @@ def _cap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _finite(logp: Tensor, settings: _Settings) -> Tensor:
-    """logp with 0 where an id is outside its row's support, so that p log p is 0 there."""
+    """Return logp with 0 for ids outside their row's support, so that p log p is 0 there."""
     if settings.support is None:
         return logp
     return logp.masked_fill(logp == float("-inf"), 0.0)
 
 
 def _tempered(logits: Tensor, rows: slice, labels: Tensor, settings: _Settings) -> Tensor:
-    """Logits over the temperature; ids outside a row's support at minus infinity."""
+    """Return logits over the temperature; ids outside a row's support are minus infinity."""
     if settings.temperature != 1.0:  # in place where nobody asks for those before it
         if settings.softcap is None:
             logits = logits.div_(settings.temperature)

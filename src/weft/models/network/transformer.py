@@ -61,10 +61,10 @@ OUTPUTS: dict[str, frozenset[Output]] = {
 
 
 class Embedding(nn.Module):
-    """[V, width] looked up at tokens int64 [T].
+    """Embedding matrix [V, width], looked up at tokens int64 [T].
 
-    Of a rank that holds the ids from `first` on, others give zeros; `reduce` sums what the ranks
-    have, or `share` where they share the rows.
+    A rank can have only the ids from `first` on; it returns zeros for other ids, and `reduce` sums
+    the results of the ranks. If the ranks share the rows of a pass, `share` sums instead.
     """
 
     def __init__(self, size: int, width: int) -> None:
@@ -138,17 +138,16 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
         layers: Sequence[int] | None = None,
     ) -> Transformer:
-        """The network with memory for its weights and no values in it: nothing is drawn from a
-        random generator.
-        """
+        """Return a network with uninitialized weights, without drawing from a random generator."""
         with torch.device("meta"):
             network = cls(config, head, pooling, layers=layers)
         return network.to(dtype).to_empty(device=device)
 
     def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Networks of these runs of its layers, which are all that it has.
+        """Split the network into networks of these runs of its layers, which together are all
+        layers.
 
-        They are submodules of it from then on, and what they hold is what it holds.
+        The new networks become submodules of this one and share its parameters.
         """
         parts = []
         for run in runs:
@@ -175,10 +174,12 @@ class Transformer(nn.Module):
         support: Support | None = None,
         states: Tensor | None = None,
     ) -> dict[Output, Tensor] | Tensor:
-        """`want` of [N] logprobs, entropy and top1, those of several ids a row (`event_outputs`),
-        [N] values, [S] scores; or the states [T, hidden] of a network that does not end (of those
-        this rank's, where they are shared; so are `states`). Raises `ConfigError` for what the head
-        lacks.
+        """Return the outputs `want`, or the states [T, hidden] if this is not the last stage.
+
+        Outputs are [N] logprobs, entropy and top1, those for several ids per row (`event_outputs`),
+        [N] values or [S] scores. If ranks share the rows of the states, `states` and the returned
+        states have this rank's rows only. Raises `ConfigError` for outputs that the head does not
+        have.
         """
         if not want <= OUTPUTS[self.kind]:
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
@@ -211,9 +212,10 @@ class Transformer(nn.Module):
         states: Tensor | None = None,
         shared: SharedRows | None = None,
     ) -> Tensor:
-        """Hidden states [T, width] after the last norm, as the head reads them; or those of `rows`,
-        int64 [N], alone. Of a network that does not end what its last block makes. Of all these
-        this rank's, where they are `shared`.
+        """Return hidden states [T, width] after the last norm, or only those of `rows` int64 [N].
+
+        If this is not the last stage, these are the outputs of its last block. If ranks share the
+        rows (`shared`), only this rank's are returned.
         """
         assert self.begins != (states is not None), "states are given where there is no embedding"
         keys = None
@@ -239,8 +241,9 @@ class Transformer(nn.Module):
         return states
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, width] -> [R, V] float32 before any temperature; `wide` is what `kernels.kept_wide`
-        made of `output_matrix`.
+        """Return float32 logits [R, V] before any temperature, given states [R, width].
+
+        `wide` is the result of `kernels.kept_wide` for `output_matrix`.
         """
         return self.projection.logits(hidden_rows, wide)
 
@@ -251,7 +254,7 @@ class Transformer(nn.Module):
 
     @property
     def projection(self) -> Projection:
-        """The output layer of a network with an lm head."""
+        """Output layer of a network with an lm head."""
         return self.head.projection(self._tied)
 
     def shares_prefixes(self, longest: int, on: torch.device | None = None) -> bool:
@@ -276,15 +279,13 @@ class Transformer(nn.Module):
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens before each sequence, of which every layer has keys and values; 0 while the prefix
-        is off.
-        """
+        """Number of prefix tokens before each sequence; 0 while the prefix is disabled."""
         own = cast(Block, self.blocks[0]).attention.prefix
         return self.config.prefix_tokens if own is not None and own.active else 0
 
     @property
     def reads_pages(self) -> bool:
-        """Keys and values may lie in pages (`weft.models.kv.pages`)."""
+        """True: keys and values can be stored in pages (`weft.models.kv.pages`)."""
         return True
 
     @property
@@ -292,7 +293,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.config.tied else None
 
     def _embedded(self, x: Packed, keys: TokenDropout | None, shared: SharedRows | None) -> Tensor:
-        """[T, hidden]: tokens and positions; of this rank's tokens, where they are shared."""
+        """Return the embeddings of tokens and positions, [T, hidden], or this rank's rows of them."""
         config = self.config
         share = None if shared is None else shared.tokens
         positions = x.positions
@@ -313,9 +314,7 @@ class Transformer(nn.Module):
         return keys.drop(states, config.embed_dropout, dropout.EMBEDDING)
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
-        """[T, hidden] through all blocks: [T, hidden], or [N, hidden] of `rows`; of those that are
-        here.
-        """
+        """Return the outputs [T, hidden] of the last local block, or [N, hidden] of `rows`."""
         # In the last block only `rows` are read, except by the experts' auxiliary loss.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
@@ -348,7 +347,7 @@ class Transformer(nn.Module):
 
 
 def _prefix_of(x: Packed, at: BlockContext, count: int) -> prefix.Ahead | prefix.Cover | None:
-    """Return the positions of the layers' `count` prefix tokens in a pass."""
+    """Return the places of the prefix's `count` tokens in a pass; None if the pass has none."""
     if isinstance(x.attention, Cached | Paged):
         return prefix.cover(x.attention, at.rotation, x.positions, count)
     assert isinstance(x.attention, Dense | Prefixed), (
