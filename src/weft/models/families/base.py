@@ -1,10 +1,9 @@
-"""What a family of Hugging Face checkpoints is: its configuration both ways, and where each
-parameter lies.
+"""Families of Hugging Face checkpoints: conversion of configurations, and location of parameters.
 
-A family is one file that registers one `Family`. `read_config` turns a `ConfigReader` over
-config.json into a `TransformerConfig`, `write_config` gives the config.json values back, `keys`
-lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is refused by
-name, never approximated.
+A family is one file that registers one `Family`. `read_config` converts a `ConfigReader` of
+config.json to a `TransformerConfig`, `write_config` converts it back to config.json values, and
+`keys` lists the checkpoint's tensors. A configuration that the decoder would compute wrongly is
+rejected with an error that names the key, never approximated.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
 }
 
-# config.json keys that say how a file was written, not what the network computes; saving writes its
-# own.
+# Keys of config.json that describe the file, not what the network computes. Saving writes new ones.
 WRITTEN_ANEW = frozenset(
     {
         "architectures",
@@ -56,14 +54,14 @@ class Family:
 
     name: str
     causal_lm: str  # class of `transformers` that config.json names for an lm head
-    classifier: str | None  # the one for value and score heads; None where `transformers` has none
-    prefix: str  # what every name of the trunk starts with; checkpoints of the bare trunk lack it
+    classifier: str | None  # class for value and score heads; None if there is none
+    prefix: str  # of all names but the head's; absent in checkpoints without a head
     read_config: Callable[[ConfigReader], TransformerConfig]
     write_config: Callable[[TransformerConfig], dict[str, Any]]
-    # templates of every parameter but `score.weight`
+    # key templates of all parameters except `score.weight`
     keys: Callable[[TransformerConfig], tuple[Key, ...]]
-    tiny: Mapping[str, Any]  # config.json of a network small enough to test with
-    # ends of names that old checkpoints hold besides parameters
+    tiny: Mapping[str, Any]  # config.json of a small network for tests
+    # endings of names in old checkpoints that are not parameters
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
     score: str = "score.weight"
 

@@ -1,6 +1,4 @@
-"""What several families share: the Llama-like configuration and key names, rotary settings, sliding
-windows.
-"""
+"""Helpers of several families: Llama-like configurations and keys, rotary settings, windows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Gemma 2 (Riviere et al. 2024): Gemma with norms before and after, soft-capped logits, a window in
-every other layer.
+"""Gemma 2 (Riviere et al. 2024): like Gemma.
+
+Norms come before and after attention and MLP, logits are soft-capped, and every other layer has a
+window.
 """
 
 from __future__ import annotations

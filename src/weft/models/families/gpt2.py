@@ -1,5 +1,6 @@
-"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere; matrices are
-stored [in, out].
+"""GPT-2 (Radford et al. 2019): layer norms, learned positions, biases everywhere.
+
+Checkpoints store matrices as [in, out].
 """
 
 from __future__ import annotations

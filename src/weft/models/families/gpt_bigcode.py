@@ -1,6 +1,4 @@
-"""GPT-BigCode: SantaCoder and StarCoder (Li et al. 2023): GPT-2 with one key and value head for all
-query heads.
-"""
+"""GPT-BigCode (SantaCoder and StarCoder; Li et al. 2023): like GPT-2, with a single kv head."""
 
 from __future__ import annotations
 

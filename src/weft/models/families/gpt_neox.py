@@ -1,5 +1,6 @@
-"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): attention and MLP side by side,
-partial rotary positions.
+"""GPT-NeoX and Pythia (Black et al. 2022; Biderman et al. 2023): parallel residual.
+
+Rotary positions apply to a part of each head.
 """
 
 from __future__ import annotations

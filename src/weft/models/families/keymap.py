@@ -1,9 +1,8 @@
-"""Which tensors of a checkpoint hold which parameters, said declaratively: name templates with
-transpose, fusion and stacking.
+"""Map of parameters to the tensors of a checkpoint: name templates, transpose, fusion, stacking.
 
-A `Key` says where one canonical parameter lies in a Hugging Face checkpoint. `pieces` turns that
-into rectangles, for the whole parameter or any `Slice` of it; reading copies checkpoint ->
-parameter, writing the other way round, so a map that is right in one direction is right in the
+A `Key` is the location of one canonical parameter in a Hugging Face checkpoint. `pieces` converts
+it to rectangles, for the whole parameter or any `Slice` of it. Reading copies them from the
+checkpoint and writing copies them to it, so a map that is right in one direction is right in the
 other.
 """
 
@@ -29,7 +28,7 @@ class Fused:
 
     blocks: int
     sizes: tuple[int, ...]
-    index: int  # which of the runs the parameter is
+    index: int  # index of the parameter's run in `sizes`
 
     @property
     def start(self) -> int:

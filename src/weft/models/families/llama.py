@@ -1,5 +1,6 @@
-"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama (Touvron et al. 2023; Grattafiori et al. 2024), and models
-of the same shape.
+"""Llama 1, 2, 3, 3.1, 3.2 and CodeLlama and models like them.
+
+Touvron et al. 2023; Grattafiori et al. 2024.
 """
 
 from __future__ import annotations

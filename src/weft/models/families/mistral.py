@@ -1,5 +1,6 @@
-"""Mistral 7B (Jiang et al. 2023): Llama's shape; early versions attend to a sliding window in every
-layer.
+"""Mistral 7B (Jiang et al. 2023): like Llama.
+
+In early versions, every layer has a sliding window.
 """
 
 from __future__ import annotations

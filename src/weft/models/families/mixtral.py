@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B (Jiang et al. 2024): Mistral with a mixture of experts for the MLP."""
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024): like Mistral, with a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""OLMo 2 (OLMo team 2025): Llama's shape with norms after attention and MLP, and on the whole query
-and key.
+"""OLMo 2 (OLMo team 2025): like Llama.
+
+Norms come after attention and MLP, and on the whole query and key.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions from row 2 on,
-narrow embeddings in 350m.
+"""OPT (Zhang et al. 2022) and Galactica (Taylor et al. 2022): learned positions.
+
+Positions begin at row 2 of the table. OPT-350m has embeddings narrower than its hidden size.
 """
 
 from __future__ import annotations

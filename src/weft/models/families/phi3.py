@@ -1,5 +1,6 @@
-"""Phi-3 and Phi-4-mini (Abdin et al. 2024): Llama's shape with q, k, v fused, gate and up fused,
-and LongRoPE.
+"""Phi-3 and Phi-4-mini (Abdin et al. 2024): like Llama, with LongRoPE.
+
+Checkpoints store q, k and v as one tensor, and gate and up as one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft.registry import register_hf_family
 
 def read_config(read: ConfigReader) -> TransformerConfig:
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
-    # older names of longrope
+    # Older names of longrope.
     if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
         renamed = {k: v for k, v in scaling.items() if k not in ("rope_type", "type")} | {
             "rope_type": "longrope"
@@ -31,8 +32,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
     fields["windows"] = common.layer_windows(
         read, layers, read("sliding_window", None), [True] * layers
     )
-    # embd_pdrop stands in the configuration, but neither the original code nor transformers applies
-    # it
+    # Neither the original code nor transformers uses embd_pdrop of the configuration.
     return TransformerConfig(**fields, hidden_dropout=read("resid_pdrop", 0.0), extra=read.extra())
 
 

@@ -1,5 +1,6 @@
-"""Qwen 2 and 2.5 (Yang et al. 2024): Llama's shape with biases on q, k and v; the upper layers may
-have a sliding window.
+"""Qwen 2 and 2.5 (Yang et al. 2024): like Llama, with biases on q, k and v.
+
+Upper layers can have a sliding window.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Qwen 3 dense models (Yang et al. 2025): Llama's shape with an RMS norm on each head's query and
-key.
+"""Qwen 3 dense models (Yang et al. 2025): like Llama.
+
+Each head's query and key have an RMS norm.
 """
 
 from __future__ import annotations

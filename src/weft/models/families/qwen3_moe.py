@@ -1,5 +1,6 @@
-"""Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B: Qwen 3 with experts in some
-or all layers.
+"""Qwen 3 mixtures of experts (Yang et al. 2025), such as Qwen3-30B-A3B.
+
+Like Qwen 3, with experts in some or all layers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A block of the decoder: attention and an MLP, or experts, with norms before, after or around
-them.
-"""
+"""Block of the decoder: attention and an MLP or experts, with norms before, after or around them."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class BlockContext:
     aux_loss: MoEAuxLoss | None = None
     rows: Tensor | None = None
     shared: SharedRows | None = None
-    # of the layers, where the network has one and this pass has places for it
+    # Places of the layers' prefix; None if the network has none, or this pass has no place for it.
     prefix: Ahead | Cover | None = None
 
     def wanted(self, x: Tensor) -> Tensor:
@@ -263,7 +261,7 @@ class Block(nn.Module):
         self.placement = config.placement
         self.parallel = config.parallel_residual
         self.enter: Callable[[Tensor], Tensor] | None = None
-        # in place of `into` and `out`, where no keys are cached
+        # Used instead of `into` and `out` in passes without cached keys.
         self.compiled: CompiledParts | None = None
         self.attention = Attention(config, layer)
         self.mlp = MoE(config) if config.has_experts(layer) else MLP(config)

@@ -1,6 +1,4 @@
-"""Networks whose blocks torch compiles: of each what comes before attention and what comes after
-it.
-"""
+"""Compilation by torch of a network's blocks: the parts before and after attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One configuration covers the families.
+"""Configuration of the decoder, for all families.
 
-Every field says what the decoder does, never which family asked for it.
+Every field describes what the decoder computes, independently of the family.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Experts:
     top_k: int
     intermediate_size: int
     normalize: bool = True
-    layers: tuple[bool, ...] = ()  # which layers have experts; empty: all
+    layers: tuple[bool, ...] = ()  # per layer: True if it has experts; empty: all have
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class TransformerConfig:
     norm_bias: bool = False
     norm_weight: bool = True
     qk_norm: Literal["head", "full"] | None = None
-    attention_scale: float | None = None  # of q k^T; head_dim ** -0.5 where absent
+    attention_scale: float | None = None  # factor of q k^T; None: head_dim ** -0.5
     # q k^T is further divided by the layer's number, counted from 1
     layer_scaled_attention: bool = False
     attention_softcap: float | None = None
@@ -87,23 +87,23 @@ class TransformerConfig:
     # per layer: keys a position sees, itself included; empty: no limit anywhere
     windows: tuple[int | None, ...] = ()
     embed_scale: float | None = None
-    # width of the embeddings where it differs from hidden_size (projections in and out)
+    # width of the embeddings, which are projected to and from hidden_size; None: hidden_size
     embed_dim: int | None = None
     parallel_residual: bool = False
     tied: bool = False
     prefix_tokens: int = (
-        # of which each layer has keys and values that every token sees
-        # (`weft.models.network.prefix`)
+        # Number of trained tokens before each sequence, whose keys and values every token sees
+        # (`weft.models.network.prefix`).
         0
     )
     experts: Experts | None = None
     initializer_range: float = 0.02
-    # dropout while training: of the embeddings, of what attention and MLP add, and of the attention
-    # weights
+    # dropout while training: of the embeddings, of the outputs of attention and MLP, and of the
+    # attention weights
     embed_dropout: float = 0.0
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    # config.json keys that change no number here
+    # config.json keys that do not affect the decoder's results
     extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property

@@ -1,10 +1,10 @@
-"""Dropout whose masks depend on what a number is for and on nothing else: not on the batch, its
-packing, or a restart.
+"""Dropout with masks that do not depend on the batch, its packing, or restarts.
 
-    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) a sequence of the pack
+    packed = replace(packed, dropout=DropoutKeys.of(seed, step, [(id, k), ...], device))    # one (id, k) per sequence
 
-A pack without keys has no dropout. Masks come from threefry-2x32, the hash of `weft.randomness`:
-the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter (position, site << 20 |
+A mask depends only on the seed and on the place of the value: step, sequence, position, layer and
+channel. A pack without keys has no dropout. Masks come from threefry-2x32, the hash of
+`weft.randomness`: the key is the sequence's `key(seed, "dropout", step, id, k)`, the counter is (position, site << 20 |
 pair of channels), and each of the two output words decides one channel. Attention weights first
 derive a key for each layer and head. `step` must count every optimizer step, so that no two share
 their masks.
@@ -25,7 +25,7 @@ PURPOSE = "dropout"
 CHANNEL_BITS = 20  # a site has at most 2^21 channels
 EMBEDDING = 0
 SITES_A_LAYER = 16
-# sites of a layer; adapters take one each from ADAPTERS on
+# Sites of a layer; each adapter has one of its own, from ADAPTERS on.
 ATTENTION_OUT = 0
 MLP_OUT = 1
 ADAPTERS = 2
@@ -111,7 +111,7 @@ class TokenDropout:
         heads, rows, length = weights.shape[1:]
         place = torch.arange(heads, device=weights.device, dtype=torch.int32) + self.first_head
         key = self.keys[tokens[:, 0]]
-        # counters no position has
+        # Counters with first word -1, which no position has.
         key0, key1 = threefry(key[:, :1], key[:, 1:], torch.full_like(place, -1), place)
         pairs = torch.arange(-(-length // 2), device=weights.device, dtype=torch.int32)
         query = torch.arange(rows, device=weights.device, dtype=torch.int32)[:, None] + position

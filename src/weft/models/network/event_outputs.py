@@ -1,11 +1,11 @@
-"""The outputs of a network with an lm head: those of one label a row (`token_outputs`), and those
-of several ids a row.
+"""Outputs of a network with an lm head: for one label per row, or for several ids per row.
 
-K ids and "any other id" are K + 1 events, which whole distributions are compared by without ever
-being moved: a teacher names its K likeliest ids and the log-probs of these events, and its student
-learns from its own log-probs of the same events. That of "any other id" is a sum over all others,
-not 1 less the K, which would lose all digits where the K hold nearly everything; it is minus
-infinity where K is the whole vocabulary.
+`token_outputs` computes the former. For the latter, K ids and "any other id" are K + 1 events. Whole
+distributions are compared by the events' log-probs alone: a teacher sends its K most likely ids and
+the log-probs of the events, and its student is trained with its own log-probs of the same events.
+The probability of "any other id" is the sum over all other ids, not 1 minus the sum over the K ids,
+which would lose all digits if the K ids have nearly all of the probability. Its log-prob is minus
+infinity if K is the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def outputs(
     if "given_logprobs" in want:
         given = want & (set(OUTPUTS) if support is None else {"given_logprobs"})
     rest = want - given - LIKELIEST
-    known = None if given and rest else x.row_gradient  # it is of all outputs together
+    known = None if given and rest else x.row_gradient  # needs all outputs at once
     made: dict[Output, Tensor] = {}
     if given:
         made |= given_outputs(
@@ -117,7 +117,7 @@ def _likeliest(
     else:
         here = min(max(below - split.first, 0), logits.shape[1])
     best = logits[:, :here].topk(min(count, here), dim=1)
-    lacking = (0, count - best.values.shape[1])  # as many of every rank
+    lacking = (0, count - best.values.shape[1])  # every rank must send equally many
     values = split.every(nn.functional.pad(best.values, lacking, value=float("-inf")))
     ids = split.every(nn.functional.pad(best.indices + split.first, lacking))
     return ids.gather(1, values.topk(count, dim=1).indices)
@@ -225,7 +225,7 @@ class _Events:
         `logits` must be as `of` left them. The given gradients are those with respect to the
         events' log-probs [R, K + 1] and to the label's [R]:
 
-        by_k - p_k g at the ids, q_j (by_rest - p_rest g) elsewhere
+            by_k - p_k g at the ids,   q_j (by_rest - p_rest g) elsewhere
 
         g is the sum of all given gradients, and q_j = p_j / p_rest is the softmax over only the
         other ids: no digits cancel here, however small p_rest is.
@@ -236,7 +236,7 @@ class _Events:
             total = grad_event.sum(dim=1) + grad_label
         grad_event = grad_event - self.logprobs.exp() * total[:, None]
         made = logits.sub_(self.others[:, None]).exp_().mul_(grad_event[:, -1:])
-        # Also where there are no other ids, and what stood there is no number.
+        # This also overwrites the NaN that results if there are no other ids.
         _put(made, ids, grad_event[:, :-1], split)
         if grad_label is None:
             return made
@@ -332,7 +332,7 @@ class _GivenLogprobs(torch.autograd.Function):
                             rows
                         ]
                 chunk.add(total, rows, found)
-            del chunk  # before the next rows' is made
+            del chunk  # free it before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.settings = settings
         ctx.made = None if total is None else (total, found)
@@ -347,7 +347,7 @@ class _GivenLogprobs(torch.autograd.Function):
         hidden, weight, bias, ids = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # nothing but the parameters keeps them
+        ctx.made = None  # free the gradients, except those of the parameters
         if made is not None and all(
             token_outputs.same(value, made[1].get(name))
             for name, value in zip(OUTPUTS, gradients, strict=True)
@@ -363,5 +363,5 @@ class _GivenLogprobs(torch.autograd.Function):
                 hidden[rows], projection, ids[rows], settings.labels[rows], settings.temperature
             )
             chunk.add(total, rows, known)
-            del chunk  # before the next rows' is made
+            del chunk  # free it before the next chunk is computed
         return total.cast()

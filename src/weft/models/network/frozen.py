@@ -1,6 +1,6 @@
-"""Which parameters of a network are trained, where not all are: not the embeddings and the first
-layers, or, beside adapters, the embeddings; and dropout of what the layers add, the deeper the
-more.
+"""Partial training of a network: freezing of first layers, training of embeddings with adapters.
+
+Also dropout of the layers' outputs that increases with depth.
 """
 
 from __future__ import annotations

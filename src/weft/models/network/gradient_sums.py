@@ -1,6 +1,4 @@
-"""Which layers of a network add the gradients of their matrices to those of float32 masters by
-themselves.
-"""
+"""Accumulation of the gradients of linear layers directly in those of float32 master weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heads of a network: log-probs of tokens, or one value a token, or one score a sequence."""
+"""Heads of a network: log-probs of tokens, one value per token, or one score per sequence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class LMHead(nn.Module):
         else:
             self.bias = None
         self.split: VocabularySplit | None = None
-        self.gradient_sum: kernels.GradientSum | None = None  # of the matrix, whichever it is
+        self.gradient_sum: kernels.GradientSum | None = (
+            None  # of the head's own matrix or the embedding's
+        )
 
     def projection(self, tied: Tensor | None) -> Projection:
         """Return the layer's parameters; `tied` is the embedding's matrix."""
@@ -95,7 +97,7 @@ def score_rows(x: Packed, padding: int | None) -> Tensor:
     places = torch.arange(len(x.tokens), device=last.device)
     read = torch.where(x.tokens != padding, places, -1).cummax(0).values[last]
     starts = x.attention.dense.cu_seqlens.long()
-    # of the segment that a sequence ends in
+    # First token of the segment in which each sequence ends.
     first = starts[torch.searchsorted(starts, last, right=True) - 1]
     return torch.where(read >= first, read, last)
 

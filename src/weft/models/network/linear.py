@@ -22,7 +22,7 @@ from weft.models.network.dropout import TokenDropout
 from weft.models.network.quantized import Quantized
 from weft.models.network.shared_rows import RowShare
 
-# where the gradients of A and of B go in place of their `grad`
+# Sums to which the gradients of A and B are added, instead of their `grad`.
 Sums = tuple[GradientSum | None, GradientSum | None]
 
 

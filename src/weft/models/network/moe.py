@@ -1,5 +1,6 @@
-"""A mixture of experts in place of an MLP: each token goes to its `top_k` experts, none is dropped
-for lack of capacity.
+"""Mixture of experts in place of an MLP.
+
+Each token goes to its `top_k` experts; none is dropped for lack of capacity.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ExpertStack(nn.Module):
         by_expert = [
             adapted(own, y, w, None, a, b, adapter.scale) for own, y, w, a, b in each if len(own)
         ]
-        # no rows: every rank of a sharded network takes part in its passes all the same
+        # Without rows, still use the parameters: all ranks of a sharded network must take part.
         if not by_expert:
             return adapted(
                 x,

@@ -1,7 +1,7 @@
-"""What a network is fed: tokens of many sequences in one row, and who may attend to whom.
+"""Input of a network: tokens of many sequences in one row, with an attention context.
 
-`Packed(tokens, positions, attention, rows, labels)`: `rows[n]` is the index of a hidden state in
-the pack and `labels[n]` the token it is asked about; a row may repeat.
+In `Packed(tokens, positions, attention, rows, labels)`, `rows[n]` is the index of a hidden state in
+the pack and `labels[n]` the token whose log-prob is computed from it. A row may repeat.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weft.models.attention.contexts import AttentionContext, Dense
 from weft.models.network.aux_loss import MoEAuxLoss
 from weft.models.network.dropout import DropoutKeys
 
-# The gradients of a network's outputs as a function of them, all [N], where a row's depend on its
-# own outputs alone; those of rows not computed yet are 0, and that of the log-probs is always
-# there.
+# Function from a network's outputs to their gradients, all [N], if a row's gradients depend only on
+# its own outputs. Outputs of rows that are not computed yet are 0. The result always contains the
+# gradient of the log-probs.
 RowGradient = Callable[[Mapping[Output, Tensor]], Mapping[Output, Tensor]]
 
 
@@ -45,12 +45,12 @@ class Packed:
     # int64 [N]: the hidden state (a token's index) that each wanted output is read from
     rows: Tensor
     labels: Tensor  # int64 [N]: the token whose log-prob is wanted at each row
-    dropout: DropoutKeys | None = None  # without them nothing is dropped
-    # Filled by layers with experts, where it is asked for; for `Dense` attention alone.
+    dropout: DropoutKeys | None = None  # None: no dropout
+    # Load-balancing loss to which layers with experts add; only for `Dense` attention.
     aux_loss: MoEAuxLoss | None = None
-    # of the outputs, where each row's depends on its own alone
+    # gradients of the outputs, if each row's depend only on its own outputs
     row_gradient: RowGradient | None = None
-    # int [N, K]: more ids whose log-probs are wanted at each row; or the likeliest
+    # int [N, K]: more ids whose log-probs are wanted at each row; `TopIds`: the most likely ids
     ids: Tensor | TopIds | None = None
 
     def at(self, rows: Tensor) -> Packed:

@@ -1,9 +1,8 @@
-"""A network's parameters under their canonical names, which say what each is and not how it is
-stored.
+"""A network's parameters by canonical name, independent of how they are stored.
 
-Families, checkpoints, engines and reallocation speak of `blocks.3.attention.q.weight`; the network
-holds it as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter is a run of whole rows
-of one that is stored, so a part of it is one rectangle in both.
+Families, checkpoints, engines and reallocation use names like `blocks.3.attention.q.weight`; the
+network stores this parameter as rows of `blocks.3.attention.qkv.weight`. Each canonical parameter
+consists of consecutive whole rows of a stored one, so a rectangle of it is a rectangle of that too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.models.network.linear import Adapter, Linear
 class StoredParameter:
     """Location of a canonical parameter: `rows` of a module's parameter, or all of it if None."""
 
-    name: str  # the parameter's own name in the module
+    name: str  # name of the stored parameter in the network
     parameter: nn.Parameter
     rows: slice | None = None
 
@@ -69,7 +68,7 @@ def values(network: nn.Module) -> dict[str, Tensor]:
 
 def _of_module(path: str, module: nn.Module) -> Iterator[tuple[str, StoredParameter]]:
     if isinstance(module, Adapter):
-        return  # its layer names it
+        return  # its layer yields its parameters
     if isinstance(module, Linear):
         parent = path.rpartition(".")[0]
         for part in module.parts:

@@ -1,13 +1,14 @@
-"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, without the
-reparametrisation): every layer has keys and values of its own, of as many tokens as
-`TransformerConfig.prefix_tokens` says, which every token of every sequence sees. They stand before
-a sequence's first token, whose position counts on from theirs.
+"""Prefix tuning (Li and Liang 2021, "Prefix-Tuning", arXiv:2101.00190, no reparametrization).
 
-    with adapters_off(network): ...    # `weft.models.network.lora`: the network without it
+Every layer has trained keys and values for `TransformerConfig.prefix_tokens` tokens, which every
+token of every sequence sees. They come before a sequence's first token, whose position follows
+theirs.
 
-In a pack of whole sequences they are put into the heads of each layer for the time of the attention
-(`Ahead`). Where keys and values are cached a sequence begins with as many tokens that stand for
-them: whatever those are, their keys and values are the prefix's (`Cover`).
+    with adapters_off(network): ...    # of `weft.models.network.lora`: without the prefix
+
+In a pack of whole sequences, the prefix is inserted into the heads of each layer for the time of
+the attention (`Ahead`). If keys and values are cached, a sequence begins with placeholder tokens,
+whose keys and values are replaced by the prefix's (`Cover`).
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ class Ahead:
 
     attention: AttentionContext
     rotation: Rotation | None
-    order: Tensor  # int64 [all]: which row of (the pack's, then those of every prefix) stands there
-    kept: Tensor  # int64 [T]: where the pack's tokens stand
-    owner: Tensor  # int64 [all]: a token of the sequence that each belongs to
-    copies: int  # sequences, or what several of them begin with
+    order: (
+        Tensor  # int64 [all]: index of each token in (tokens of the pack, tokens of all prefixes)
+    )
+    kept: Tensor  # int64 [T]: index of each of the pack's tokens in the result
+    owner: Tensor  # int64 [all]: a token of the pack in the same sequence
+    copies: int  # number of inserted prefixes
 
     def into(self, heads: Tensor, prefix: Prefix) -> Tensor:
         """Insert the prefix's heads: [T, heads + 2 kv_heads, dim] -> [all, ...]."""

@@ -1,11 +1,11 @@
-"""Frozen matrices held in 8 or 4 bits, and computed with in the network's own dtype.
+"""Frozen matrices stored in 8 or 4 bits, and multiplied in the network's own dtype.
 
     hold(network, "4bit", torch.bfloat16)    # of a network on the meta device: its blocks' matrices, before they have memory
     whole(layer.weight)                      # [out, in] in that dtype, for one product
 
-8 bits: int8 with one scale a row (absmax / 127). 4 bits: NF4 with one scale every 64 elements of a
+8 bits: int8 with one scale per row (absmax / 127). 4 bits: NF4 with one scale per 64 elements of a
 row (Dettmers et al. 2023, "QLoRA", section 3; scales stay float32), by `bitsandbytes`. Values are
-rounded where they are copied in, so loading never holds a whole network in a wider form.
+rounded when they are copied in, so loading never needs memory for the whole unrounded network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft import kernels
 Kind = Literal["8bit", "4bit"]
 LIBRARY = "bitsandbytes"  # for 4 bits
 BLOCK = 64  # elements of a row that share a scale in 4 bits
-LIMIT = 127  # of an int8
+LIMIT = 127  # largest int8
 FORM = "nf4"
 _aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.models.network.config import Rope
 
-# schemes in which a position's angles depend on how long its sequence is
+# Schemes in which a position's angles depend on the length of its sequence.
 CHANGING = ("dynamic", "longrope")
 
 

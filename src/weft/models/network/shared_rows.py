@@ -1,6 +1,4 @@
-"""States of which each of several ranks has some rows: between attention and MLP, where a row needs
-no other.
-"""
+"""Rows of states that are shared among ranks between attention and MLP (sequence parallelism)."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ class SharedRows:
     """
 
     tokens: RowShare  # of all tokens of the pack
-    wanted: RowShare  # of the rows that are wanted after the last block
+    wanted: RowShare  # of the rows whose output is wanted after the last block
     kept: Tensor
 
 

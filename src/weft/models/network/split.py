@@ -1,4 +1,4 @@
-"""A vocabulary of which each of several ranks holds a part: what a head asks of the others."""
+"""Interface of a vocabulary that is split over ranks, as the head uses it."""
 
 from __future__ import annotations
 

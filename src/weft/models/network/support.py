@@ -1,4 +1,4 @@
-"""The ids that sampling kept at each row, and which ids of a row's logits lie outside them."""
+"""Ids that sampling kept at each row, over which log-probs are normalized."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Support:
         size = ids.stop - ids.start
         kept = self.ids[first : int(self.ends[rows.stop - 1])]
         here = self.counts[rows]
-        # the last column takes ids of other spans
+        # Ids outside the span are written to an extra last column.
         outside = (here > 0)[:, None].repeat(1, size + 1)
         row = torch.arange(len(here), device=kept.device)
         for at, of_row in (

@@ -1,9 +1,8 @@
-"""From hidden states to log-probs, entropy, top-1, values and scores, in float32 (float64 for
-float64 networks).
+"""Log-probs, entropy and top-1 from hidden states, in float32 (float64 for float64 networks).
 
-The [N, vocabulary] logits never exist at once: the pass goes through the rows in chunks. Where a
-row's gradient depends on its own outputs alone, each chunk's gradients are made while its logits
-are there; else the backward pass computes them again.
+The logits [N, vocabulary] never exist as a whole: rows are computed in chunks. If a row's gradient
+depends only on its own outputs, each chunk's gradients are computed together with its logits; else
+the backward pass computes the logits again.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from weft.models.network.packed import RowGradient
 from weft.models.network.split import VocabularySplit, own_ids
 from weft.models.network.support import Support
 
-# Logits held at once, and rows at least. On a CPU 64 MB in float32, or what few rows of a large
-# vocabulary take; an accelerator needs more rows to run at full speed.
+# Largest number of logits in a chunk, unless `LEAST_CHUNK_ROWS` rows have more. On a CPU, 64 MB in
+# float32; an accelerator needs more rows to run at full speed.
 CHUNK_CELLS = {"cpu": 1 << 24}
 DEFAULT_CHUNK_CELLS = 1 << 27
-LEAST_CHUNK_ROWS = 256  # each chunk reads all of the output matrix, which fewer are not worth
+LEAST_CHUNK_ROWS = 256  # each chunk reads the whole output matrix, too costly for fewer rows
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Projection:
     weight: Tensor  # [V, H]
     bias: Tensor | None = None  # [V]
     softcap: float | None = None
-    split: VocabularySplit | None = None  # where the weight is a part of the vocabulary
-    # where the weight's gradient goes in place of its `grad`
+    split: VocabularySplit | None = None  # if the weight has only a part of the vocabulary
+    # sum to which the weight's gradient is added, instead of its `grad`
     gradient_sum: kernels.GradientSum | None = None
 
     @property
@@ -157,7 +156,7 @@ class Gradients:
 
     def _add_weight(self, grad_logits: Tensor, hidden: Tensor) -> None:
         if self._grad_weight is None and (hidden.dtype == self._kept or not hidden.is_cpu):
-            # There is nothing yet that would have to be filled and read.
+            # The first product can be the sum itself: no zeros need to be written and read.
             self._grad_weight = kernels.wide_product(grad_logits.T, hidden.T)
         else:
             kernels.add_product(self._weight_so_far(), grad_logits.T, hidden.T)
@@ -227,11 +226,11 @@ class _Known:
     """Results of one chunk of rows; `entropy` and `best` [R] are None if they are not wanted."""
 
     softmax: _Softmax
-    labels: Tensor  # in this rank's part of the vocabulary; below 0 where it lies in another
+    labels: Tensor  # relative to this rank's part of the vocabulary; below 0 if not in it
     logprobs: Tensor
     lse: Tensor | None = None
     entropy: Tensor | None = None
-    best: Tensor | None = None  # the likeliest id, in the whole vocabulary
+    best: Tensor | None = None  # the most likely id of the whole vocabulary
 
 
 def _known(logits: Tensor, capped: Tensor, labels: Tensor, settings: _Settings) -> _Known:
@@ -317,12 +316,12 @@ class _TokenOutputs(torch.autograd.Function):
                 for name, value in settings.gradient(outputs).items():
                     given.setdefault(name, torch.zeros_like(value))[rows] = value[rows]
                 total.add(rows, *known.softmax.gradient(known.labels, *_of(given, rows), settings))
-            del capped, known  # before the next rows' are made
+            del capped, known  # free them before the next chunk is computed
         ctx.save_for_backward(hidden, weight, bias, labels, lse, entropies)
         ctx.settings = settings
         ctx.made = None if total is None else (total, given)
         ctx.mark_non_differentiable(top1)
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing here
+        ctx.set_materialize_grads(False)  # no backward cost for an entropy that is only reported
         return logprobs, entropies, top1
 
     @staticmethod
@@ -333,7 +332,7 @@ class _TokenOutputs(torch.autograd.Function):
         hidden, weight, bias, labels, lse, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
-        ctx.made = None  # nothing but the parameters keeps them
+        ctx.made = None  # free the gradients, except those of the parameters
         if (
             made is not None
             and same(gradients[0], made[1].get("logprobs"))
@@ -357,7 +356,7 @@ class _TokenOutputs(torch.autograd.Function):
                 entropies[rows] if "entropy" in known else None,
             )
             total.add(rows, *softmax.gradient(at, *_of(known, rows), settings))
-            del capped, softmax  # before the next rows' are made
+            del capped, softmax  # free them before the next chunk is computed
         return total.cast()
 
 

@@ -1,4 +1,4 @@
-"""The packed decoder. One class covers the families; `TransformerConfig` says what each does.
+"""The decoder, for packed sequences; one class for all families, configured by `TransformerConfig`.
 
     Transformer(config, head="lm", pooling="last")
     network(x: Packed, want, temperature=1.0, support=None) -> {output: float32 array}
@@ -6,23 +6,25 @@
     network.hidden(x) -> [T, width] after the last norm, or [N, width] with hidden(x, rows)
     network.next_token_logits(hidden_rows [R, width]) -> [R, V] float32
 
-Parts of it have the same class: `layers=range(8, 16)` holds these blocks alone, with the embedding
-where they begin at 0 and with the last norm and head where they end at the last. Without the
-embedding a pass is given `states` [T, hidden]; without the head it returns them. Where blocks
-between are missing, runs of those that are there compute, each a network of its own over the same
-modules (`split`). A network that holds a part of the heads, of the MLP's width or of the vocabulary
-is built of a config with smaller numbers; what joins such parts hangs itself on `embed`, on the
-blocks and before the head from outside. It may give each rank its own rows of the states between
-attention and MLP (`sharing`), in `forward` alone: generation goes past it.
+Pipeline stages have the same class: `layers=range(8, 16)` creates only these blocks, with the
+embedding if they begin at 0, and with the last norm and the head if they include the last block.
+Without the embedding, a pass gets `states` [T, hidden]; without the head, it returns them. If
+blocks in between are missing, each run of consecutive blocks becomes a network over the same
+modules (`split`).
 
-Parameters, by their canonical names (`weft.models.network.parameters` says where each is stored):
+Under tensor parallelism, a rank's network has a config with fewer heads, a narrower MLP and a
+smaller vocabulary. `weft.parallel.tensor` connects the ranks through attributes of the embedding,
+the blocks and the head. The ranks can also share the rows of the states between attention and MLP
+(`sharing`), but only in `forward`: generation uses whole states.
+
+Parameters, by canonical name (`weft.models.network.parameters` finds where each is stored):
 `embed.weight`, `positions.weight`, `embed_in.weight`, `embed_out.weight`,
 `blocks.{i}.attention.{q,k,v,o}.{weight,bias}`, `blocks.{i}.attention.{q_norm,k_norm}.weight`,
 `blocks.{i}.mlp.{gate,up,down}.{weight,bias}`, `blocks.{i}.mlp.router.weight`,
 `blocks.{i}.mlp.experts.{gate,up,down}.weight` [experts, out, in],
 `blocks.{i}.{norm1,norm2}.{weight,bias}` (before attention and MLP),
 `blocks.{i}.{norm1_post,norm2_post}.weight` (after them), `norm.{weight,bias}`, `head.{weight,bias}`
-(absent where tied: the embedding's matrix serves), `score.weight` [1, width] (value and score
+(absent if tied: the embedding's matrix is used), `score.weight` [1, width] (value and score
 heads, in place of `head`).
 """
 
@@ -84,6 +86,8 @@ class Embedding(nn.Module):
 
 
 class Transformer(nn.Module):
+    """Decoder of packed sequences, or one stage of it; see this module's docstring."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -96,16 +100,18 @@ class Transformer(nn.Module):
         self.config = config
         self.kind = head
         self.pooling = pooling
-        self.vocab_size = config.vocab_size  # ids in all, of which a rank may hold a part
-        # numbers of its blocks, rising
+        self.vocab_size = config.vocab_size  # whole vocabulary, also if this rank has only a part
+        # Numbers of the local blocks in the whole network, in rising order.
         self.held_layers = range(config.num_layers) if layers is None else layers
-        self.recompute_every = 0  # every n-th block is computed again in the backward pass; 0 none
-        # also where they could be computed once: ranks share the tokens of a pack
+        # Every n-th block is computed again in the backward pass; 0: none.
+        self.recompute_every = 0
+        # True if ranks share the tokens of a pack: prefixes are then repeated per sequence.
         self.repeats_prefixes = False
-        # joins ranks' gradients of what the head reads
+        # Sums the gradients of the head's inputs over the ranks.
         self.enter: Callable[[Tensor], Tensor] | None = None
-        self.sharing: RowSharing | None = None  # where ranks share the rows of the states of a pack
-        # padding token; a sequence's score is read at the last token before it
+        # Set if ranks share the rows of the states of a pack.
+        self.sharing: RowSharing | None = None
+        # Padding token: a sequence's score is read at its last other token.
         self.padding: int | None = None
         width = config.embed_dim or config.hidden_size
         hidden = config.hidden_size
@@ -315,7 +321,7 @@ class Transformer(nn.Module):
 
     def _through(self, states: Tensor, at: BlockContext, rows: Tensor | None) -> Tensor:
         """Return the outputs [T, hidden] of the last local block, or [N, hidden] of `rows`."""
-        # In the last block only `rows` are read, except by the experts' auxiliary loss.
+        # The last block computes only `rows`, unless the experts' auxiliary loss needs all rows.
         last = at if at.aux_loss is not None else replace(at, rows=rows)
         for number, block in enumerate(self.blocks, 1):
             around = last if number == len(self.blocks) else at
@@ -338,7 +344,7 @@ class Transformer(nn.Module):
         settings = self.config.rope
         if settings is None:
             return None
-        # Only schemes that change with the length read it; to work it out the host waits for a GPU.
+        # Only schemes that depend on the length need it; to compute it, the host waits for a GPU.
         changing = settings.scaling in rope.CHANGING
         lengths = x.attention.token_lengths if changing else x.positions
         if changing and not isinstance(x.attention, Cached | Paged):
