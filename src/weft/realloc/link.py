@@ -13,7 +13,7 @@ from torch.distributed import P2POp, ProcessGroup, Work
 from weft.errors import RunError
 from weft.realloc.shelf import laid_out, look
 
-Mail = Sequence[tuple[int, Tensor]]  # (the other rank, what it sends or is sent)
+Mail = Sequence[tuple[int, Tensor]]  # (the other rank, tensor to send or receive)
 
 
 @dataclass(frozen=True)

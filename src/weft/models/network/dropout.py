@@ -25,7 +25,7 @@ PURPOSE = "dropout"
 CHANNEL_BITS = 20  # a site has at most 2^21 channels
 EMBEDDING = 0
 SITES_A_LAYER = 16
-# Sites of a layer; each adapter has one of its own, from ADAPTERS on.
+# Sites of a layer; each adapter has a separate one, from ADAPTERS on.
 ATTENTION_OUT = 0
 MLP_OUT = 1
 ADAPTERS = 2

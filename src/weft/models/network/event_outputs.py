@@ -190,8 +190,8 @@ class _Events:
     """Log-probs of the events of some rows: one per given id, and one for all other ids."""
 
     logprobs: Tensor  # [R, K + 1]
-    lse: Tensor  # [R]: of all logits
-    others: Tensor  # [R]: of those of the other ids
+    lse: Tensor  # [R]: log-sum-exp of all logits
+    others: Tensor  # [R]: log-sum-exp of the logits of other ids
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor, split: VocabularySplit | None) -> _Events:

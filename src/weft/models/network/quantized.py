@@ -1,6 +1,6 @@
 """Frozen matrices stored in 8 or 4 bits, and multiplied in the network's own dtype.
 
-    hold(network, "4bit", torch.bfloat16)    # of a network on the meta device: its blocks' matrices, before they have memory
+    hold(layers, "4bit", torch.bfloat16)     # layers on the meta device, before they get memory
     whole(layer.weight)                      # [out, in] in that dtype, for one product
 
 8 bits: int8 with one scale per row (absmax / 127). 4 bits: NF4 with one scale per 64 elements of a

@@ -150,8 +150,9 @@ class Transformer(nn.Module):
         return network.to(dtype).to_empty(device=device)
 
     def split(self, runs: Sequence[range]) -> list[Transformer]:
-        """Split the network into networks of these runs of its layers, which together are all
-        layers.
+        """Split the network into one network for each of these runs of its layers.
+
+        Together, the runs must be all of its layers.
 
         The new networks become submodules of this one and share its parameters.
         """
