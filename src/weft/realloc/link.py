@@ -117,5 +117,5 @@ class Link:
 
 def _lost(rank: int, others: str, error: RuntimeError) -> RunError:
     return RunError(
-        f"reallocation: rank {rank} lost what goes {others}: {str(error).splitlines()[0]}"
+        f"reallocation: rank {rank} lost a message {others}: {str(error).splitlines()[0]}"
     )

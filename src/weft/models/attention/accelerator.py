@@ -81,6 +81,7 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
 
 
 def flashes(q: Tensor, spec: AttentionSpec) -> bool:
+    """Return True if flash attention supports these queries and parameters."""
     return spec.softcap is None and flash.serves(q.device, q.dtype, q.shape[2])
 
 

@@ -19,7 +19,7 @@ def by_kernels(given: AttentionInputs, context: Cached) -> Tensor:
 
     The keys and values of the new tokens must already be stored in the slots.
     """
-    assert not torch.is_grad_enabled(), "a cache keeps what has no gradient"
+    assert not torch.is_grad_enabled(), "keys and values in a cache have no gradient"
     q, cache, layer, spec = given.q, context.cache, context.cache.row_of[given.layer], given.spec
     q = q if q.stride(2) == 1 else q.contiguous()
     keys = _rows_of(cache.keys[layer])

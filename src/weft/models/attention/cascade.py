@@ -62,6 +62,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: floa
 
 
 class _Cascade(torch.autograd.Function):
+    """Autograd function of `attend`; saves the merged output and log-sum-exp of each row."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: tuple[Part, ...], scale: float

@@ -118,7 +118,7 @@ class ConfigReader:
             return default
         wrong = problem(value, default)
         if not wrong and key in LAYERS and value > MOST_LAYERS:
-            wrong = f"that is more than {MOST_LAYERS:,}, and taken for a mistake"
+            wrong = f"that is more than {MOST_LAYERS:,} and is treated as a mistake"
         if wrong:
             raise CheckpointError(f"{key}={value!r}: {wrong}")
         return value
@@ -140,6 +140,7 @@ class ConfigReader:
             raise CheckpointError(f"{key}={value!r}: {reason}; use backend=hf for this model")
 
     def activation(self, key: str, default: str) -> Activation:
+        """Return the activation that a key names; raises `CheckpointError` if unknown."""
         name = self(key, default)
         if name not in ACTIVATIONS:
             raise CheckpointError(
@@ -193,7 +194,8 @@ def check(config: TransformerConfig) -> None:
     rope = config.rope
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{config.num_heads} heads do not divide among {config.num_kv_heads} of keys and values"
+            f"{config.num_heads} query heads do not divide evenly among {config.num_kv_heads} "
+            "key and value heads"
         )
     if config.head_dim < 1 or (
         rope is not None and (rope.dim < 2 or rope.dim % 2 or rope.dim > config.head_dim)
@@ -207,17 +209,16 @@ def check(config: TransformerConfig) -> None:
         raise CheckpointError(f"rope_theta={rope.theta}: it must be a finite number above 0")
     for rate in (config.embed_dropout, config.hidden_dropout, config.attention_dropout):
         if not 0 <= rate < 1:
-            raise CheckpointError(f"a dropout of {rate}: it must be from 0 up to, and without, 1")
+            raise CheckpointError(f"a dropout of {rate}: it must be at least 0 and less than 1")
     if experts is not None and not 1 <= experts.top_k <= experts.num <= MOST_EXPERTS:
         raise CheckpointError(
-            f"sends a token to {experts.top_k} of {experts.num} experts: it must be 1 or more, "
-            f"and no more than there "
-            f"are, which are at most {MOST_EXPERTS:,}"
+            f"sends a token to {experts.top_k} of {experts.num} experts: the first number must be 1 "
+            f"or more and not exceed the second, which must not exceed {MOST_EXPERTS:,}"
         )
     if config.num_weights > MOST_WEIGHTS:
         raise CheckpointError(
-            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are taken "
-            f"for a mistake"
+            f"describes {config.num_weights:.1e} weights; more than {MOST_WEIGHTS:.0e} are treated "
+            f"as a mistake"
         )
 
 

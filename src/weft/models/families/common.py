@@ -115,7 +115,7 @@ def read_rope(
     ):
         original = int(_number(given, "original_max_position_embeddings"))
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise CheckpointError("has rotary settings per kind of layer; use backend=hf")
+        raise CheckpointError("has separate rotary settings for kinds of layers; use backend=hf")
     try:
         scaling, values = _scaling(kind, given, original, positions)
     except KeyError as missing:
@@ -217,7 +217,7 @@ def layer_windows(
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if unknown or len(kinds) != layers:
             raise CheckpointError(
-                f"layer_types holds {unknown or len(kinds)}; use backend=hf for this model"
+                f"layer_types contains {unknown or len(kinds)}; use backend=hf for this model"
             )
         sliding = [kind == "sliding_attention" for kind in kinds]
     windows = tuple(window if slides else None for slides in sliding)
@@ -232,6 +232,7 @@ def one_window(config: TransformerConfig) -> int | None:
 
 
 def layer_types(config: TransformerConfig) -> list[str]:
+    """Return the config.json value `layer_types` of a configuration."""
     return [
         "full_attention" if config.window(i) is None else "sliding_attention"
         for i in range(config.num_layers)
@@ -304,6 +305,7 @@ def llama_ends(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of attention under Llama's names."""
     ours = f"{BLOCK}.attention"
     theirs = f"{HF_BLOCK}.self_attn"
     keys: tuple[Key, ...] = ()
@@ -318,6 +320,7 @@ def llama_attention(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of the MLP under Llama's names."""
     keys: tuple[Key, ...] = ()
     for name in ("gate", "up", "down"):
         keys += linear(f"{BLOCK}.mlp.{name}", f"{HF_BLOCK}.mlp.{name}_proj", bias=config.mlp_bias)
@@ -325,6 +328,7 @@ def llama_mlp(config: TransformerConfig) -> tuple[Key, ...]:
 
 
 def llama_norms(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of a block's norms under Llama's names."""
     return (
         *norm(f"{BLOCK}.norm1", f"{HF_BLOCK}.input_layernorm", config),
         *norm(f"{BLOCK}.norm2", f"{HF_BLOCK}.post_attention_layernorm", config),

@@ -30,6 +30,7 @@ def gemma_fields(read: ConfigReader, act: str) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gemma_fields(read, "hidden_act")
     # In configurations of the first release, "gelu" means the tanh form.
     if fields["activation"] == "gelu":
@@ -38,6 +39,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | {"attention_bias": config.qkv_bias}
 
 

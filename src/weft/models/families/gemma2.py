@@ -17,6 +17,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gemma_fields(read, "hidden_activation")
     layers = fields["num_layers"]
     alternate = [layer % 2 == 0 for layer in range(layers)]
@@ -37,6 +38,7 @@ def _softcap(read: ConfigReader, key: str, default: float) -> float | None:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     scalar = config.scale**-2
     return common.llama_values(config, act="hidden_activation") | {
         "attention_bias": config.qkv_bias,
@@ -51,6 +53,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     names = {
         "norm1": "input_layernorm",
         "norm1_post": "post_attention_layernorm",

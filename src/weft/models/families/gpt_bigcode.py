@@ -13,6 +13,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = gpt2_fields(read, "gelu_pytorch_tanh")
     if read("multi_query", True):
         fields["num_kv_heads"] = 1
@@ -20,6 +21,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return gpt2_values(config) | {
         "multi_query": config.num_kv_heads == 1,
         "activation_function": activation_name(config),

@@ -32,6 +32,7 @@ class Fused:
 
     @property
     def start(self) -> int:
+        """First row of the parameter in a block."""
         return sum(self.sizes[: self.index])
 
     def runs(self, where: slice) -> Iterator[tuple[slice, slice]]:

@@ -14,6 +14,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
     fields |= {"qkv_bias": bias, "o_bias": bias, "mlp_bias": read("mlp_bias", False)}
@@ -21,6 +22,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | {
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,

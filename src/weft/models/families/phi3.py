@@ -16,6 +16,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     scaling = read("rope_scaling", None) or read("rope_parameters", None)
     # Older names of longrope.
     if scaling and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
@@ -37,6 +38,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     rope = config.rope
     assert rope is not None
     return common.llama_values(config) | {
@@ -48,6 +50,7 @@ def write_config(config: TransformerConfig) -> dict[str, Any]:
 
 
 def keys(config: TransformerConfig) -> tuple[Key, ...]:
+    """Return the keys of all parameters."""
     block = common.BLOCK
     theirs = common.HF_BLOCK
     inner = config.num_heads * config.head_dim

@@ -28,6 +28,7 @@ def upper_windows(read: ConfigReader, layers: int) -> tuple[int | None, ...]:
 
 
 def window_values(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of the sliding windows."""
     window = common.one_window(config)
     first = next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers)
     return {
@@ -39,12 +40,14 @@ def window_values(config: TransformerConfig) -> dict[str, Any]:
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     fields = common.llama_fields(read)
     fields["windows"] = upper_windows(read, fields["num_layers"])
     return TransformerConfig(**fields, qkv_bias=True, extra=read.extra())
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | window_values(config)
 
 

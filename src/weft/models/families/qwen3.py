@@ -15,6 +15,7 @@ from weft.registry import register_hf_family
 
 
 def read_config(read: ConfigReader) -> TransformerConfig:
+    """Read the configuration from config.json."""
     read("head_dim", 128)
     fields = common.llama_fields(read)
     bias = read("attention_bias", False)
@@ -27,6 +28,7 @@ def read_config(read: ConfigReader) -> TransformerConfig:
 
 
 def write_config(config: TransformerConfig) -> dict[str, Any]:
+    """Return the config.json values of a configuration."""
     return common.llama_values(config) | window_values(config) | {"attention_bias": config.qkv_bias}
 
 

@@ -54,7 +54,7 @@ class Pages:
         if count > len(self._free):
             self.reserve(max(2 * len(self) - 1, self.num_used + count))
         assert count <= len(self._free), (
-            f"{self.num_used} pages are in use and {count} more are asked for, of {len(self)}"
+            f"{self.num_used} of {len(self)} pages are in use, and {count} more are needed"
         )
         taken = np.array([self._free.pop() for _ in range(count)], np.int32)
         self.users[taken] = 1
@@ -80,6 +80,7 @@ class Copies:
 
     @classmethod
     def none(cls) -> Copies:
+        """Return an empty set of copies."""
         return cls(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
@@ -108,6 +109,7 @@ class Tables:
             self.held = np.concatenate([self.held, np.zeros(wanted[0] - shape[0], np.int64)])
 
     def of(self, row: int) -> Ids:
+        """Return a copy of a row's pages."""
         return self.table[row, : self.held[row]].copy()
 
     def put(self, row: int, pages: Ids) -> None:

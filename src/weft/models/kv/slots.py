@@ -51,6 +51,7 @@ class PrefixGroup:
 
     @classmethod
     def of(cls, prefix: KVCache, rows: list[int], device: torch.device) -> PrefixGroup:
+        """Create the group of these rows, which continue one prefix."""
         filled = rows + rows[-1:] * (-len(rows) % kernels.LEAST_QUERIES)
         return cls(prefix, torch.tensor(rows, device=device), torch.tensor(filled, device=device))
 

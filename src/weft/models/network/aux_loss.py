@@ -86,7 +86,7 @@ def aux_loss_weight(config: TransformerConfig, asked: float | None) -> float:
     if config.experts is None:
         if asked:
             raise ConfigError(
-                f"router_aux_loss_coef={asked}: balances the experts of a mixture, and a "
+                f"router_aux_loss_coef={asked}: the option balances experts, and a "
                 f"{config.family} model has none; "
                 "leave it out"
             )

@@ -108,11 +108,13 @@ class TransformerConfig:
 
     @property
     def scale(self) -> float:
+        """Factor of q k^T in attention, before any division by the layer's number."""
         if self.attention_scale is not None:
             return self.attention_scale
         return self.head_dim**-0.5
 
     def window(self, layer: int) -> int | None:
+        """Return the number of keys that a position of this layer sees; None for all."""
         return self.windows[layer] if self.windows else None
 
     def has_experts(self, layer: int) -> bool:

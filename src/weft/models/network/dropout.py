@@ -73,6 +73,7 @@ class TokenDropout:
 
     @classmethod
     def spread(cls, dropout: DropoutKeys, lengths: Tensor, positions: Tensor) -> TokenDropout:
+        """Repeat each sequence's key for its tokens; `lengths` are the sequences' lengths."""
         keys = dropout.keys.repeat_interleave(lengths, dim=0, output_size=len(positions))
         return cls(keys, positions.to(torch.int32))
 

@@ -160,6 +160,8 @@ def given_outputs(
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of `_GivenLogprobs` other than tensors with gradients."""
+
     labels: Tensor
     softcap: float | None
     temperature: float
@@ -302,6 +304,8 @@ class _Chunk:
 
 
 class _GivenLogprobs(torch.autograd.Function):
+    """Autograd function of `given_outputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,

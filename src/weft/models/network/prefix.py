@@ -93,9 +93,11 @@ class Cover:
         return heads.index_copy(0, self.tokens, prefix.beside(heads)[self.places])
 
     def out(self, mixed: Tensor) -> Tensor:
+        """Return attention of the pack's own tokens, which are all tokens here."""
         return mixed
 
     def dropout(self, dropout: TokenDropout) -> TokenDropout:
+        """Return the dropout unchanged: the placeholders are tokens of the pack."""
         return dropout
 
 

@@ -64,6 +64,7 @@ class Quantized(Tensor):
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the rounded values and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def on(self, device: torch.device | str) -> Quantized:
@@ -163,6 +164,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
+    """Autograd function of `linear`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
         ctx.weight = weight

@@ -41,6 +41,7 @@ class Projection:
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids of the whole vocabulary."""
         return self.weight.shape[0] if self.split is None else self.split.size
 
     def chunk_rows(self) -> int:
@@ -102,6 +103,8 @@ def chunk_rows(vocab_size: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Settings:
+    """Arguments of `_TokenOutputs` other than tensors with gradients."""
+
     softcap: float | None
     temperature: float
     chunk: int
@@ -279,6 +282,8 @@ def _known_of_part(
 
 
 class _TokenOutputs(torch.autograd.Function):
+    """Autograd function of `token_outputs`."""
+
     @staticmethod
     def forward(
         ctx: Any,

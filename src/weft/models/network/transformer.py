@@ -224,7 +224,9 @@ class Transformer(nn.Module):
         If this is not the last stage, these are the outputs of its last block. If ranks share the
         rows (`shared`), only this rank's are returned.
         """
-        assert self.begins != (states is not None), "states are given where there is no embedding"
+        assert self.begins != (states is not None), (
+            "states are given if and only if there is no embedding"
+        )
         keys = None
         count = self.prefix_tokens
         if x.dropout is not None:
