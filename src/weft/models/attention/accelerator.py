@@ -51,6 +51,7 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
     pool = context.pool
     layer = given.layer - pool.first_layer
     history = context.history
+    # In a decode step, read the pages directly.
     if history is None:
         keys = pool.keys[layer]
         values = pool.values[layer]
@@ -69,6 +70,7 @@ def paged(given: AttentionInputs, context: Paged) -> Tensor:
             context.cu_seqlens, history.cu_seqlens, context.max_len, history.max_len
         )
         return flash.packed(q, keys, values, lengths, spec)
+    # Without flash attention, compute row by row.
     outputs = []
     bounds = history.cu_seqlens.tolist()
     for new, old in zip(pairwise(context.dense.starts), pairwise(bounds), strict=True):

@@ -72,6 +72,7 @@ class _Cascade(torch.autograd.Function):
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         group = q.shape[1] // k.shape[1]
         for part in parts:
+            # Attend to the keys of this part only.
             cells = _rectangles(q, k, v, part, group)
             length = part.queries.index.shape[1]
             # Pad keys to whole vectors, as `rectangles` does, for the same rounding.
@@ -83,6 +84,7 @@ class _Cascade(torch.autograd.Function):
             new = AttentionState(
                 _rows(found, part.queries), _rows(sums.unsqueeze(-1), part.queries).squeeze(-1)
             )
+            # The causal part is the first of each row; merge the others with it.
             if part.causal:
                 _put(out, part.queries, new.out)
                 _put(lse, part.queries, new.lse)

@@ -148,6 +148,7 @@ class Tables:
         page = self.pages.page
         wanted = -(-after // page)
         self.fit(0, int(wanted.max()))
+        # Find the partly filled pages that other rows use too.
         shared = self._shared(rows, before)
         source = self.table[rows[shared], before[shared] // page]
         # Go page by page: if all users of a page write to it, the last one keeps it.
@@ -162,6 +163,7 @@ class Tables:
             self.table[row, place] = self.pages.take(1)[0]
             kept.append(old)
             copied.append(self.table[row, place])
+        # Add pages to rows that have too few.
         short = np.flatnonzero(wanted > self.held[rows])
         for row, count in zip(rows[short].tolist(), wanted[short].tolist(), strict=True):
             held = int(self.held[row])

@@ -128,7 +128,7 @@ class PagePool:
             return
         unused = not self.pages.num_used
         self.pages.reserve((1 << count.bit_length()) - 1)
-        # No row has any pages, so free the old memory before new memory is allocated.
+        # If no row has any pages, free the old memory before new memory is allocated.
         if unused and len(self.keys[0]) < len(self.pages):
             self.keys = []
             self.values = []
@@ -276,11 +276,13 @@ class PagedCache:
             return self.pool.packed(put(self.step(slots, tokens.cpu().numpy()), self.device))
         rows = np.asarray(slots, np.int64)
         counts = np.array([len(t) for t in tokens], np.int64)
+        # Make room, and compute the row and position of each new token.
         start = self._grow(rows, counts)
         stop = start + counts
         owner = np.repeat(rows, counts)
         positions = np.repeat(start, counts) + order(counts)
         ends = np.cumsum(counts)
+        # Unless this is a first prefill, list the storage of all tokens of the rows.
         history = None
         if start.any():
             everything = self.tables.places(np.repeat(rows, stop), order(stop))

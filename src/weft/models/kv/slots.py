@@ -335,6 +335,7 @@ class KVCache:
         the result are the last new token of each slot and its `labels` are those tokens:
         `hidden[rows]` predicts the next token.
         """
+        # Compute lengths before and after this pass, and make room.
         where = np.asarray(slots, dtype=np.int64)
         one = isinstance(tokens, Tensor)
         used = self.used[where]
@@ -361,6 +362,7 @@ class KVCache:
             max_len=longest,
             max_used=most,
         )
+        # Build the pack: one token per slot, or the concatenation of several.
         if isinstance(tokens, Tensor):
             flat = tokens.to(self.device)
             rows = torch.arange(len(where), device=self.device)

@@ -1,5 +1,4 @@
-"""Linear layers as they are stored: layers that read the same input are one matrix, the parts of it
-named.
+"""Linear layers; those that read the same input are stored as one matrix with named parts.
 
     Linear(hidden, {"q": 512, "k": 128, "v": 128}, bias=True)    # one product for three layers
 

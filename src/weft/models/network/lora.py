@@ -1,5 +1,6 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", section 4.1): y = W x + scale B A drop(x), with W frozen.
-They are never merged in training.
+"""Low-rank adapters: y = W x + scale B A drop(x), with W frozen.
+
+See Hu et al. 2021, "LoRA", section 4.1. Adapters are never merged in training.
 
     attach(network, r=8, alpha=16, seed=1)     # freezes the base, adds `lora_a` and `lora_b` for each `weight`
     with adapters_off(network): ...            # the base model: the reference of a LoRA actor

@@ -59,6 +59,7 @@ class ExpertStack(nn.Module):
             )
             made = kernels.grouped_linear(x, self.weight, groups)
             return made + kernels.grouped_linear(low, adapter.lora_b, groups)
+        # Without a grouped kernel, compute one expert after the other.
         parts = x.split(groups.sizes)
         sizes = groups.sizes
         others = [None] * len(sizes) if dropped is None else dropped.split(sizes)
@@ -114,6 +115,7 @@ class MoE(nn.Module):
         aux_loss: MoEAuxLoss | None = None,
         share: RowShare | None = None,
     ) -> Tensor:
+        # Choose each token's experts.
         logits = self.router(x)
         probabilities = torch.softmax(
             logits, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32)
@@ -123,6 +125,7 @@ class MoE(nn.Module):
             aux_loss.add(probabilities, chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        # Sort the pairs of token and expert by expert.
         order = chosen.flatten().argsort(stable=True)  # pairs (token, choice), by expert
         token = order // self.top_k
         counts = chosen.new_zeros(logits.shape[1]).scatter_add_(
@@ -131,10 +134,12 @@ class MoE(nn.Module):
         groups = Groups(counts)
         inputs = x.index_select(0, token)
         keys = None if dropout is None else dropout.select(token)
+        # Compute the experts, on other ranks too if these have some of them.
         if self.exchange is None:
             outputs = self._computed(inputs, groups, keys)
         else:
             outputs = self.exchange(inputs, groups, keys, self._computed)
+        # Add up each token's weighted outputs.
         weighted = outputs * weights.flatten()[order, None].to(x.dtype)
         y = torch.zeros_like(x).index_add(0, token, weighted)
         if self.reduce is None:

@@ -117,8 +117,10 @@ def ahead(
             [_goes_on(context.joins, start) for start in dense.starts[:-1]], device=device
         ).long()
     before = begins.cumsum(0)  # prefixes up to each segment's first token
+    # Find the new index of each token of the pack.
     kept = torch.arange(num_tokens, device=device)
     kept = kept + count * before.repeat_interleave(bounds.diff(), output_size=num_tokens)
+    # Find the indices of the prefixes' tokens: before the first token of each sequence.
     if isinstance(context, Dense):
         first = bounds[:-1]
     else:
@@ -129,12 +131,14 @@ def ahead(
         + count * torch.arange(copies, device=device)[:, None]
         + torch.arange(count, device=device)
     )
+    # Invert both, and assign every token to a sequence.
     order = torch.empty(num_tokens + copies * count, dtype=torch.int64, device=device)
     order[kept] = torch.arange(num_tokens, device=device)
     order[added.flatten()] = torch.arange(num_tokens, len(order), device=device)
     owner = order.index_copy(0, added.flatten(), first.repeat_interleave(count)).clamp_max(
         num_tokens - 1
     )
+    # Build the attention context of the longer pack.
     bounds = torch.cat([bounds[:1], bounds[1:] + count * before]).to(dense.cu_seqlens.dtype)
     wide: AttentionContext = Dense(bounds, dense.max_len + count, len(order))
     if isinstance(context, Prefixed):

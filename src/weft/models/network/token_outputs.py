@@ -202,6 +202,7 @@ class _Softmax:
         overwritten. A label below 0 is in another rank's part of the vocabulary.
         """
         whole = torch.full_like(grad_logprob, 1.0 / settings.temperature)
+        # Weft's kernel computes the gradient from the statistics.
         if self.found is not None:
             if settings.softcap is not None and self.logits is self.capped:
                 made = self.capped.clone()
@@ -209,6 +210,7 @@ class _Softmax:
                 made = self.logits
             kernels.to_gradients(made, self.found, labels, grad_logprob, grad_entropy)
             return through_cap(made, self.capped, settings.softcap), whole
+        # Torch computes it from the log-probs.
         assert self.logp is not None
         if grad_entropy is None:
             p = self.logp.exp_()
@@ -305,6 +307,7 @@ class _TokenOutputs(torch.autograd.Function):
         total = None
         if settings.gradient is not None and any(ctx.needs_input_grad):
             total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
+        # Compute the outputs chunk by chunk, and the gradients too if their function is known.
         for rows in chunks(len(labels), settings.chunk):
             capped = _cap(_project(hidden[rows], weight, bias), settings.softcap)
             known = _known(
@@ -338,12 +341,14 @@ class _TokenOutputs(torch.autograd.Function):
         settings: _Settings = ctx.settings
         made: tuple[Gradients, dict[Output, Tensor]] | None = ctx.made
         ctx.made = None  # free the gradients, except those of the parameters
+        # Use the gradients of the forward pass if they are for these gradients of the outputs.
         if (
             made is not None
             and same(gradients[0], made[1].get("logprobs"))
             and same(gradients[1], made[1].get("entropy"))
         ):
             return made[0].cast()
+        # Else compute the logits again.
         total = Gradients(hidden, weight, bias, ctx.needs_input_grad, settings.gradient_sum)
         known: dict[Output, Tensor] = {
             "logprobs": torch.zeros_like(lse) if gradients[0] is None else gradients[0]

@@ -113,6 +113,7 @@ class Transformer(nn.Module):
         self.sharing: RowSharing | None = None
         # Padding token: a sequence's score is read at its last other token.
         self.padding: int | None = None
+        # Create the modules of this stage.
         width = config.embed_dim or config.hidden_size
         hidden = config.hidden_size
         self.begins = self.held_layers[0] == 0
@@ -192,6 +193,7 @@ class Transformer(nn.Module):
             lacking = ", ".join(sorted(want - OUTPUTS[self.kind]))
             given = ", ".join(sorted(OUTPUTS[self.kind]))
             raise ConfigError(f"a network with a {self.kind} head gives {given}, not {lacking}")
+        # Choose the rows whose states are needed.
         mean = self.kind == "score" and self.pooling == "mean"
         rows: Tensor | None = None
         if self.ends and not mean:
@@ -200,6 +202,7 @@ class Transformer(nn.Module):
         found = self.hidden(x, rows, states, shared)
         if not self.ends:
             return found
+        # Apply the head.
         if self.kind == "lm":
             found = entered(found, None if shared is None else shared.wanted, self.enter)
             outputs: dict[Output, Tensor] = self.head(
