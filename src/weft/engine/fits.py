@@ -29,7 +29,7 @@ EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("
 
 @dataclass(frozen=True)
 class Case:
-    """One role: its network, its settings and its calls."""
+    """One role: its network, settings and calls."""
 
     shape: NetworkShape
     settings: Settings
@@ -41,7 +41,7 @@ Cases = Mapping[str, Case]
 
 @dataclass(frozen=True)
 class Way:
-    """Options to set, and the memory in bytes that each GPU then needs."""
+    """Options to set, and the number of bytes that each GPU then needs."""
 
     options: str
     size: float
@@ -50,7 +50,7 @@ class Way:
 
     @property
     def gpu(self) -> int | None:
-        """The GB of the smallest GPU that holds it; None where none does."""
+        """Size in GB of the smallest GPU with enough memory; None if no GPU has enough."""
         return next((gb for gb, gib in GPUS if self.size / GIB <= gib - TAKEN), None)
 
 
@@ -117,8 +117,9 @@ def lines(cases: Cases, begin: str) -> Iterator[str]:
 
 
 def smaller(cases: Cases, usable: float) -> Iterator[str]:
-    """The ways to hold in `usable` bytes what does not fit; where there is none the one that needs
-    least.
+    """Yield lines on the changes with which the run fits in `usable` bytes.
+
+    If none suffices, the line names the one that needs least memory.
     """
     others = ways(cases)[1:]
     found = [way for way in others if way.size <= usable]
@@ -175,8 +176,9 @@ def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
 
 
 def _adapted(case: Case) -> Case:
-    """With adapters on all matrices of the blocks in place of training all parameters; not with
-    experts.
+    """Return a trained role with adapters on all matrices of its blocks instead of full training.
+
+    Returns roles with experts, fp8 or adapters unchanged.
     """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8

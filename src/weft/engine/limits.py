@@ -34,7 +34,7 @@ def cache_problem(gb: float) -> str | None:
 
 
 def check_temperature(temperature: float, greedy: bool) -> None:
-    """Raises `ConfigError` for one by which logits cannot be divided."""
+    """Raise `ConfigError` for a temperature by which logits cannot be divided."""
     if temperature == 0.0 and not greedy:
         raise ConfigError(
             "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"

@@ -89,9 +89,11 @@ class NetworkShape:
         )
 
     def last_layer(self, tokens: int, rows: int) -> int:
-        """Elements that the last layer keeps, which computes what follows attention for `rows` of
-        its tokens alone: of those attention's result once more, of the others neither the stream
-        before the MLP nor what comes of it, adapters' too.
+        """Return the elements that the last layer keeps for its backward pass.
+
+        It computes the part after attention only for `rows` of its `tokens`. For these it keeps the
+        result of attention once more; for the others it keeps neither the stream before the MLP nor
+        anything computed from it, by adapters or otherwise.
         """
         late = self.stream + self.hidden + self._gate_up + self.adapters
         return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
@@ -319,7 +321,8 @@ def _call(
 
 
 def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
-    """Copies in 8 bits of the two sides of the widest product, each in the two orders that products
-    read them in.
+    """Return the bytes of 8-bit copies of both operands of the widest product.
+
+    Each operand has a copy in either of the two memory orders that products read.
     """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

@@ -78,8 +78,9 @@ def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]
 
 
 def _tree(common: Sequence[int], least: int) -> list[_Common]:
-    """All common prefixes, given those of neighbours; the longer ones of some sequences before the
-    shorter ones of more.
+    """Return all common prefixes, given the lengths of those of neighbors.
+
+    Longer prefixes of fewer sequences come before shorter ones of more.
     """
     made: list[_Common] = []
     # by the first and by the last place of each that lies in no other yet

@@ -36,8 +36,9 @@ MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's cont
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule in optimizer steps of the real run; the runtime makes it, the engine
-    follows it.
+    """Learning-rate schedule in optimizer steps of the real run.
+
+    The runtime creates it, and the engine follows it.
     """
 
     total_steps: int
@@ -124,7 +125,7 @@ class OptimizerSpec:
             )
 
     def check_library(self) -> None:
-        """Raises `ConfigError` where states are to be kept by a library that is not installed."""
+        """Raise `ConfigError` if the library for 8-bit optimizer states is not installed."""
         if self.state_dtype == "8bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
             raise ConfigError(
                 f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; "
@@ -132,9 +133,9 @@ class OptimizerSpec:
             )
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """The schedule over `total_steps` optimizer steps, less those of frozen epochs.
+        """Return the schedule over `total_steps` optimizer steps, less those of frozen epochs.
 
-        Raises `ConfigError` where none is left.
+        Raises `ConfigError` if no steps are left.
         """
         frozen = round(self.frozen_epochs * steps_per_epoch)
         total_steps -= frozen
@@ -158,7 +159,7 @@ class OptimizerSpec:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or its default."""
+        """Value of `lr`, or its default."""
         return LEARNING_RATE if self.lr is None else self.lr
 
     @property
@@ -361,9 +362,9 @@ class ModelSpec:
         check_adapters(self)
 
     def resolve_layout(self) -> Layout:
-        """The layout that `layout` or `parallel.*` asks for.
+        """Return the layout set by `layout` or `parallel.*`.
 
-        Raises `ConfigError` where both are set and differ.
+        Raises `ConfigError` if both are set and differ.
         """
         sizes = self.parallel
         sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
@@ -389,9 +390,9 @@ class ModelSpec:
         return self.placed(parsed)
 
     def placed(self, layout: Layout) -> Layout:
-        """The layout with as many stages on a rank of a pipeline as the role's schedule has.
+        """Return the layout with the pipeline stages per rank of the role's schedule.
 
-        Raises `ConfigError` for a number that it does not take.
+        Raises `ConfigError` for a number of stages that the schedule doesn't support.
         """
         placement = placement_of(
             cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank
@@ -401,9 +402,9 @@ class ModelSpec:
         return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
-        """The layout on its devices.
+        """Return the layout on its devices.
 
-        Raises `ConfigError` for a device mesh that cannot be read or does not fit.
+        Raises `ConfigError` for a device mesh that cannot be read or doesn't fit the layout.
         """
         return parse_mesh(self.device_mesh, self.resolve_layout())
 
@@ -419,9 +420,7 @@ class ModelSpec:
 
     @property
     def trains_embeddings(self) -> bool:
-        """True if embedding and output matrix are trained along with adapters, because tokens were
-        added.
-        """
+        """True if added tokens require training embedding and output matrix along with adapters."""
         return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
@@ -508,7 +507,7 @@ class GenerationSpec:
 
     @property
     def most_new_tokens(self) -> int:
-        """`max_new_tokens`, or what holds where it is absent and no model's context is known."""
+        """Value of `max_new_tokens`, or its default if the model's context is unknown."""
         if self.max_new_tokens is None:
             return MAX_NEW_TOKENS
         return self.max_new_tokens

@@ -36,9 +36,9 @@ PREFIX = "module."  # of the network's parameter names: HFNetwork holds the modu
 
 @register_backend("hf")
 def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` with `transformers`.
+    """Build an engine that runs the model directory `spec.path` with `transformers`.
 
-    Raises `UserError` for what cannot be read or run.
+    Raises `UserError` for a model that cannot be read or run.
     """
     path = common.check_spec(spec)
     common.check_copies(layout)
@@ -143,9 +143,9 @@ def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """Compute every n-th layer again in the backward pass.
+    """Set every n-th layer to be recomputed in the backward pass.
 
-    Raises `ConfigError` where the module has all or none, or fewer than n.
+    Raises `ConfigError` if the module can only recompute all layers or none, or has fewer than n.
     """
     if not spec.recomputed_layers:
         return
@@ -217,7 +217,7 @@ def _pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
-    """Return notes on what is slower than possible, and why."""
+    """Return notes on parts of the computation that are slower than usual, with the reason."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -251,8 +251,9 @@ def _save(
     spec: ModelSpec,
     tokenizer: Tokenizer,
 ) -> None:
-    """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the
-    base model.
+    """Write the module with merged adapters, and the adapters alone in `adapter/`.
+
+    The adapter's files name the base model.
     """
     module = network.module
     for key, id in saving.token_ids(tokenizer, network.kind).items():

@@ -18,7 +18,10 @@ ROLES = {"score": "rew", "lm": "ref"}  # by what the role's head would be
 
 @register_backend("service")
 def service(spec: ModelSpec, layout: Layout) -> NullEngine:
-    """Raises `ConfigError` for a role without a URL, and for one that is trained."""
+    """Build an engine whose outputs a service computes.
+
+    Raises `ConfigError` for a role without a URL, and for a trained role.
+    """
     if not isinstance(spec, ServedSpec) or spec.url is None:
         raise ConfigError(
             "backend=service: the role needs a url; leave backend out and set rew.url or ref.url"

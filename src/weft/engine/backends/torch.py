@@ -164,8 +164,9 @@ def _drops(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _longest_shared(network: Transformer, device: torch.device) -> int:
-    """The most tokens of a sequence that goes on from a prefix which others share and which is
-    computed once; 0: no such.
+    """Return the maximum length of a sequence that continues a shared prefix computed once.
+
+    It is 0 if the network cannot compute prefixes once.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -174,10 +175,12 @@ def _longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _adapters_keep(network: Transformer) -> int:
-    """Elements of a token that the adapters of one layer keep for the backward pass, a mean over
-    layers: each its low-rank product, where it has dropout its input after it, in the place of the
-    one before, and which entries went, a byte each; and what an MLP's last matrix reads, which is
-    computed again where it has none.
+    """Return the elements per token that one layer's adapters keep for backward, a mean over
+    layers.
+
+    Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in
+    place of the input before it, and a mask of one byte per entry. An adapter without dropout on an
+    MLP's last matrix also keeps its input, which is recomputed if there is no adapter.
     """
     experts = network.config.experts
     kept = 0
@@ -198,9 +201,7 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _reads(block: torch.nn.Module) -> int:
-    """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as
-    they are.
-    """
+    """Return the elements per token that adapters without dropout on the MLP's last matrix keep."""
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
     adapters = lora.adapters_of(block.mlp.down)
@@ -208,8 +209,9 @@ def _reads(block: torch.nn.Module) -> int:
 
 
 def _dropped(block: torch.nn.Module) -> int:
-    """Elements of a token that norms give to adapters alone, each of which keeps them after its own
-    dropout.
+    """Return the elements per token of norm results that only adapters with dropout read.
+
+    Each such adapter keeps its own copy after dropout instead.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -251,9 +253,11 @@ def sizes_of(network: Transformer) -> dict[str, int]:
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:
-    """A token meets `top_k` of `num` experts, and every other matrix of what is here; frozen
-    matrices get no gradient. With a balance of experts all tokens go through the last layer, more
-    than is counted.
+    """Return the cost of a token in this rank's part of the network.
+
+    A token meets `top_k` of `num` experts and every other matrix. Frozen matrices get no gradient.
+    With a load-balancing loss all tokens pass through the last layer, which is more than is
+    counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])
@@ -280,8 +284,10 @@ def _save(
     config: TransformerConfig,
     tokenizer: Tokenizer,
 ) -> None:
-    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names
-    the base model. Of a prefix it alone, which names the model that it belongs to.
+    """Write the model with merged adapters, and the adapters alone in `adapter/`.
+
+    The adapter's files name the base model. Of a model with a prefix only the prefix is written,
+    with the name of the model it belongs to.
     """
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
     dtype = DTYPES[dtype_of(spec)]
@@ -316,8 +322,9 @@ def _save(
 
 
 def _base_of(path: str) -> str:
-    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path`
-    names where it is one.
+    """Return the model that a prefix belongs to, such that it is found from any directory.
+
+    It is `path`, or the model that `path` names if `path` is a prefix itself.
     """
     found = read_prefix(path)
     base = path if found is None else found.base
@@ -327,10 +334,10 @@ def _base_of(path: str) -> str:
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:
-    """Parameters of the experts that a token is not routed to.
+    """Count the parameters of the experts that a token is not routed to.
 
-    Where ranks hold some experts each, others' tokens come here as this rank's go there: it is then
-    those here less `top_k` of them.
+    With expert parallelism it counts those on this rank less `top_k` of them, because tokens of
+    other ranks come here as this rank's go there.
     """
     if config.experts is None:
         return 0

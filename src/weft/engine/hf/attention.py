@@ -34,9 +34,9 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """One forward pass, as an attention module reads it.
+    """Information on one forward pass that an attention module reads.
 
-    `layer` counts the modules in the order of their calls.
+    `layer` is the module's number, counted from 0 in the order of the calls.
     """
 
     context: AttentionContext
@@ -46,8 +46,9 @@ class AttentionPass:
 
 @dataclass
 class Recorder:
-    """Takes the place of a pass while a decoder is tried out: who calls, with which shapes and
-    which limits.
+    """Stand-in for a pass during the trial of a decoder; records the calls of attention modules.
+
+    `callers` are the modules in the order of their calls, `shapes` the shapes of their inputs.
     """
 
     context: AttentionContext
@@ -63,7 +64,10 @@ def packed_attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
+    """Compute weft's attention in the form of an attention function of `transformers`.
+
+    query `[1, heads, T, dim]`, key and value `[1, kv_heads, T, dim]` -> `[1, T, heads, dim]`.
+    """
     state = vars(module).get(STATE)
     window = settings.get("sliding_window")
     if isinstance(state, Recorder):
@@ -104,8 +108,9 @@ def _record(
 def mask_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """In place of a mask [.., T, T]: nothing where it is causal, else how far back a token sees,
-    for `_record` to compare.
+    """Return the window's size in place of a mask `[.., T, T]`, or None if the mask is causal.
+
+    `_record` compares the size with the attention function's `sliding_window`.
     """
     if local_size is None:
         return None
@@ -113,6 +118,6 @@ def mask_limit(
 
 
 def register() -> None:
-    """Make the functions known to `transformers`; saying it twice changes nothing."""
+    """Register the functions with `transformers`; repeated calls change nothing."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, mask_limit)
