@@ -1,8 +1,6 @@
-"""Which GPU holds a training run, and what would make it fit a smaller one: plain values in, lines
-for people out, no torch.
+"""Smallest GPU for a training run, and options with which the run fits a smaller one; no torch.
 
-Every way is estimated as the run itself is (`weft.engine.memory`), with one thing changed after the
-other.
+The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`).
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from weft.extras import install
 
 GIB = 2.0**30
 MIB = 2.0**20
-# What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch
-# take some.
+# (nominal GB, least GiB of cards of that size), without the share of driver and torch
+# (`TAKEN`) subtracted
 GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
-TAKEN = 1.5  # GiB
-RANK = 16  # of the adapters that are offered
+TAKEN = 1.5  # GiB that driver and torch take
+RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
 ADAPTED = 4  # matrices of attention that get adapters
-# What options need beside weft: (the package that is imported, the extra that brings it).
+# Requirements of options: (imported package, extra of weft that installs it).
 EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
 
 
@@ -46,7 +44,7 @@ class Way:
     options: str
     size: float
     devices: int = 1
-    lacks: str = ""  # the command that installs what they need
+    lacks: str = ""  # command that installs missing packages
 
     @property
     def gpu(self) -> int | None:

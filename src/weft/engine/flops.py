@@ -86,7 +86,7 @@ class Peak:
     gb_per_s: float
 
 
-# The first whose words are all in the GPU's name. From the makers' data sheets, without sparsity.
+# The first entry whose words are all in the GPU's name applies. From the makers' data sheets, without sparsity.
 PEAKS: tuple[tuple[str, Peak], ...] = (
     ("B200", Peak(2250, 8000)),
     ("H200 NVL", Peak(835, 4800)),

@@ -1,5 +1,6 @@
-"""How far options of a model and of sampling go: what lies beyond is taken for a mistake, or
-computes nothing finite.
+"""Limits of options of a model and of sampling.
+
+Values beyond a limit are taken for mistakes, or lead to results that are not finite.
 """
 
 from __future__ import annotations

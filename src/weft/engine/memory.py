@@ -19,10 +19,10 @@ WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS = 3
 SCORING_CHUNKS = 2
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
-# of the largest matrix that a packing product holds in its own form at once, as measured
+# share of the largest matrix that a packing product copies at once, as measured
 PACKED = 0.75
-CAPPED_CHUNKS = 2  # more of them where logits have a soft cap
-ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
+CAPPED_CHUNKS = 2  # additional chunks if logits have a soft cap
+ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ class Settings:
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
-    keeps_cache: bool = False  # from one call to the next
-    state_dtype: str = "float32"  # of the optimizer
-    fp8: bool = False  # products of blocks are made of copies in 8 bits
-    widens: bool = False  # the output matrix has a float32 copy while text is generated
-    reshards: bool = True  # parameters that were put together are shared out again after each block
-    sums_once: bool = False  # gradients are shared out after the last micro-batch, not after each
+    keeps_cache: bool = False  # the KV cache stays allocated between calls
+    state_dtype: str = "float32"  # dtype of the optimizer state
+    fp8: bool = False  # matrix products of blocks use 8-bit copies
+    widens: bool = False  # the output matrix has a float32 copy during generation
+    reshards: bool = True  # gathered parameters are resharded after each block
+    sums_once: bool = False  # gradients are scattered after the last micro-batch, not after each
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
-    kept: int = 0  # of the cache, between calls
+    kept: int = 0  # bytes of the cache between calls
     away: int = 0
 
     @property
@@ -308,10 +308,10 @@ def _call(
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
-    # Early in a backward pass all activations are there and of the gradients that of the output
-    # matrix, as large as the embedding (or all, where another micro-batch came before); at its end
-    # the gradients and, where its rows are not added in place, the look-up's apart, with the head's
-    # where they are tied; where rows are shared, the states' gradients of all rows.
+    # Early in a backward pass all activations exist, and the gradient of the output matrix, which
+    # is as large as the embedding (all gradients after the first micro-batch). At its end all
+    # gradients exist; the look-up's separately if its rows are not added in place, and the head's
+    # too if they are tied. If ranks share rows, the gradients of the states have all rows.
     early = activations + (
         gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1)
     )
@@ -323,6 +323,6 @@ def _call(
 def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
     """Return the bytes of 8-bit copies of both operands of the widest product.
 
-    Each operand has a copy in either of the two memory orders that products read.
+    Each operand is copied in both memory orders that products read.
     """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

@@ -1,6 +1,4 @@
-"""A trace of what a device's thread does, by torch's profiler: kernels, operators, and the calls
-that they belong to.
-"""
+"""Traces of a device's thread by torch's profiler: kernels, operators and their callers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a checkpoint says of its tokens: which ones end a text, which one pads it, and how its model
-is sampled from.
-"""
+"""Special tokens and generation settings in checkpoints: end of text, padding, sampling."""
 
 from __future__ import annotations
 
@@ -71,7 +69,9 @@ def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
     ending_nothing = [token for token, id in special.items() if id not in stops]
     named = [token for token in ending_nothing if "pad" in token.lower()]
     usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
-    template = tokenizer.chat_template or ""  # a token that it writes stands in every text
+    template = (
+        tokenizer.chat_template or ""
+    )  # tokens in the template occur in every text, so they come last
     best = sorted((*named, *usual, *ending_nothing), key=template.__contains__)
     return tokenizer.with_padding(next(iter(best), None))
 

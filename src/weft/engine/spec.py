@@ -23,15 +23,14 @@ from weft.topology import Layout, Mesh, parse_mesh
 SCHEDULERS = ("constant", "linear", "cosine")
 FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
+STATE_LIBRARY = "bitsandbytes"  # library for 8-bit optimizer states
 QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
-# the backend of a role for which nobody says: torch, or hf where weft has no family of the model's
-# type
+# default backend: torch, or hf if weft has no family for the model's type
 AUTO = "auto"
-MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
+MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Schedule:
 
     total_steps: int
     warmup_steps: int
-    frozen_steps: int = 0  # optimizer steps left out before the first of these
+    frozen_steps: int = 0  # optimizer steps skipped before these, while the role is frozen
 
 
 @dataclass
@@ -326,19 +325,18 @@ class ModelSpec:
     )
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
-    # the option that gave it its layout, where it is not `layout`
+    # name of the option that set the layout, if not `layout`
     allocated_by: str = option("", "", hidden=True)
-    planned: bool = option(False, "", hidden=True)  # for a plan alone: its weights are not read
-    # a frozen copy, on a layout of its own, of a role that is trained
+    planned: bool = option(False, "", hidden=True)  # only for a plan: weights are not read
+    # a frozen copy of a trained role on another layout
     mirrors: bool = option(False, "", hidden=True)
-    # What the runtime fills in from the run's options, so that a backend is a function of (spec,
-    # layout) alone.
+    # Set by the runtime from the run's options, so that a backend depends on (spec, layout) only.
     schedule: Any = option(None, "", hidden=True)
     device: str | None = option(None, "", hidden=True)
-    notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
-    seed: int = option(1, "", hidden=True)  # of new weights and dropout
+    notes: tuple[str, ...] = option((), "", hidden=True)  # the plan's notes on path and backend
+    seed: int = option(1, "", hidden=True)  # seed of new weights and dropout
     flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
-    # a loss that is NaN or infinite
+    # reaction to a loss that is NaN or infinite
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)
 
     def __post_init__(self) -> None:
@@ -493,8 +491,10 @@ class GenerationSpec:
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
-    top_logprobs: int = option(0, "", hidden=True)  # likeliest ids that are told with every token
-    # what stop texts are read with; the generate interface sets it
+    top_logprobs: int = option(
+        0, "", hidden=True
+    )  # number of likeliest ids reported for every token
+    # tokenizer for stop texts, set by the generate interface
     tokenizer: Any = option(None, "", hidden=True)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,4 @@
-"""The backend `auto`: `torch` where weft has a family for models of the type that config.json
-names, else `hf`.
-"""
+"""Backend `auto`: `torch` if weft has a family for the type in config.json, else `hf`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What the backends that hold a network share: the checks of a spec, and the dtype a network is
-read in.
-"""
+"""Checks of a spec and choice of dtypes, shared by the backends with a network."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Mesh
 
-PREFIX = "module."  # of the network's parameter names: HFNetwork holds the module
+PREFIX = (
+    "module."  # prefix of the network's parameter names: the module is an attribute of HFNetwork
+)
 
 
 @register_backend("hf")
@@ -47,7 +49,7 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
-    module.config.use_cache = False  # weft's passes keep nothing; what is saved says what was read
+    module.config.use_cache = False  # passes don't need a cache; saved files get the original value
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
@@ -150,7 +152,7 @@ def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
     if not spec.recomputed_layers:
         return
     every = spec.recomputed_layers
-    # the newer name of the same call is not in every version that weft runs with
+    # the call is deprecated, but older supported versions lack its replacement
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,6 +1,4 @@
-"""The backend of a role without a network here: a tokenizer alone, or one whose outputs come from
-somewhere else.
-"""
+"""Backend of a role without a network: a tokenizer only, or outputs from another source."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The backend of a role whose network is behind a URL: it has a tokenizer here, and asks for scores
-or log-probs.
-"""
+"""Backend of a role whose scores or log-probs come from a service behind a URL."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from weft.errors import ConfigError
 from weft.registry import register_backend
 from weft.topology import Layout
 
-ROLES = {"score": "rew", "lm": "ref"}  # by what the role's head would be
+ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
 
 
 @register_backend("service")

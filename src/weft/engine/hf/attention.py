@@ -1,10 +1,9 @@
-"""weft's attention inside a `transformers` module, by the two interfaces that `transformers` has
-for it.
+"""weft's attention in a `transformers` module, through two interfaces of `transformers`.
 
-A decoder whose attention asks `AttentionInterface` for its function gets `packed_attention`, which
-reads the pass (who attends to whom) from the attention module that calls it. Nothing else of the
-module is touched. Whether that is exact for a given decoder is tried out before it is used
-(`trial.py`), because a decoder may mix tokens in other places than attention.
+A decoder that gets its attention function from `AttentionInterface` gets `packed_attention`, which
+reads the pass (which tokens attend to which) from the attention module that calls it. Nothing else
+in the module changes. A trial (`trial.py`) first tests whether this is exact for the decoder, which
+may mix tokens outside of attention too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.models.network.dropout import TokenDropout
 
 NAME = "weft_packed"
 STATE = "weft_pass"  # attribute of an attention module
-# arguments of attention functions that weft's attention has not
+# arguments of attention functions that weft's attention doesn't support
 UNKNOWN = ("s_aux", "position_bias")
 
 

@@ -1,6 +1,6 @@
 """Reading and writing the `transformers` module of the backend `hf`.
 
-Nothing is unpickled, no code of the directory is run unless the role's spec says so.
+Nothing is unpickled, and code of the directory runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.reading import reading
 
-DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
-# what a checkpoint of another head may hold or lack
+DROPOUTS = ("dropout", "pdrop")  # endings of the configuration keys of dropout rates
+# prefixes of names that a checkpoint with another head may lack or have in addition
 HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 
 

@@ -27,7 +27,7 @@ from weft.errors import ConfigError, nearest
 from weft.models.network.lora import merged_weight
 from weft.writing import write
 
-BASE = ".base"  # what wrapping puts into a parameter's name
+BASE = ".base"  # part that wrapping adds to a parameter's name
 
 
 class Adapted(nn.Module):

@@ -1,9 +1,8 @@
-"""A `transformers` decoder as a network that the engine can use: packs in; log-probs, values and
-scores out.
+"""Network of the engine that computes log-probs, values and scores with a `transformers` decoder.
 
-Where the decoder's attention runs through `AttentionInterface`, it computes whole packs with weft's
-attention. Other decoders run the sequences of one length at a time as a rectangle without padding,
-which is exact whatever they are made of. `trial.py` finds out which of the two is right.
+A decoder whose attention uses `AttentionInterface` computes whole packs with weft's attention.
+Other decoders compute the sequences of one length at a time as a batch without padding, which is
+exact for every architecture. `trial.py` determines which of the two a decoder needs.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class HFNetwork(nn.Module):
         self.vocab_size = config.vocab_size
         self.padding: int | None = None  # as `Transformer.padding`
         self.held_layers = range(config.num_layers)
-        # in a list: not a submodule of its own
+        # in a list, so that it is not registered as a submodule
         self._head = [head_layer]
         self._callers = callers
         self._caches = caches

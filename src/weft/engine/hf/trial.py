@@ -1,10 +1,9 @@
-"""Trying a `transformers` decoder out before it is used: what its head computes, and whether it
-computes packs.
+"""Trial of a `transformers` decoder before use: its head's function, and support of packs.
 
-That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as
-it computes the sequences alone: it may mix neighbouring tokens in convolutions, count positions by
-itself, or mask in a way of its own. A forward pass over three short sequences says, in float32
-whatever the role's dtype: rounding would hide a difference, or look like one.
+A decoder that uses `AttentionInterface` may still compute a pack differently from its sequences
+alone: it may mix neighboring tokens in convolutions, count positions itself, or use another mask. A
+forward pass over three short sequences shows this. It runs in float32 whatever the role's dtype,
+because rounding could hide a difference or look like one.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ PROBES = (5, 3, 7)  # lengths of the sequences
 TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32
 HALF = (torch.bfloat16, torch.float16)
 LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
-# How configurations say what happens to the logits after the output layer: (key, whether it
-# divides).
+# configuration keys of factors of the logits: (key, whether logits are divided by it)
 LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 # rotations that depend on the longest sequence of the pass
