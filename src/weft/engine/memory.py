@@ -29,14 +29,14 @@ ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 class NetworkShape:
     """Sizes of a packed decoder.
 
-    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
-    experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value
-    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements that a
-    layer's adapters keep of a token; `fused`: the MLP computes the activation and its product with
-    the gated part again in place of keeping them; `capped`: logits have a soft cap; `row_ranks`
-    that share the rows of the stream of states; `shards`: ranks that share the parameters, of which
-    this one holds `parameters` and puts a block's together when it is computed; `rounded` elements
-    are held in few bits, `rounded_bytes` in all, one matrix at a time made whole.
+    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, summed
+    over the experts that a token is routed to; `gated`: the MLP has a gate; `vocab`: 1 for a value
+    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements of a token
+    that a layer's adapters keep; `fused`: the MLP recomputes the activation and its product with
+    the gated part instead of keeping them; `capped`: logits have a soft cap; `row_ranks`: ranks
+    that share the rows of the stream of states; `shards`: ranks that share the parameters: each has
+    `parameters` of them and gathers a block's when it is computed; `rounded`: number of quantized
+    elements, which take `rounded_bytes` and are dequantized one matrix at a time.
     """
 
     parameters: int
@@ -100,9 +100,7 @@ class NetworkShape:
 
     @property
     def stream(self) -> int:
-        """Elements of a token's state between attention and MLP on one of the ranks that share
-        rows.
-        """
+        """Elements of a token's state between attention and MLP on a rank that shares rows."""
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -126,10 +124,10 @@ class Settings:
 
     `chunk_rows`: tokens whose logits exist at once; `recompute`: every n-th layer is recomputed (0:
     none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave`
-    and `optimizer_leaves`: they are in host memory between the role's calls.
+    and `optimizer_leaves`: weights and optimizer state are in host memory between the role's calls.
 
     Three are for float32 on CPUs. `packs`: products copy their right operand into another format;
-    `in_place`: logits become their statistics and gradients without a copy (weft's own kernels);
+    `in_place`: weft's kernels replace logits by their statistics and gradients without a copy;
     `adds_rows`: the look-up of a tied embedding adds its rows to the head's gradient.
     """
 

@@ -50,12 +50,14 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
     module.config.use_cache = False  # passes don't need a cache; saved files get the original value
+    # Find out how the decoder can be run.
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
     config = _describe(module, trial, embedding)
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
+    # Count operations, for MFU, before adapters are attached.
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices = common.products(module, embedding, tied=tied)
     head = trial.head.layer.weight.numel()

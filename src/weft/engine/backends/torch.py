@@ -38,9 +38,12 @@ from weft.topology import Layout, Mesh, holdings
 
 @register_backend("torch")
 def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that
-    this rank holds. Raises `UserError` for what cannot be read or run.
+    """Build an engine that runs the model directory `spec.path` on one device.
+
+    With a `mesh`, only this rank's part of the weights is read. Raises `UserError` for a model that
+    cannot be read or run.
     """
+    # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
     device = common.device_of(spec)
     spec = common.with_dtype(spec, path, device)
@@ -52,6 +55,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     common.check_compile(spec, layout, device)
     fp8 = common.fp8_product(spec, device)
     common.check_quantized(spec, layout, has_experts=config.experts is not None)
+    # Build the whole network and this rank's part on the meta device.
     source = Source(spec, path, config, tokenizer.added_from)
     whole = source.network(None)
     network = whole if mesh is None else source.network(mesh)
@@ -60,6 +64,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
+    # Allocate and fill the weights.
     part = None
     if mesh is None:
         common.check_room(network, path, device)
@@ -175,7 +180,7 @@ def _longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _adapters_keep(network: Transformer) -> int:
-    """Return the elements per token that one layer's adapters keep for backward, a mean over
+    """Return the elements per token that a layer's adapters keep for backward, averaged over
     layers.
 
     Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in

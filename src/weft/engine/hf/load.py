@@ -209,9 +209,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and log messages of `transformers`; weft checks what matters
-    itself.
-    """
+    """Silence progress bars and log messages of `transformers`; weft makes the needed checks."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

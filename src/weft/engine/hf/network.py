@@ -152,9 +152,7 @@ class HFNetwork(nn.Module):
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run the decoder on tokens `[B, L]` without padding; return hidden states `[B, L,
-        hidden]`.
-        """
+        """Return the decoder's hidden states `[B, L, hidden]` of tokens `[B, L]` without padding."""
         return run(self.module, tokens, positions)
 
     def _by_length(self, x: Packed) -> Tensor:
