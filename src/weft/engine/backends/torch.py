@@ -180,8 +180,7 @@ def _longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _adapters_keep(network: Transformer) -> int:
-    """Return the elements per token that a layer's adapters keep for backward, averaged over
-    layers.
+    """Return the mean number of elements per token that a layer's adapters keep for backward.
 
     Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in
     place of the input before it, and a mask of one byte per entry. An adapter without dropout on an
