@@ -133,7 +133,7 @@ def cgroup_limits(
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root):
-                # none there: the root group has no file; or "max"
+                # the root group has no such file; "max" is no number
                 with contextlib.suppress(OSError, ValueError):
                     limits.append(int((group / name).read_text()))
     return limits
@@ -211,8 +211,10 @@ def numerics(device: torch.device) -> dict[str, Any]:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """For people: the device's `name`, its `memory` in bytes, and of a GPU its `driver` and what
-    its maker promises (`tflops`, `gb_per_s`), of a CPU its `cores`; what nobody knows is left out.
+    """Return facts about the device for display.
+
+    They are its `name` and `memory` in bytes; for a GPU its `driver` and the maker's peak rates
+    (`tflops`, `gb_per_s`), for a CPU its `cores`. Unknown facts are left out.
     """
     if device.type != "cuda":
         return {
@@ -230,9 +232,10 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def hardware_line(facts: Mapping[str, Any], called: str) -> str:
-    """`hardware` in a line: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver
-    550.54.15, 79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s). `called` is the device's
-    short name.
+    """Format the facts of `hardware` as one line; `called` is the device's short name.
+
+    Examples: cpu (AMD EPYC 9354, 8 cores, 62.70 GiB); NVIDIA A100-SXM4-80GB (driver 550.54.15,
+    79.25 GiB, at most 312 bfloat16 TFLOP/s and 2,039 GB/s).
     """
     parts = [] if facts["name"] == called else [str(facts["name"])]
     if "cores" in facts:
@@ -248,7 +251,7 @@ def hardware_line(facts: Mapping[str, Any], called: str) -> str:
 
 
 def _processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as its maker gives it, else its architecture."""
+    """Return the processor's name as its maker gives it, or else its architecture."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()

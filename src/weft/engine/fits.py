@@ -1,8 +1,6 @@
-"""Which GPU holds a training run, and what would make it fit a smaller one: plain values in, lines
-for people out, no torch.
+"""Smallest GPU for a training run, and options with which the run fits a smaller one; no torch.
 
-Every way is estimated as the run itself is (`weft.engine.memory`), with one thing changed after the
-other.
+The memory of every alternative is estimated like that of the run itself (`weft.engine.memory`).
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from weft.extras import install
 
 GIB = 2.0**30
 MIB = 2.0**20
-# What is sold as so many GB, and the least GiB that such cards have; of them the driver and torch
-# take some.
+# (nominal GB, least GiB of cards of that size), without the share of driver and torch
+# (`TAKEN`) subtracted
 GPUS = ((24, 22.0), (40, 39.4), (48, 44.4), (80, 79.1), (141, 139.8))
-TAKEN = 1.5  # GiB
-RANK = 16  # of the adapters that are offered
+TAKEN = 1.5  # GiB that driver and torch take
+RANK = 16  # rank of the suggested adapters
 SHARDS = (2, 4, 8)
 ADAPTED = 4  # matrices of attention that get adapters
-# What options need beside weft: (the package that is imported, the extra that brings it).
+# Requirements of options: (imported package, extra of weft that installs it).
 EXTRAS = {"optimizer.state_dtype=8bit": ("bitsandbytes", "8bit"), "fp8=true": ("torchao", "fp8")}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One role: its network, its settings and its calls."""
+    """One role: its network, settings and calls."""
 
     shape: NetworkShape
     settings: Settings
@@ -41,16 +39,16 @@ Cases = Mapping[str, Case]
 
 @dataclass(frozen=True)
 class Way:
-    """Options to set, and the memory in bytes that each GPU then needs."""
+    """Options to set, and the number of bytes that each GPU then needs."""
 
     options: str
     size: float
     devices: int = 1
-    lacks: str = ""  # the command that installs what they need
+    lacks: str = ""  # command that installs missing packages
 
     @property
     def gpu(self) -> int | None:
-        """The GB of the smallest GPU that holds it; None where none does."""
+        """Size in GB of the smallest GPU with enough memory; None if no GPU has enough."""
         return next((gb for gb, gib in GPUS if self.size / GIB <= gib - TAKEN), None)
 
 
@@ -117,8 +115,9 @@ def lines(cases: Cases, begin: str) -> Iterator[str]:
 
 
 def smaller(cases: Cases, usable: float) -> Iterator[str]:
-    """The ways to hold in `usable` bytes what does not fit; where there is none the one that needs
-    least.
+    """Yield lines on the changes with which the run fits in `usable` bytes.
+
+    If none suffices, the line names the one that needs least memory.
     """
     others = ways(cases)[1:]
     found = [way for way in others if way.size <= usable]
@@ -175,8 +174,9 @@ def _changed(cases: Cases, change: Callable[[Settings], Settings]) -> Cases:
 
 
 def _adapted(case: Case) -> Case:
-    """With adapters on all matrices of the blocks in place of training all parameters; not with
-    experts.
+    """Return a trained role with adapters on all matrices of its blocks instead of full training.
+
+    Returns roles with experts, fp8 or adapters unchanged.
     """
     shape = case.shape
     refused = not shape.fused or case.settings.fp8

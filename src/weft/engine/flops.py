@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Cost:
-    """`products`: parameters that a token meets in matrix products (experts it is routed to; the
-    embedding look-up is none), of which `late` ones only where an output is asked for (the head,
-    and what follows attention in the last layer); `attention`: layers x heads x head size.
-    `backward` is how much a backward pass costs in forward passes: 2, or 1 where most weights are
-    frozen and need no gradient.
+    """Operations of a network per token.
+
+    `products`: parameters that a token meets in matrix products: of experts those it is routed to,
+    and not the embedding, which is a look-up. `late`: those of them that are applied only to rows
+    whose output is read (the head, and the part of the last layer after attention). `attention`:
+    layers x heads x head size. `backward`: cost of a backward pass in forward passes: 2, or 1 if
+    most weights are frozen and need no gradient.
     """
 
     products: int
@@ -27,13 +29,12 @@ class Cost:
     def training(
         self, lengths: npt.NDArray[np.int64], *, rows: float | None = None, across: float = 0.0
     ) -> float:
-        """Operations of one forward and backward pass over segments of these lengths; recomputation
-        is not counted.
+        """Return the operations of a forward and backward pass over segments of these lengths.
 
-        2 a parameter and token, and 4 a head entry and (query, key) pair, of which causal attention
-        has L (L + 1) / 2 (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts all
-        L^2), and `across` more lie between segments. Outputs are read at `rows` tokens; at all
-        where it is None.
+        They are 2 per parameter and token, and 4 per head entry and (query, key) pair. Causal
+        attention has L (L + 1) / 2 pairs in a segment (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B, counts all L^2), and `across` more between segments. Outputs are read at `rows`
+        tokens, or at all if it is None. Recomputation is not counted.
         """
         tokens = float(lengths.sum())
         pairs = float((lengths.astype(np.float64) * (lengths + 1) / 2).sum()) + across
@@ -67,7 +68,7 @@ class ProductRate:
         return self._measure()
 
     def share(self, operations: float, seconds: float) -> float:
-        """MFU: the rate of a step as a share of the best, at most 1."""
+        """Return the MFU: the rate of a step as a share of the best rate, at most 1."""
         rate = operations / seconds
         self.best = max(self.best, rate)
         return rate / self.best
@@ -85,7 +86,7 @@ class Peak:
     gb_per_s: float
 
 
-# The first whose words are all in the GPU's name. From the makers' data sheets, without sparsity.
+# The first entry whose words are all in the GPU's name applies. From the makers' data sheets, without sparsity.
 PEAKS: tuple[tuple[str, Peak], ...] = (
     ("B200", Peak(2250, 8000)),
     ("H200 NVL", Peak(835, 4800)),
@@ -118,8 +119,9 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
 
 
 def model_of(name: str) -> str | None:
-    """The model, such as A100 80GB SXM, of the GPU that the driver calls `NVIDIA A100-SXM4-80GB`;
-    None of one that is not in the table.
+    """Return the GPU's model, such as A100 80GB SXM, from its driver name, or None.
+
+    The driver's name of that one is `NVIDIA A100-SXM4-80GB`. None: the table lacks the GPU.
     """
     words = name.replace("-", " ").replace("SXM4", "SXM").replace("SXM5", "SXM").split()
     return next((known for known, _ in PEAKS if set(known.split()) <= set(words)), None)

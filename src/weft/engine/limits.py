@@ -1,5 +1,6 @@
-"""How far options of a model and of sampling go: what lies beyond is taken for a mistake, or
-computes nothing finite.
+"""Limits of options of a model and of sampling.
+
+Values beyond a limit are taken for mistakes, or lead to results that are not finite.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def cache_problem(gb: float) -> str | None:
 
 
 def check_temperature(temperature: float, greedy: bool) -> None:
-    """Raises `ConfigError` for one by which logits cannot be divided."""
+    """Raise `ConfigError` for a temperature by which logits cannot be divided."""
     if temperature == 0.0 and not greedy:
         raise ConfigError(
             "gen.temperature=0: sampling divides by it; set gen.greedy=true for the likeliest token"

@@ -19,24 +19,24 @@ WIDE = 4  # bytes of masters, gradients, logits
 TRAINING_CHUNKS = 3
 SCORING_CHUNKS = 2
 SAMPLING_CHUNKS = 3  # the logits of a decode step, their softmax and log-softmax
-# of the largest matrix that a packing product holds in its own form at once, as measured
+# share of the largest matrix that a packing product copies at once, as measured
 PACKED = 0.75
-CAPPED_CHUNKS = 2  # more of them where logits have a soft cap
-ENTROPY_CHUNKS = 2  # more of them where the entropy has a gradient
+CAPPED_CHUNKS = 2  # additional chunks if logits have a soft cap
+ENTROPY_CHUNKS = 2  # additional chunks if the entropy has a gradient
 
 
 @dataclass(frozen=True)
 class NetworkShape:
     """Sizes of a packed decoder.
 
-    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, of all
-    experts that a token is routed to together; `gated`: the MLP has a gate; `vocab`: 1 for a value
-    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements that a
-    layer's adapters keep of a token; `fused`: the MLP computes the activation and its product with
-    the gated part again in place of keeping them; `capped`: logits have a soft cap; `row_ranks`
-    that share the rows of the stream of states; `shards`: ranks that share the parameters, of which
-    this one holds `parameters` and puts a block's together when it is computed; `rounded` elements
-    are held in few bits, `rounded_bytes` in all, one matrix at a time made whole.
+    `query`, `key`: heads x head size of queries, and of keys; `inner`: width of the MLP, summed
+    over the experts that a token is routed to; `gated`: the MLP has a gate; `vocab`: 1 for a value
+    or score head; `embedding`: elements of the embedding's matrix; `adapters`: elements of a token
+    that a layer's adapters keep; `fused`: the MLP recomputes the activation and its product with
+    the gated part instead of keeping them; `capped`: logits have a soft cap; `row_ranks`: ranks
+    that share the rows of the stream of states; `shards`: ranks that share the parameters: each has
+    `parameters` of them and gathers a block's when it is computed; `rounded`: number of quantized
+    elements, which take `rounded_bytes` and are dequantized one matrix at a time.
     """
 
     parameters: int
@@ -89,18 +89,18 @@ class NetworkShape:
         )
 
     def last_layer(self, tokens: int, rows: int) -> int:
-        """Elements that the last layer keeps, which computes what follows attention for `rows` of
-        its tokens alone: of those attention's result once more, of the others neither the stream
-        before the MLP nor what comes of it, adapters' too.
+        """Return the elements that the last layer keeps for its backward pass.
+
+        It computes the part after attention only for `rows` of its `tokens`. For these it keeps the
+        result of attention once more; for the others it keeps neither the stream before the MLP nor
+        anything computed from it, by adapters or otherwise.
         """
         late = self.stream + self.hidden + self._gate_up + self.adapters
         return tokens * (self.kept_per_token() - late) + rows * (late + self.query)
 
     @property
     def stream(self) -> int:
-        """Elements of a token's state between attention and MLP on one of the ranks that share
-        rows.
-        """
+        """Elements of a token's state between attention and MLP on a rank that shares rows."""
         return -(-self.hidden // self.row_ranks)
 
     @property
@@ -124,10 +124,10 @@ class Settings:
 
     `chunk_rows`: tokens whose logits exist at once; `recompute`: every n-th layer is recomputed (0:
     none); `offload_optimizer`: masters and optimizer state are never on the device; `weights_leave`
-    and `optimizer_leaves`: they are in host memory between the role's calls.
+    and `optimizer_leaves`: weights and optimizer state are in host memory between the role's calls.
 
     Three are for float32 on CPUs. `packs`: products copy their right operand into another format;
-    `in_place`: logits become their statistics and gradients without a copy (weft's own kernels);
+    `in_place`: weft's kernels replace logits by their statistics and gradients without a copy;
     `adds_rows`: the look-up of a tied embedding adds its rows to the head's gradient.
     """
 
@@ -142,12 +142,12 @@ class Settings:
     packs: bool = False
     in_place: bool = False
     adds_rows: bool = False
-    keeps_cache: bool = False  # from one call to the next
-    state_dtype: str = "float32"  # of the optimizer
-    fp8: bool = False  # products of blocks are made of copies in 8 bits
-    widens: bool = False  # the output matrix has a float32 copy while text is generated
-    reshards: bool = True  # parameters that were put together are shared out again after each block
-    sums_once: bool = False  # gradients are shared out after the last micro-batch, not after each
+    keeps_cache: bool = False  # the KV cache stays allocated between calls
+    state_dtype: str = "float32"  # dtype of the optimizer state
+    fp8: bool = False  # matrix products of blocks use 8-bit copies
+    widens: bool = False  # the output matrix has a float32 copy during generation
+    reshards: bool = True  # gathered parameters are resharded after each block
+    sums_once: bool = False  # gradients are scattered after the last micro-batch, not after each
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class RoleMemory:
     activations: int
     cache: int
     call: int
-    kept: int = 0  # of the cache, between calls
+    kept: int = 0  # bytes of the cache between calls
     away: int = 0
 
     @property
@@ -306,10 +306,10 @@ def _call(
     activations = ends + kept + max(working, chunks * head + packed)
     gradients = 0 if settings.offload_optimizer else trainable * WIDE
     embedding = shape.embedding * WIDE if trainable == shape.parameters else 0
-    # Early in a backward pass all activations are there and of the gradients that of the output
-    # matrix, as large as the embedding (or all, where another micro-batch came before); at its end
-    # the gradients and, where its rows are not added in place, the look-up's apart, with the head's
-    # where they are tied; where rows are shared, the states' gradients of all rows.
+    # Early in a backward pass all activations exist, and the gradient of the output matrix, which
+    # is as large as the embedding (all gradients after the first micro-batch). At its end all
+    # gradients exist; the look-up's separately if its rows are not added in place, and the head's
+    # too if they are tied. If ranks share rows, the gradients of the states have all rows.
     early = activations + (
         gradients + embedding if work.parts > 1 else embedding * (shape.vocab > 1)
     )
@@ -319,7 +319,8 @@ def _call(
 
 
 def _narrow(shape: NetworkShape, settings: Settings, work: Work) -> int:
-    """Copies in 8 bits of the two sides of the widest product, each in the two orders that products
-    read them in.
+    """Return the bytes of 8-bit copies of both operands of the widest product.
+
+    Each operand is copied in both memory orders that products read.
     """
     return 2 * (work.tokens + shape.hidden) * (shape.inner + shape.hidden) * settings.fp8

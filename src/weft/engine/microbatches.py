@@ -38,8 +38,9 @@ def sample_ids(part: SequenceSample) -> list[str]:
 
 
 def sequence_keys(part: SequenceSample) -> list[tuple[str, int]]:
-    """(id, index of the completion within its id) of every sequence, the same however groups were
-    cut.
+    """Return (id, index of the completion within its id) of every sequence.
+
+    The keys do not depend on how groups were split.
     """
     counts = [len(group) for group in part.seqlens["completion"]]
     cuts = part.metadata.get(PART) or tuple({"id": id, "first": 0} for id in part.ids)

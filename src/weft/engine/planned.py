@@ -1,4 +1,4 @@
-"""What an engine would say of itself if it were made: by backend, from config.json alone."""
+"""Description of an engine that is not built, from config.json alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.backends.auto import chosen
 from weft.engine.spec import ModelSpec
 from weft.topology import Mesh
 
-# The modules whose `planned` tells, by backend; each is imported when it is needed.
+# Modules with a function `planned`, by backend; each is imported when it is needed.
 MODULES = {"torch": "weft.engine.backends.torch", "hf": "weft.engine.backends.hf"}
 
 

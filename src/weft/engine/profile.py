@@ -1,6 +1,4 @@
-"""A trace of what a device's thread does, by torch's profiler: kernels, operators, and the calls
-that they belong to.
-"""
+"""Traces of a device's thread by torch's profiler: kernels, operators and their callers."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ def labelled(name: str) -> AbstractContextManager[object]:
 
 
 class Trace:
-    """Begins when it is made; must be ended in the same thread, which is the one whose operators it
-    has.
+    """Trace of one thread's operators and GPU kernels; starts when it is created.
+
+    It must be ended in the thread that created it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,8 +33,9 @@ class Trace:
         self._profiler.start()
 
     def end(self, path: Path) -> None:
-        """Write it to `path`, which ends in .json.gz: Chrome's format, which ui.perfetto.dev shows
-        too.
+        """Stop and write the trace to `path`, which ends in .json.gz.
+
+        The format is Chrome's, which ui.perfetto.dev also displays.
         """
         self._profiler.stop()
         path.parent.mkdir(parents=True, exist_ok=True)

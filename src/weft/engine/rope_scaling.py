@@ -32,7 +32,7 @@ def problem(value: Any) -> str | None:
 
 
 def number_of(value: Mapping[str, Any]) -> float:
-    """The factor, or alpha."""
+    """Return the option's factor or alpha."""
     return float(value[NUMBERS[value["type"]]])
 
 

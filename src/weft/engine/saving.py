@@ -1,6 +1,4 @@
-"""What a checkpoint says of its tokens: which ones end a text, which one pads it, and how its model
-is sampled from.
-"""
+"""Special tokens and generation settings in checkpoints: end of text, padding, sampling."""
 
 from __future__ import annotations
 
@@ -12,9 +10,11 @@ from weft.engine.spec import ModelSpec
 
 
 def token_ids(tokenizer: Tokenizer, head: str) -> dict[str, Any]:
-    """The special tokens as config.json and generation_config.json name them: `eos_token_id` is all
-    that ends a completion, a list where that is several ids, so that other programs stop where weft
-    does. None: the model has no such token.
+    """Return the special tokens under the keys of config.json and generation_config.json.
+
+    `eos_token_id` is every token that ends a completion, a list if there are several, so that other
+    programs stop where weft does. Tokens that the model lacks are left out, except for a reward
+    model, for which they are None.
     """
     stops = tokenizer.stop_ids()
     ids: dict[str, Any] = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
@@ -32,12 +32,11 @@ def generation_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
-    """The padding token before which a reward model's score is read, where it is one that ends
-    texts; else None.
+    """Return the padding token before which a reward model's score is read, or None.
 
-    A reward model that was trained with `transformers` where EOS pads was read one token before the
-    end, and still is. weft's own checkpoints have a padding token that ends nothing (`padded`), so
-    nothing is skipped.
+    It is set for a reward model trained with `transformers` whose padding token (EOS) also ends
+    texts: its score was read one token before the end, and still is. weft's own checkpoints have a
+    padding token that ends no text (`padded`), so nothing is skipped.
     """
     if spec.head != "score" or spec.path is None or spec.init_from_scratch:
         return None
@@ -49,12 +48,11 @@ def skipped_padding(tokenizer: Tokenizer, spec: ModelSpec) -> int | None:
 
 
 def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
-    """The tokenizer that a role's checkpoints hold: of reward models one whose padding token ends
-    no text.
+    """Return the tokenizer for a role's checkpoints; a reward model's padding ends no text.
 
-    `transformers` reads a score at the last token that is no padding. Where the padding token is
-    one that ends texts (EOS, as a rule), it reads one token early: another special token that ends
-    nothing becomes padding in the checkpoint. Where the vocabulary has none, the checkpoint has no
+    `transformers` reads a score at the last token that is not padding. If the padding token also
+    ends texts (usually EOS), it reads one token early. Another special token that ends no text then
+    becomes the padding token of the checkpoint. If the vocabulary has none, the checkpoint has no
     padding token, and `transformers` scores one sequence at a time.
     """
     stops = set(tokenizer.stop_ids())
@@ -71,7 +69,9 @@ def padded(tokenizer: Tokenizer, spec: ModelSpec, pooling: str) -> Tokenizer:
     ending_nothing = [token for token, id in special.items() if id not in stops]
     named = [token for token in ending_nothing if "pad" in token.lower()]
     usual = [token for token in (hf.unk_token, hf.bos_token) if token in ending_nothing]
-    template = tokenizer.chat_template or ""  # a token that it writes stands in every text
+    template = (
+        tokenizer.chat_template or ""
+    )  # tokens in the template occur in every text, so they come last
     best = sorted((*named, *usual, *ending_nothing), key=template.__contains__)
     return tokenizer.with_padding(next(iter(best), None))
 

@@ -113,7 +113,7 @@ class ServiceClient:
                 raise
 
     def _output(self, wanted: str, temperature: float) -> str:
-        """The model's output that serves. Raises `ConfigError` where none does."""
+        """Return the model's output to read. Raises `ConfigError` if none is suitable."""
         if self._known is None:
             self._known = self._repeated(self._transport.metadata)
         found = [name for name in NAMES[wanted] if name in self._known.outputs]
@@ -167,7 +167,7 @@ class ServiceClient:
         return made
 
     def _inputs(self, rows: Sequence[Row], types: Mapping[str, str]) -> dict[str, Tensor]:
-        """The rows padded behind, in the types that the model takes."""
+        """Return the rows, padded at the end, in the types of the model's inputs."""
         longest = max(len(ids) for ids, _ in rows)
         made = {
             IDS: np.array([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows]),

@@ -25,8 +25,10 @@ class Place:
 
     @classmethod
     def of(cls, role: str, url: str, spec: ServiceSpec) -> Place:
-        """Raises `ConfigError`, without the token, for what is no URL of a model or would send the
-        token to strangers.
+        """Parse and check a URL.
+
+        Raises `ConfigError` for a URL that is not a model's, or one to which the token would be
+        sent unencrypted; the message does not contain the token.
         """
         found = http.parts(
             f"{role}.url", url, ("http", "https", "grpc", "grpcs"), EXAMPLE, TOKEN_VARIABLE

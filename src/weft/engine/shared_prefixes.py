@@ -1,11 +1,9 @@
-"""Which sequences of a micro-batch begin alike, and how much of that to compute once.
+"""Choice of common prefixes of a micro-batch's sequences that are computed once; no torch.
 
-Pure: no torch.
-
-Rows of one template or one system prompt begin with the same tokens, whatever ids they belong to.
-Sorted by their tokens, those that begin alike stand together, and their common prefixes make a
-tree. A prefix that is chosen is computed once and spares its tokens to each sequence that goes on
-from it: those that no longer one is chosen for.
+Sequences with one template or system prompt begin with the same tokens, whatever ids they belong
+to. If the sequences are sorted by their tokens, those with a common prefix are adjacent, and the
+common prefixes form a tree. A chosen prefix is computed once, which saves its tokens in every
+sequence that continues it. Each sequence continues the longest chosen prefix it begins with.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ class _Common:
     start: int
     end: int
     size: int
-    longer: list[_Common]  # of some of these sequences
-    # Sizes of what these and more have in common, the shortest first; the first stands for nothing.
+    longer: list[_Common]  # longer common prefixes of some of these sequences
+    # sizes of the prefixes of this one in the tree, in ascending order; 0 is the empty prefix
     shorter: list[int] = field(default_factory=lambda: [0])
-    # Whether to choose this where the longest chosen of `shorter` is the i-th, for each i; and
-    # which one it is.
+    # worth[i]: this prefix is chosen if the longest chosen one of `shorter` is the i-th;
+    # `chosen` is that i
     worth: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     chosen: int = 0
 
@@ -54,7 +52,7 @@ def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]
     for one in reversed(tree):
         for longer in one.longer:
             longer.shorter = [*one.shorter, one.size]
-    # at most, by where it starts and then as in `worth`
+    # most tokens that can be saved, by the start of a prefix and then indexed as `worth`
     spared: dict[int, npt.NDArray[np.int64]] = {}
     for one in tree:
         alone = one.end - one.start - sum(longer.end - longer.start for longer in one.longer)
@@ -78,11 +76,12 @@ def shared_prefixes(prompts: Sequence[Tokens], least: int) -> list[SharedPrefix]
 
 
 def _tree(common: Sequence[int], least: int) -> list[_Common]:
-    """All common prefixes, given those of neighbours; the longer ones of some sequences before the
-    shorter ones of more.
+    """Return all common prefixes, given the lengths of those of neighbors.
+
+    Longer prefixes of fewer sequences come before shorter ones of more.
     """
     made: list[_Common] = []
-    # by the first and by the last place of each that lies in no other yet
+    # prefixes that are not yet in a larger one, by their first and by their last sequence
     ends: dict[int, _Common] = {}
     for at in sorted(
         (at for at, size in enumerate(common) if size >= least), key=lambda at: -common[at]

@@ -23,26 +23,26 @@ from weft.topology import Layout, Mesh, parse_mesh
 SCHEDULERS = ("constant", "linear", "cosine")
 FLASH = ("auto", "fa2", "fa3")  # versions of flash attention
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-STATE_LIBRARY = "bitsandbytes"  # that keeps optimizer states in 8 bits
+STATE_LIBRARY = "bitsandbytes"  # library for 8-bit optimizer states
 QUANTIZE = ("8bit", "4bit")
 STATE_DTYPES = ("float32", "bfloat16", "8bit")
 Head = Literal["lm", "value", "score"]
 LEARNING_RATE = 1e-5
-# the backend of a role for which nobody says: torch, or hf where weft has no family of the model's
-# type
+# default backend: torch, or hf if weft has no family for the model's type
 AUTO = "auto"
-MAX_NEW_TOKENS = 1024  # of a completion, where nobody says and the model's context allows
+MAX_NEW_TOKENS = 1024  # default for a completion, if the model's context allows
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule in optimizer steps of the real run; the runtime makes it, the engine
-    follows it.
+    """Learning-rate schedule in optimizer steps of the real run.
+
+    The runtime creates it, and the engine follows it.
     """
 
     total_steps: int
     warmup_steps: int
-    frozen_steps: int = 0  # optimizer steps left out before the first of these
+    frozen_steps: int = 0  # optimizer steps skipped before these, while the role is frozen
 
 
 @dataclass
@@ -124,7 +124,7 @@ class OptimizerSpec:
             )
 
     def check_library(self) -> None:
-        """Raises `ConfigError` where states are to be kept by a library that is not installed."""
+        """Raise `ConfigError` if the library for 8-bit optimizer states is not installed."""
         if self.state_dtype == "8bit" and importlib.util.find_spec(STATE_LIBRARY) is None:
             raise ConfigError(
                 f"optimizer.state_dtype=8bit: the package {STATE_LIBRARY!r} is not installed; "
@@ -132,9 +132,9 @@ class OptimizerSpec:
             )
 
     def schedule(self, total_steps: int, steps_per_epoch: float) -> Schedule:
-        """The schedule over `total_steps` optimizer steps, less those of frozen epochs.
+        """Return the schedule over `total_steps` optimizer steps, less those of frozen epochs.
 
-        Raises `ConfigError` where none is left.
+        Raises `ConfigError` if no steps are left.
         """
         frozen = round(self.frozen_epochs * steps_per_epoch)
         total_steps -= frozen
@@ -158,7 +158,7 @@ class OptimizerSpec:
 
     @property
     def peak_lr(self) -> float:
-        """`lr`, or its default."""
+        """Value of `lr`, or its default."""
         return LEARNING_RATE if self.lr is None else self.lr
 
     @property
@@ -325,19 +325,18 @@ class ModelSpec:
     )
     head: str = option("lm", "", choices=("lm", "value", "score"), hidden=True)
     trained: bool = option(False, "", hidden=True)
-    # the option that gave it its layout, where it is not `layout`
+    # name of the option that set the layout, if not `layout`
     allocated_by: str = option("", "", hidden=True)
-    planned: bool = option(False, "", hidden=True)  # for a plan alone: its weights are not read
-    # a frozen copy, on a layout of its own, of a role that is trained
+    planned: bool = option(False, "", hidden=True)  # only for a plan: weights are not read
+    # a frozen copy of a trained role on another layout
     mirrors: bool = option(False, "", hidden=True)
-    # What the runtime fills in from the run's options, so that a backend is a function of (spec,
-    # layout) alone.
+    # Set by the runtime from the run's options, so that a backend depends on (spec, layout) only.
     schedule: Any = option(None, "", hidden=True)
     device: str | None = option(None, "", hidden=True)
-    notes: tuple[str, ...] = option((), "", hidden=True)  # what the plan says of path and backend
-    seed: int = option(1, "", hidden=True)  # of new weights and dropout
+    notes: tuple[str, ...] = option((), "", hidden=True)  # the plan's notes on path and backend
+    seed: int = option(1, "", hidden=True)  # seed of new weights and dropout
     flash_attention: str = option("auto", "", choices=FLASH, hidden=True)
-    # a loss that is NaN or infinite
+    # reaction to a loss that is NaN or infinite
     on_nonfinite: str = option("stop", "", choices=("stop", "skip"), hidden=True)
 
     def __post_init__(self) -> None:
@@ -361,9 +360,9 @@ class ModelSpec:
         check_adapters(self)
 
     def resolve_layout(self) -> Layout:
-        """The layout that `layout` or `parallel.*` asks for.
+        """Return the layout set by `layout` or `parallel.*`.
 
-        Raises `ConfigError` where both are set and differ.
+        Raises `ConfigError` if both are set and differ.
         """
         sizes = self.parallel
         sharded = self.trained if self.zero_stage is None else self.zero_stage > 0
@@ -389,9 +388,9 @@ class ModelSpec:
         return self.placed(parsed)
 
     def placed(self, layout: Layout) -> Layout:
-        """The layout with as many stages on a rank of a pipeline as the role's schedule has.
+        """Return the layout with the pipeline stages per rank of the role's schedule.
 
-        Raises `ConfigError` for a number that it does not take.
+        Raises `ConfigError` for a number of stages that the schedule doesn't support.
         """
         placement = placement_of(
             cast(Kind, self.pipeline_schedule), layout.pipeline, self.pipeline_stages_per_rank
@@ -401,9 +400,9 @@ class ModelSpec:
         return replace(layout, stages_a_rank=placement.stages_a_rank, turns=placement.turns)
 
     def resolve_mesh(self) -> Mesh:
-        """The layout on its devices.
+        """Return the layout on its devices.
 
-        Raises `ConfigError` for a device mesh that cannot be read or does not fit.
+        Raises `ConfigError` for a device mesh that cannot be read or doesn't fit the layout.
         """
         return parse_mesh(self.device_mesh, self.resolve_layout())
 
@@ -419,9 +418,7 @@ class ModelSpec:
 
     @property
     def trains_embeddings(self) -> bool:
-        """True if embedding and output matrix are trained along with adapters, because tokens were
-        added.
-        """
+        """True if added tokens require training embedding and output matrix along with adapters."""
         return self.has_adapters and self.lora.r > 0 and bool(self.tokenizer.add_tokens)
 
     @property
@@ -494,8 +491,10 @@ class GenerationSpec:
     )
     seed: int = option(0, "", hidden=True)
     record_support: bool = option(False, "", hidden=True)
-    top_logprobs: int = option(0, "", hidden=True)  # likeliest ids that are told with every token
-    # what stop texts are read with; the generate interface sets it
+    top_logprobs: int = option(
+        0, "", hidden=True
+    )  # number of likeliest ids reported for every token
+    # tokenizer for stop texts, set by the generate interface
     tokenizer: Any = option(None, "", hidden=True)
 
     def __post_init__(self) -> None:
@@ -508,7 +507,7 @@ class GenerationSpec:
 
     @property
     def most_new_tokens(self) -> int:
-        """`max_new_tokens`, or what holds where it is absent and no model's context is known."""
+        """Value of `max_new_tokens`, or its default if the model's context is unknown."""
         if self.max_new_tokens is None:
             return MAX_NEW_TOKENS
         return self.max_new_tokens

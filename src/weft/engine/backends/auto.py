@@ -1,6 +1,4 @@
-"""The backend `auto`: `torch` where weft has a family for models of the type that config.json
-names, else `hf`.
-"""
+"""Backend `auto`: `torch` if weft has a family for the type in config.json, else `hf`."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from weft.topology import Layout
 
 
 def chosen(spec: ModelSpec) -> ModelSpec:
-    """The role with its backend: its own, else the one that can run its model.
+    """Return the spec with its backend: the one it sets, or the one that can run its model.
 
-    Raises `UserError` for what cannot be read.
+    Raises `UserError` for a model that cannot be read.
     """
     if spec.backend != AUTO or spec.path is None:
         return spec
@@ -35,7 +33,10 @@ def chosen(spec: ModelSpec) -> ModelSpec:
 
 @register_backend(AUTO)
 def auto_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> Engine:
-    """Raises `UserError` as the chosen backend does, and for a role without a path."""
+    """Build the engine with the backend that can run the role's model.
+
+    Raises `UserError` as that backend does, and for a role without a path.
+    """
     found = chosen(spec)
     if found.backend == AUTO:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")

@@ -1,6 +1,4 @@
-"""What the backends that hold a network share: the checks of a spec, and the dtype a network is
-read in.
-"""
+"""Checks of a spec and choice of dtypes, shared by the backends with a network."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ from weft.topology import Layout
 
 
 def device_of(spec: ModelSpec) -> torch.device:
-    """The role's device, with the flash attention that is asked for, before weights are read.
+    """Return the role's device, and select its flash attention; called before weights are read.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if either is not available.
     """
     device = resolve_device(spec.device)
     choose_flash(device, spec.flash_attention)
@@ -36,7 +34,7 @@ def device_of(spec: ModelSpec) -> torch.device:
 
 
 def check_spec(spec: ModelSpec) -> str:
-    """The model's path. Raises `ConfigError` for a spec without one."""
+    """Return the model's path; raise `ConfigError` for a spec without one or with conflicts."""
     if spec.path is None:
         raise ConfigError("path is not set: name a Hugging Face directory or hub model")
     if spec.backend == "hf" and spec.router_aux_loss_coef:
@@ -52,9 +50,7 @@ def check_spec(spec: ModelSpec) -> str:
 
 
 def _check_own(spec: ModelSpec) -> None:
-    """Raises `ConfigError` for an option that changes weft's own network, which `backend=hf` has
-    not.
-    """
+    """Raise `ConfigError` for an option that only weft's own network supports, not `backend=hf`."""
     for name in ("residual_dropout", "freeze_layers", "train_last_layers", "rope_scaling"):
         value = getattr(spec, name)
         if value not in (None, 0.0) or (value == 0 and name != "residual_dropout"):
@@ -76,7 +72,7 @@ def _check_own(spec: ModelSpec) -> None:
 
 
 def check_copies(layout: Layout) -> None:
-    """Raises `ConfigError` for a layout that cuts a network, which `backend=hf` does not."""
+    """Raise `ConfigError` for a layout that splits a network; `backend=hf` only copies it."""
     if layout.num_devices != layout.data or layout.fsdp > 1:
         raise ConfigError(
             f"layout={layout}: backend=hf runs copies of the whole module, such as "
@@ -86,9 +82,7 @@ def check_copies(layout: Layout) -> None:
 
 
 def check_recomputation(spec: ModelSpec, layers: int) -> None:
-    """Raises `ConfigError` where the layers to recompute are further apart than the network is
-    deep, so that none would be.
-    """
+    """Raise `ConfigError` if every n-th layer is recomputed and the network has fewer than n."""
     if spec.recomputed_layers > layers:
         raise ConfigError(
             f"recompute_every={spec.recompute_every}: the network has {layers} layers, and every "
@@ -98,9 +92,7 @@ def check_recomputation(spec: ModelSpec, layers: int) -> None:
 
 
 def check_compile(spec: ModelSpec, layout: Layout, device: torch.device) -> None:
-    """Raises `ConfigError` where blocks are to be compiled that cannot be, or products of 8 bits
-    asked for without.
-    """
+    """Raise `ConfigError` if blocks cannot be compiled, or for `fp8` without `compile`."""
     check_compilable(spec, layout)
     lacking = kernels.compiling_obstacle(device) if spec.compile else None
     if lacking is not None:
@@ -160,7 +152,7 @@ def fp8_product(spec: ModelSpec, device: torch.device) -> kernels.Fp8Product | N
 
 
 def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> None:
-    """Raises `ConfigError` where weights are to be held in few bits that cannot be."""
+    """Raise `ConfigError` if the network cannot be quantized as `quantize` asks."""
     asked = f"quantize={spec.quantize}"
     if spec.quantize is None:
         return
@@ -178,7 +170,7 @@ def check_quantized(spec: ModelSpec, layout: Layout, *, has_experts: bool) -> No
 
 
 def check_fp8(spec: ModelSpec) -> None:
-    """Raises `ConfigError` for what products of 8 bits do not go with."""
+    """Raise `ConfigError` for options that conflict with 8-bit matrix products."""
     if not spec.fp8:
         return
     if spec.has_adapters:
@@ -195,8 +187,9 @@ def check_fp8(spec: ModelSpec) -> None:
 
 
 def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
-    """The spec with a dtype: float32 on a CPU, on a GPU what the checkpoint is stored in (float32
-    for new weights of a config.json that names none).
+    """Return the spec with a dtype: its own, float32 on a CPU, or the checkpoint's on a GPU.
+
+    New weights whose config.json names no dtype are float32.
     """
     if spec.dtype is not None:
         return spec
@@ -214,8 +207,10 @@ def with_dtype(spec: ModelSpec, path: str, device: torch.device) -> ModelSpec:
 
 
 def reading_dtype(spec: ModelSpec) -> torch.dtype:
-    """float32 at least where all is trained (it becomes the master), the role's dtype where weights
-    are frozen.
+    """Return the dtype in which weights are read.
+
+    It is at least float32 if all weights are trained, because they become the masters, and the
+    role's dtype if weights are frozen.
     """
     dtype = DTYPES[dtype_of(spec)]
     if spec.trained and not spec.has_adapters:
@@ -224,8 +219,9 @@ def reading_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def check_room(network: nn.Module, path: str, device: torch.device) -> None:
-    """Raises `CheckpointError` where the weights alone of a network without memory, on the meta
-    device, exceed the device's.
+    """Raise `CheckpointError` if the weights alone exceed the device's memory.
+
+    `network` is on the meta device.
     """
     _, few = quantized.num_bytes(network)
     wide = sum(
@@ -245,8 +241,9 @@ def check_room(network: nn.Module, path: str, device: torch.device) -> None:
 
 
 def products(network: nn.Module, embedding: nn.Module, *, tied: bool) -> int:
-    """Parameters that a token meets in matrix products, all experts counted; a tied embedding is
-    the head's matrix too.
+    """Count the parameters that a token meets in matrix products, including all experts.
+
+    A tied embedding counts because it is the head's matrix too.
     """
     matrices = sum(p.numel() for p in network.parameters() if p.dim() >= 2)
     looked_up = sum(

@@ -31,14 +31,16 @@ from weft.parallel.mesh import RankMesh
 from weft.registry import register_backend
 from weft.topology import Layout, Mesh
 
-PREFIX = "module."  # of the network's parameter names: HFNetwork holds the module
+PREFIX = (
+    "module."  # prefix of the network's parameter names: the module is an attribute of HFNetwork
+)
 
 
 @register_backend("hf")
 def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` with `transformers`.
+    """Build an engine that runs the model directory `spec.path` with `transformers`.
 
-    Raises `UserError` for what cannot be read or run.
+    Raises `UserError` for a model that cannot be read or run.
     """
     path = common.check_spec(spec)
     common.check_copies(layout)
@@ -47,13 +49,15 @@ def hf_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) ->
     spec = common.with_dtype(spec, path, device)
     module = hf_load.load(spec, path, device, common.reading_dtype(spec))
     use_cache = module.config.to_dict().get("use_cache")
-    module.config.use_cache = False  # weft's passes keep nothing; what is saved says what was read
+    module.config.use_cache = False  # passes don't need a cache; saved files get the original value
+    # Find out how the decoder can be run.
     embedding = module.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     trial = try_out(module, cast(Head, spec.head), embedding.num_embeddings)
     config = _describe(module, trial, embedding)
     tokenizer = Tokenizer.load(spec.tokenizer, spec.path, spec.trust_remote_code)
     hf_io.check_vocabulary(config, tokenizer.vocab_size, path, spec.tokenizer.path or path)
+    # Count operations, for MFU, before adapters are attached.
     tied = spec.head == "lm" and module.config.tie_word_embeddings
     matrices = common.products(module, embedding, tied=tied)
     head = trial.head.layer.weight.numel()
@@ -143,14 +147,14 @@ def _set_up(module: PreTrainedModel, spec: ModelSpec) -> None:
 
 
 def _recompute(module: PreTrainedModel, spec: ModelSpec) -> None:
-    """Compute every n-th layer again in the backward pass.
+    """Set every n-th layer to be recomputed in the backward pass.
 
-    Raises `ConfigError` where the module has all or none, or fewer than n.
+    Raises `ConfigError` if the module can only recompute all layers or none, or has fewer than n.
     """
     if not spec.recomputed_layers:
         return
     every = spec.recomputed_layers
-    # the newer name of the same call is not in every version that weft runs with
+    # the call is deprecated, but older supported versions lack its replacement
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -217,7 +221,7 @@ def _pooling(spec: ModelSpec, path: str) -> Pooling:
 
 
 def _notes(module: PreTrainedModel, trial: Trial, caches: bool) -> tuple[str, ...]:
-    """Return notes on what is slower than possible, and why."""
+    """Return notes on parts of the computation that are slower than usual, with the reason."""
     kind = module.config.model_type
     notes = []
     if trial.reason is not None:
@@ -251,8 +255,9 @@ def _save(
     spec: ModelSpec,
     tokenizer: Tokenizer,
 ) -> None:
-    """The module as it computes; adapters merged, and by themselves in `adapter/`, which names the
-    base model.
+    """Write the module with merged adapters, and the adapters alone in `adapter/`.
+
+    The adapter's files name the base model.
     """
     module = network.module
     for key, id in saving.token_ids(tokenizer, network.kind).items():

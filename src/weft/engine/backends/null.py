@@ -1,6 +1,4 @@
-"""The backend of a role without a network here: a tokenizer alone, or one whose outputs come from
-somewhere else.
-"""
+"""Backend of a role without a network: a tokenizer only, or outputs from another source."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ Compute = Callable[[SequenceSample, frozenset[Output], float], SequenceSample]
 
 
 class NullEngine:
-    """An engine without a network, parameters and state.
+    """Engine without a network, parameters and state.
 
-    `compute(batch, want, temperature)` makes outputs; without it, and for all that changes weights,
-    asking raises `ConfigError`. `family` names it in reports.
+    `compute(batch, want, temperature)` returns outputs. Without it, `forward` raises `ConfigError`,
+    as do all methods that need weights. `family` is the name in reports.
     """
 
     def __init__(
@@ -86,16 +84,16 @@ class NullEngine:
         _refuse("take parameters")
 
     def save_state(self, d: Path) -> None:
-        """Nothing: there is no state."""
+        """Do nothing: there is no state."""
 
     def load_state(self, d: Path) -> None:
-        """Nothing: there is no state."""
+        """Do nothing: there is no state."""
 
     def offload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Nothing: there are no weights."""
+        """Do nothing: there are no weights."""
 
     def onload(self, what: Literal["weights", "optimizer"]) -> None:
-        """Nothing: there are no weights."""
+        """Do nothing: there are no weights."""
 
     def save_model(self, d: Path, tokenizer: Any) -> None:
         _refuse("be saved")
@@ -114,7 +112,7 @@ def _refuse(what: str) -> NoReturn:
 
 @register_backend("null")
 def null(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> NullEngine:
-    """Raises `ConfigError` for a trained role."""
+    """Build an engine without a network; raise `ConfigError` for a trained role."""
     if spec.trained:
         _refuse("be trained")
     return NullEngine(layout)

@@ -1,6 +1,4 @@
-"""The backend of a role whose network is behind a URL: it has a tokenizer here, and asks for scores
-or log-probs.
-"""
+"""Backend of a role whose scores or log-probs come from a service behind a URL."""
 
 from __future__ import annotations
 
@@ -13,12 +11,15 @@ from weft.errors import ConfigError
 from weft.registry import register_backend
 from weft.topology import Layout
 
-ROLES = {"score": "rew", "lm": "ref"}  # by what the role's head would be
+ROLES = {"score": "rew", "lm": "ref"}  # name of the role by its head
 
 
 @register_backend("service")
 def service(spec: ModelSpec, layout: Layout) -> NullEngine:
-    """Raises `ConfigError` for a role without a URL, and for one that is trained."""
+    """Build an engine whose outputs a service computes.
+
+    Raises `ConfigError` for a role without a URL, and for a trained role.
+    """
     if not isinstance(spec, ServedSpec) or spec.url is None:
         raise ConfigError(
             "backend=service: the role needs a url; leave backend out and set rew.url or ref.url"

@@ -38,9 +38,12 @@ from weft.topology import Layout, Mesh, holdings
 
 @register_backend("torch")
 def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None) -> TorchEngine:
-    """Read the model directory `spec.path` onto one device: all of it, or what `mesh` says that
-    this rank holds. Raises `UserError` for what cannot be read or run.
+    """Build an engine that runs the model directory `spec.path` on one device.
+
+    With a `mesh`, only this rank's part of the weights is read. Raises `UserError` for a model that
+    cannot be read or run.
     """
+    # Check the options against the device and the model's configuration.
     path = common.check_spec(spec)
     device = common.device_of(spec)
     spec = common.with_dtype(spec, path, device)
@@ -52,6 +55,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     common.check_compile(spec, layout, device)
     fp8 = common.fp8_product(spec, device)
     common.check_quantized(spec, layout, has_experts=config.experts is not None)
+    # Build the whole network and this rank's part on the meta device.
     source = Source(spec, path, config, tokenizer.added_from)
     whole = source.network(None)
     network = whole if mesh is None else source.network(mesh)
@@ -60,6 +64,7 @@ def torch_backend(spec: ModelSpec, layout: Layout, mesh: RankMesh | None = None)
     for each in {whole, network}:
         each.padding = saving.skipped_padding(tokenizer, spec)
     cost = _cost(network, frozen=spec.has_adapters).shared(layout.context)
+    # Allocate and fill the weights.
     part = None
     if mesh is None:
         common.check_room(network, path, device)
@@ -164,8 +169,9 @@ def _drops(network: Transformer, spec: ModelSpec) -> bool:
 
 
 def _longest_shared(network: Transformer, device: torch.device) -> int:
-    """The most tokens of a sequence that goes on from a prefix which others share and which is
-    computed once; 0: no such.
+    """Return the maximum length of a sequence that continues a shared prefix computed once.
+
+    It is 0 if the network cannot compute prefixes once.
     """
     longest = min(
         (window for window in network.config.windows if window is not None), default=sys.maxsize
@@ -174,10 +180,11 @@ def _longest_shared(network: Transformer, device: torch.device) -> int:
 
 
 def _adapters_keep(network: Transformer) -> int:
-    """Elements of a token that the adapters of one layer keep for the backward pass, a mean over
-    layers: each its low-rank product, where it has dropout its input after it, in the place of the
-    one before, and which entries went, a byte each; and what an MLP's last matrix reads, which is
-    computed again where it has none.
+    """Return the mean number of elements per token that a layer's adapters keep for backward.
+
+    Each adapter keeps its low-rank product. With dropout it also keeps its input after dropout, in
+    place of the input before it, and a mask of one byte per entry. An adapter without dropout on an
+    MLP's last matrix also keeps its input, which is recomputed if there is no adapter.
     """
     experts = network.config.experts
     kept = 0
@@ -198,9 +205,7 @@ def _is_fused(block: torch.nn.Module) -> bool:
 
 
 def _reads(block: torch.nn.Module) -> int:
-    """Elements of a token that an adapter on the MLP's last matrix reads, where it keeps them as
-    they are.
-    """
+    """Return the elements per token that adapters without dropout on the MLP's last matrix keep."""
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
     adapters = lora.adapters_of(block.mlp.down)
@@ -208,8 +213,9 @@ def _reads(block: torch.nn.Module) -> int:
 
 
 def _dropped(block: torch.nn.Module) -> int:
-    """Elements of a token that norms give to adapters alone, each of which keeps them after its own
-    dropout.
+    """Return the elements per token of norm results that only adapters with dropout read.
+
+    Each such adapter keeps its own copy after dropout instead.
     """
     if not isinstance(block, Block) or not isinstance(block.mlp, MLP):
         return 0
@@ -251,9 +257,11 @@ def sizes_of(network: Transformer) -> dict[str, int]:
 
 
 def _cost(network: Transformer, *, frozen: bool) -> Cost:
-    """A token meets `top_k` of `num` experts, and every other matrix of what is here; frozen
-    matrices get no gradient. With a balance of experts all tokens go through the last layer, more
-    than is counted.
+    """Return the cost of a token in this rank's part of the network.
+
+    A token meets `top_k` of `num` experts and every other matrix. Frozen matrices get no gradient.
+    With a load-balancing loss all tokens pass through the last layer, which is more than is
+    counted.
     """
     config = network.config
     last = cast(Block, network.blocks[-1])
@@ -280,8 +288,10 @@ def _save(
     config: TransformerConfig,
     tokenizer: Tokenizer,
 ) -> None:
-    """The model as one would load it: adapters merged, and by themselves in `adapter/`, which names
-    the base model. Of a prefix it alone, which names the model that it belongs to.
+    """Write the model with merged adapters, and the adapters alone in `adapter/`.
+
+    The adapter's files name the base model. Of a model with a prefix only the prefix is written,
+    with the name of the model it belongs to.
     """
     config = hf_io.with_ids(config, **saving.token_ids(tokenizer, network.kind))
     dtype = DTYPES[dtype_of(spec)]
@@ -316,8 +326,9 @@ def _save(
 
 
 def _base_of(path: str) -> str:
-    """The model that a prefix belongs to, as it is found from any directory: `path`, or what `path`
-    names where it is one.
+    """Return the model that a prefix belongs to, such that it is found from any directory.
+
+    It is `path`, or the model that `path` names if `path` is a prefix itself.
     """
     found = read_prefix(path)
     base = path if found is None else found.base
@@ -327,10 +338,10 @@ def _base_of(path: str) -> str:
 
 
 def _idle(module: nn.Module, config: TransformerConfig) -> int:
-    """Parameters of the experts that a token is not routed to.
+    """Count the parameters of the experts that a token is not routed to.
 
-    Where ranks hold some experts each, others' tokens come here as this rank's go there: it is then
-    those here less `top_k` of them.
+    With expert parallelism it counts those on this rank less `top_k` of them, because tokens of
+    other ranks come here as this rank's go there.
     """
     if config.experts is None:
         return 0

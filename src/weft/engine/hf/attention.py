@@ -1,10 +1,9 @@
-"""weft's attention inside a `transformers` module, by the two interfaces that `transformers` has
-for it.
+"""weft's attention in a `transformers` module, through two interfaces of `transformers`.
 
-A decoder whose attention asks `AttentionInterface` for its function gets `packed_attention`, which
-reads the pass (who attends to whom) from the attention module that calls it. Nothing else of the
-module is touched. Whether that is exact for a given decoder is tried out before it is used
-(`trial.py`), because a decoder may mix tokens in other places than attention.
+A decoder that gets its attention function from `AttentionInterface` gets `packed_attention`, which
+reads the pass (which tokens attend to which) from the attention module that calls it. Nothing else
+in the module changes. A trial (`trial.py`) first tests whether this is exact for the decoder, which
+may mix tokens outside of attention too.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.models.network.dropout import TokenDropout
 
 NAME = "weft_packed"
 STATE = "weft_pass"  # attribute of an attention module
-# arguments of attention functions that weft's attention has not
+# arguments of attention functions that weft's attention doesn't support
 UNKNOWN = ("s_aux", "position_bias")
 
 
@@ -34,9 +33,9 @@ class NotPacked(Exception):
 
 @dataclass(frozen=True)
 class AttentionPass:
-    """One forward pass, as an attention module reads it.
+    """Information on one forward pass that an attention module reads.
 
-    `layer` counts the modules in the order of their calls.
+    `layer` is the module's number, counted from 0 in the order of the calls.
     """
 
     context: AttentionContext
@@ -46,8 +45,9 @@ class AttentionPass:
 
 @dataclass
 class Recorder:
-    """Takes the place of a pass while a decoder is tried out: who calls, with which shapes and
-    which limits.
+    """Stand-in for a pass during the trial of a decoder; records the calls of attention modules.
+
+    `callers` are the modules in the order of their calls, `shapes` the shapes of their inputs.
     """
 
     context: AttentionContext
@@ -63,7 +63,10 @@ def packed_attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]."""
+    """Compute weft's attention in the form of an attention function of `transformers`.
+
+    query `[1, heads, T, dim]`, key and value `[1, kv_heads, T, dim]` -> `[1, T, heads, dim]`.
+    """
     state = vars(module).get(STATE)
     window = settings.get("sliding_window")
     if isinstance(state, Recorder):
@@ -104,8 +107,9 @@ def _record(
 def mask_limit(
     *_: Any, local_size: int | None = None, device: Any = None, **__: Any
 ) -> Tensor | None:
-    """In place of a mask [.., T, T]: nothing where it is causal, else how far back a token sees,
-    for `_record` to compare.
+    """Return the window's size in place of a mask `[.., T, T]`, or None if the mask is causal.
+
+    `_record` compares the size with the attention function's `sliding_window`.
     """
     if local_size is None:
         return None
@@ -113,6 +117,6 @@ def mask_limit(
 
 
 def register() -> None:
-    """Make the functions known to `transformers`; saying it twice changes nothing."""
+    """Register the functions with `transformers`; repeated calls change nothing."""
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, mask_limit)

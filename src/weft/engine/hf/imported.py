@@ -1,7 +1,7 @@
-"""What is used of the models of `transformers`.
+"""Imports from `transformers`, without their warnings.
 
-Their import brings torchao along where it is installed, which then tells of libraries that it has
-not and of names that torch is to drop: nothing that a user could mend.
+They import torchao if it is installed, which warns of missing libraries and deprecated names of
+torch. A user can do nothing about these warnings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reading and writing the `transformers` module of the backend `hf`.
 
-Nothing is unpickled, no code of the directory is run unless the role's spec says so.
+Nothing is unpickled, and code of the directory runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from weft.engine.spec import ModelSpec
 from weft.errors import CheckpointError, ConfigError, RunError
 from weft.reading import reading
 
-DROPOUTS = ("dropout", "pdrop")  # how the keys of configurations that set dropout rates end
-# what a checkpoint of another head may hold or lack
+DROPOUTS = ("dropout", "pdrop")  # endings of the configuration keys of dropout rates
+# prefixes of names that a checkpoint with another head may lack or have in addition
 HEADS = ("lm_head.", "score.", "classifier.", "embed_out.")
 
 
 def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The module of a model directory or hub name on `device` in `dtype`, or a new one from its
-    config.json.
+    """Load the module of a model directory or hub name, or build a new one from its config.json.
 
-    Raises `UserError` for a directory that is not whole, an architecture that is no decoder, or one
-    that brings its own code.
+    It is on `device` in `dtype`. Raises `UserError` for an incomplete directory, an architecture
+    that is no decoder, or one that needs code of its directory.
     """
     where = path if spec.trust_remote_code else str(hf_io.resolve(path))
     raw = hf_io.read_raw(where)
@@ -81,7 +80,7 @@ def load(spec: ModelSpec, path: str, device: torch.device, dtype: torch.dtype) -
 
 
 def shell(spec: ModelSpec, path: str) -> PreTrainedModel:
-    """The module of a model's config.json without memory for its weights, which are not read.
+    """Build the module of a model's config.json on the meta device; weights are not read.
 
     Raises as `load` does.
     """
@@ -116,8 +115,9 @@ def straight_to(device: torch.device) -> dict[str, Any]:
 
 
 def _check_files(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError` naming a missing or truncated file; `transformers` only says that
-    something is wrong.
+    """Raise `CheckpointError` that names a missing or truncated file.
+
+    The error of `transformers` doesn't name it.
     """
     if any(directory.glob("*.safetensors*")):
         files = WeightFiles(directory)
@@ -140,7 +140,7 @@ def _configure(config: Any, spec: ModelSpec) -> None:
 
 
 def dropout_rates(values: dict[str, Any]) -> dict[str, float]:
-    """The dropout rates of a configuration by their keys."""
+    """Return the dropout rates of a configuration by their keys."""
     return {
         k: v
         for k, v in values.items()
@@ -149,9 +149,9 @@ def dropout_rates(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _check_report(path: str, report: dict[str, Any]) -> list[str]:
-    """Names of new parameters: those of the head.
+    """Return the names of newly initialized parameters, all of them the head's.
 
-    Raises `CheckpointError` for any other that is missing or left over.
+    Raises `CheckpointError` for any other parameter that is missing or left over.
     """
     missing = sorted(report["missing_keys"])
     unexpected = sorted(report["unexpected_keys"])
@@ -174,8 +174,9 @@ def _check_report(path: str, report: dict[str, Any]) -> list[str]:
 
 
 def _new_head(module: nn.Module, spec: ModelSpec) -> None:
-    """A new value head is 0 and a new score head small, as `weft.checkpoints.hf_io.fill` makes them
-    and for its reasons.
+    """Initialize a new value head with zeros and a new score head with small random weights.
+
+    `weft.checkpoints.hf_io.fill` does the same, for the reasons given there.
     """
     for child in module.children():
         if isinstance(child, nn.Linear) and child.out_features == 1:
@@ -193,9 +194,9 @@ def _new_head(module: nn.Module, spec: ModelSpec) -> None:
 
 
 def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | None = None) -> None:
-    """A Hugging Face directory of the module as it stands, or with `state` for its weights.
+    """Write a Hugging Face directory of the module, with `state` as its weights if given.
 
-    Raises `RunError` where the disk refuses.
+    Raises `RunError` if writing fails.
     """
     try:
         with quiet():
@@ -208,9 +209,7 @@ def save(directory: Path, module: PreTrainedModel, state: dict[str, Tensor] | No
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the progress bars and remarks of `transformers`; what matters of them is checked
-    here.
-    """
+    """Silence progress bars and log messages of `transformers`; weft makes the needed checks."""
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -225,7 +224,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """New weights come from torch's generator: seed it, and leave it as it was."""
+    """Seed torch's generator, which initializes new weights; its state is restored at the end."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

@@ -27,12 +27,13 @@ from weft.errors import ConfigError, nearest
 from weft.models.network.lora import merged_weight
 from weft.writing import write
 
-BASE = ".base"  # what wrapping puts into a parameter's name
+BASE = ".base"  # part that wrapping adds to a parameter's name
 
 
 class Adapted(nn.Module):
-    """A linear layer (GPT-2's transposed one, too) with an adapter; `weight` and `bias` stay
-    readable for who asks.
+    """Linear layer, or GPT-2's transposed one (`Conv1D`), with an adapter.
+
+    `weight` and `bias` of the base layer stay readable, because module code may access them.
     """
 
     def __init__(self, base: nn.Linear | Conv1D, r: int, scale: float, dropout: float) -> None:
@@ -63,7 +64,7 @@ class Adapted(nn.Module):
         )
 
     def merged(self, a: Tensor, b: Tensor) -> Tensor:
-        """The base's weight with the adapter's matrices added."""
+        """Return the base layer's weight with the product of the adapter's matrices added."""
         weight = self.base.weight.detach()
         if self.transposed:
             return merged_weight(weight.T, a, b, self.scale).T.contiguous()
@@ -109,7 +110,7 @@ def attach(module: PreTrainedModel, spec: LoRASpec, *, seed: int) -> None:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Within it the module computes what its base computes."""
+    """Disable the module's adapters within the context, so that it computes what its base does."""
     adapted = [layer for layer in module.modules() if isinstance(layer, Adapted)]
     for layer in adapted:
         layer.active = False
@@ -121,9 +122,9 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 
 def merged_state(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state with the adapters merged, under the names it had without them.
+    """Return the module's state with merged adapters, under the names without adapters.
 
-    `tensors` hold the adapters exactly.
+    `tensors` are the exact values of the adapters by the module's parameter names.
     """
     state = {
         name.replace(f"{BASE}.", "."): value
@@ -145,7 +146,7 @@ def save_adapter(
     spec: LoRASpec,
     base: str,
 ) -> None:
-    """PEFT's layout: `adapter_model.safetensors` and `adapter_config.json`.
+    """Write an adapter as PEFT does: `adapter_model.safetensors` and `adapter_config.json`.
 
     `tensors` are parameters by the module's names.
     """

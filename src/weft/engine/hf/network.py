@@ -1,9 +1,8 @@
-"""A `transformers` decoder as a network that the engine can use: packs in; log-probs, values and
-scores out.
+"""Network of the engine that computes log-probs, values and scores with a `transformers` decoder.
 
-Where the decoder's attention runs through `AttentionInterface`, it computes whole packs with weft's
-attention. Other decoders run the sequences of one length at a time as a rectangle without padding,
-which is exact whatever they are made of. `trial.py` finds out which of the two is right.
+A decoder whose attention uses `AttentionInterface` computes whole packs with weft's attention.
+Other decoders compute the sequences of one length at a time as a batch without padding, which is
+exact for every architecture. `trial.py` determines which of the two a decoder needs.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DIGITS = 4  # a token id as numbers below 128, which every float dtype holds exa
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """The output layer: cap(weight (scale h) + bias), cap(x) = softcap tanh(x / softcap)."""
+    """Output layer: cap(weight (scale h) + bias), cap(x) = softcap tanh(x / softcap)."""
 
     layer: nn.Linear
     scale: float = 1.0
@@ -49,13 +48,13 @@ class HeadLayer:
 
 
 class HFNetwork(nn.Module):
-    """`module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
-    of one label.
+    """Network of the engine that runs a decoder of `transformers`.
 
-    `callers` are the attention modules in the order of their calls where the decoder computes
-    packs, and empty where it runs length by length. `caches`: keys and values fit weft's cache;
-    else the cache holds tokens, and generating computes all of them again for each new one.
-    `config` is what the generator and the cost estimate read.
+    `module` is an `AutoModelForCausalLM` (head "lm") or an `AutoModelForSequenceClassification`
+    with one label. `callers` are its attention modules in the order of their calls if the decoder
+    computes packs; they are empty if it computes the sequences of one length at a time. `caches`:
+    keys and values fit weft's cache. Otherwise the cache contains tokens, and generation computes
+    all of them again for each new one. The generator and the cost estimate read `config`.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class HFNetwork(nn.Module):
         self.vocab_size = config.vocab_size
         self.padding: int | None = None  # as `Transformer.padding`
         self.held_layers = range(config.num_layers)
-        # in a list: not a submodule of its own
+        # in a list, so that it is not registered as a submodule
         self._head = [head_layer]
         self._callers = callers
         self._caches = caches
@@ -110,21 +109,21 @@ class HFNetwork(nn.Module):
         return {name: row_values(states, layer.weight) + bias}
 
     def shares_prefixes(self, longest: int) -> bool:
-        """No: a module is tried out with whole sequences alone."""
+        """Return False: the trial of a module covers whole sequences only."""
         return False
 
     @property
     def prefix_tokens(self) -> int:
-        """None: a prefix is weft's own network's."""
+        """Number of tokens of a trained prefix: 0, because only weft's own network supports one."""
         return 0
 
     @property
     def reads_pages(self) -> bool:
-        """Return whether its attention modules call weft's attention, which reads pages."""
+        """True if the attention modules call weft's attention, which reads pages of the cache."""
         return self._caches
 
     def hidden(self, x: Packed, rows: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden] as the head reads them; or those of `rows`, int64 [N], alone."""
+        """Return the head's input `[T, hidden]`, or only its rows `rows`, int64 `[N]`."""
         states = self._states(x)
         return states if rows is None else states[rows]
 
@@ -141,7 +140,10 @@ class HFNetwork(nn.Module):
         return self._by_length(x)
 
     def next_token_logits(self, hidden_rows: Tensor, wide: Tensor | None = None) -> Tensor:
-        """[R, hidden] -> [R, V] float32 before any temperature; `wide` as in `Transformer`."""
+        """Return float32 logits `[R, V]` before temperature of states `[R, hidden]`.
+
+        `wide` as in `Transformer`.
+        """
         return self._head[0].projection.logits(hidden_rows * self._head[0].scale, wide)
 
     @property
@@ -150,7 +152,7 @@ class HFNetwork(nn.Module):
         return self._head[0].layer.weight
 
     def run(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The decoder on [B, L] tokens without any padding -> [B, L, hidden]."""
+        """Return the decoder's hidden states `[B, L, hidden]` of tokens `[B, L]` without padding."""
         return run(self.module, tokens, positions)
 
     def _by_length(self, x: Packed) -> Tensor:
@@ -169,8 +171,9 @@ class HFNetwork(nn.Module):
         return torch.cat(states)[torch.argsort(order)]
 
     def _again(self, x: Packed, context: Cached) -> Tensor:
-        """Hidden states of new tokens where no keys and values are kept: the cache holds the tokens
-        themselves.
+        """Return hidden states of new tokens for a decoder whose keys and values are not cached.
+
+        The cache contains the tokens themselves, and all of them are computed again.
         """
         shifts = torch.arange(DIGITS, device=x.tokens.device) * DIGIT_BITS
         digits = (x.tokens[:, None] >> shifts) & ((1 << DIGIT_BITS) - 1)
@@ -188,15 +191,16 @@ class HFNetwork(nn.Module):
 
 
 def run(module: PreTrainedModel, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-    """The decoder beneath the head on [B, L] tokens without any padding -> [B, L, hidden]."""
+    """Run the decoder without its head on tokens `[B, L]` without padding -> `[B, L, hidden]`."""
     places = {} if positions is None else {"position_ids": positions}
     return _trunk(module)(input_ids=tokens, **places).last_hidden_state
 
 
 def _trunk(module: PreTrainedModel) -> nn.Module:
-    """The decoder beneath the head.
+    """Return the decoder without its head.
 
-    A few classes name the trunk of another class; theirs is the model inside them.
+    A few classes give another class's name for it; theirs is the only model among their children.
+    Raises `ConfigError` if it cannot be found.
     """
     if module.base_model is not module:
         return module.base_model
@@ -210,9 +214,9 @@ def _trunk(module: PreTrainedModel) -> nn.Module:
 
 
 def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
-    """Hidden states [T, hidden] of a pack by weft's attention, and what was seen on the way.
+    """Return hidden states `[T, hidden]` of a pack by weft's attention, and the recorded calls.
 
-    Raises `NotPacked`.
+    Raises `NotPacked` for a module that weft's attention cannot compute.
     """
     assert isinstance(x.attention, Dense)
     recorder = Recorder(x.attention, [], [])
@@ -228,8 +232,9 @@ def record(module: PreTrainedModel, x: Packed) -> tuple[Tensor, Recorder]:
 
 @contextmanager
 def _seeded(keys: DropoutKeys | None) -> Iterator[None]:
-    """The module's own dropout draws from torch's generator: seed it by the pack's keys, and leave
-    it as it was.
+    """Seed torch's generator, from which the module's dropout draws, by the pack's keys.
+
+    Its state is restored at the end.
     """
     if keys is None:
         yield

@@ -1,10 +1,9 @@
-"""Trying a `transformers` decoder out before it is used: what its head computes, and whether it
-computes packs.
+"""Trial of a `transformers` decoder before use: its head's function, and support of packs.
 
-That a decoder asks `AttentionInterface` for its attention does not say that it computes a pack as
-it computes the sequences alone: it may mix neighbouring tokens in convolutions, count positions by
-itself, or mask in a way of its own. A forward pass over three short sequences says, in float32
-whatever the role's dtype: rounding would hide a difference, or look like one.
+A decoder that uses `AttentionInterface` may still compute a pack differently from its sequences
+alone: it may mix neighboring tokens in convolutions, count positions itself, or use another mask. A
+forward pass over three short sequences shows this. It runs in float32 whatever the role's dtype,
+because rounding could hide a difference or look like one.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ PROBES = (5, 3, 7)  # lengths of the sequences
 TOLERANCE = 1e-4  # of a relative difference: rotations and norms round in float32
 HALF = (torch.bfloat16, torch.float16)
 LEAK = 1e-4  # the same kernels on the same shapes: only what comes from the neighbours differs
-# How configurations say what happens to the logits after the output layer: (key, whether it
-# divides).
+# configuration keys of factors of the logits: (key, whether logits are divided by it)
 LOGIT_SCALES = (("logit_scale", False), ("logits_scaling", True), ("lm_head_multiplier", False))
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 # rotations that depend on the longest sequence of the pass
@@ -38,8 +36,10 @@ MOVING_ROTATIONS = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Trial:
-    """`callers` and `shapes` as in `Recorder`, empty where the decoder runs length by length, with
-    the reason.
+    """Result of trying out a decoder.
+
+    `callers` and `shapes` are those of `Recorder`. They are empty, and `reason` is set, if the
+    decoder cannot compute packs and runs the sequences of one length at a time.
     """
 
     head: HeadLayer
@@ -51,10 +51,10 @@ class Trial:
 
 @torch.no_grad()
 def try_out(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
-    """Run the decoder both ways; leaves it set to weft's attention where packs come out right, and
-    as it was elsewhere.
+    """Run the decoder on a pack and on single sequences, and compare the results.
 
-    Raises `ConfigError` where its head computes something that weft cannot take apart.
+    If they agree, the decoder is left set to weft's attention, else as it was. Raises `ConfigError`
+    for a head whose computation weft doesn't know.
     """
     register()
     own = module.config._attn_implementation
@@ -94,9 +94,9 @@ def _tried(module: PreTrainedModel, head: Head, vocab_size: int) -> Trial:
 def _compute_pack(
     module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]
 ) -> tuple[tuple[nn.Module, ...], tuple[tuple[int, int, int, int], ...]]:
-    """The attention modules and their shapes.
+    """Return the attention modules and their shapes.
 
-    Raises `NotPacked` where the pack is not what its sequences are alone.
+    Raises `NotPacked` if the results of a pack differ from those of its sequences alone.
     """
     rotation = module.config.to_dict().get("rope_parameters") or {}
     if rotation.get("rope_type") in MOVING_ROTATIONS:
@@ -118,9 +118,7 @@ def _compute_pack(
 
 
 def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Tensor]) -> None:
-    """Raises `ConfigError` where a token sees later ones: then log-probs would tell each token from
-    itself.
-    """
+    """Raise `ConfigError` if a token sees later ones, which would make its log-prob meaningless."""
     longest = max(range(len(probes)), key=lambda index: len(probes[index]))
     prefix = run(module, probes[longest][None, :-1])[0]
     if _difference(prefix, alone[longest][:-1]) > TOLERANCE:
@@ -133,7 +131,10 @@ def _check_causal(module: PreTrainedModel, probes: list[Tensor], alone: list[Ten
 def _check_head(
     module: PreTrainedModel, head: Head, probes: list[Tensor], alone: list[Tensor]
 ) -> HeadLayer:
-    """The output layer, taken apart so that log-probs can be computed in chunks of rows."""
+    """Return the output layer separately, so that log-probs can be computed in chunks of rows.
+
+    Raises `ConfigError` if it is not a linear layer followed by a known function.
+    """
     values: dict[str, Any] = module.config.to_dict()
     kind = values.get("model_type")
     if head != "lm":
@@ -172,9 +173,11 @@ def _check_head(
 
 @contextmanager
 def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
-    """Parameters of half precision are float32 meanwhile, with the same values: those of a block
-    while it runs, so that no more than one is there twice, and those outside of all blocks
-    throughout. Without `by_block` all, all the time. Buffers stay: rotations have float32 ones.
+    """Replace half-precision parameters within the context by float32 ones with the same values.
+
+    With `by_block` those of a block are replaced only while it runs, so that at most one block
+    exists twice, and those outside of all blocks throughout. Otherwise all are replaced throughout.
+    Buffers stay as they are: those of rotary embeddings are float32 anyway.
     """
     blocks = list(_blocks(module)) if by_block else []
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
@@ -201,7 +204,7 @@ def _in_float32(module: nn.Module, *, by_block: bool) -> Iterator[None]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost lists of modules: a decoder's layers."""
+    """Iterate over the modules in the outermost module lists: a decoder's layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _blocks(child)
 
@@ -216,8 +219,9 @@ class _Place:
 
 
 def _widen(module: nn.Module, but: Container[int]) -> list[_Place]:
-    """Give half-precision parameters whose ids are not in `but` float32 stand-ins, what is tied the
-    same; what stood there.
+    """Replace half-precision parameters by float32 copies; return the replaced ones.
+
+    Parameters with ids in `but` are left alone. Tied parameters stay tied.
     """
     found: list[_Place] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -239,7 +243,7 @@ def _put_back(places: Iterable[_Place]) -> None:
 
 
 def _difference(got: Tensor, wanted: Tensor) -> float:
-    """Relative, in the L2 norm; 0 where both are 0."""
+    """Return the relative difference in the L2 norm; if `wanted` is 0, the norm of `got`."""
     size = float(wanted.double().norm())
     if size > 0:
         return float((got.double() - wanted.double()).norm()) / size
