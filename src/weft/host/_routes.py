@@ -17,9 +17,9 @@ BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 @dataclass(frozen=True)
 class Use:
-    """One function as applied to some completions.
+    """Reward function as applied to some completions.
 
-    Its index in the list of targets, its weight, and the arguments that the row specifies.
+    `target` is its index in the list of targets, `args` are the arguments that the row specifies.
     """
 
     target: int
