@@ -87,9 +87,9 @@ def read(paths: Sequence[str]) -> list[Replied]:
             if len(wrong) == MOST_REPORTED:
                 break
     if wrong:
-        raise DataError("\n".join(["these rows have no reply to rank:", *wrong]))
+        raise DataError("\n".join(["these rows have no replies to rank:", *wrong]))
     if not found:
-        raise DataError(f"{', '.join(paths)}: there are no replies in it")
+        raise DataError(f"{', '.join(paths)}: it contains no replies")
     return found
 
 

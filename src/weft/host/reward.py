@@ -281,7 +281,7 @@ class RewardFunction(Stateless):
                 f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of "
                 f"{len(names)} completions): "
                 f"{', '.join(self.routes.labels)} returned None; give these rows what a reward "
-                f"needs, or add one that applies"
+                f"needs, or add a reward function that applies"
             )
         return sums.total
 
