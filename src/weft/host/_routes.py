@@ -99,7 +99,7 @@ class Routes:
             for part in parts:
                 if ":" in part.name:
                     raise ConfigError(
-                        f"reward: {part.name!r} is no verifier; a row may name registered "
+                        f"reward: {part.name!r} is not a verifier; a row can name registered "
                         f"verifiers only"
                     )
                 barred = [name for name in BARRED.get(part.name, ()) if name in part.args]
