@@ -96,7 +96,7 @@ def test_a_file_goes_on_where_it_was_interrupted(
     part = tmp_path / "out.jsonl.part"
     with part.open("a") as stream:
         stream.write('{"left_out": 0, "ro')  # a line that was cut
-    with pytest.raises(ConfigError, match="was begun with other options or rows"):
+    with pytest.raises(ConfigError, match="was started with other options or rows"):
         write(rows, Plan(), weak, out, {"seed": 2})
     sampled, sample = list[int](), augment.sample
     monkeypatch.setattr(
@@ -107,7 +107,7 @@ def test_a_file_goes_on_where_it_was_interrupted(
     write(rows, Plan(), weak, out, SAID)
     assert sampled == [2]
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
-    with pytest.raises(ConfigError, match="is there already, and nothing is written over"):
+    with pytest.raises(ConfigError, match="already exists and is not overwritten"):
         write(rows, Plan(), weak, out, SAID)
 
 

@@ -247,7 +247,7 @@ def test_sizes_of_a_ppo_step() -> None:
         ("dpo", {"dpo__loss_type": "hinge", "dpo__label_smoothing": 0.1}, "has no meaning"),
         ("dpo", {"dpo__loss_type": "sigmod"}, "dpo.loss_type='sigmod': must be one of sigmoid"),
         ("grpo", {"reward": "gsm8"}, "reward='gsm8': unknown verifier 'gsm8'"),
-        ("grpo", {"reward": []}, "nothing is named"),
+        ("grpo", {"reward": []}, "no reward is given"),
         ("grpo", {"reward": "nowhere.py:fn"}, "there is no file nowhere.py"),
         (
             "grpo",

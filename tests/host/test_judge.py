@@ -374,10 +374,10 @@ def test_retry_after_may_be_a_date_or_too_far_away(stub: Stub) -> None:
         ),
         (
             (200, {}, b"<html>hello</html>"),
-            r"no chat completion \(asked 2 times\): '<html>hello</html>'; check that url",
+            r"not a chat completion \(asked 2 times\): '<html>hello</html>'; check that url",
             2,
         ),
-        ((200, {}, {"error": "overloaded"}), "no chat completion .*overloaded", 2),
+        ((200, {}, {"error": "overloaded"}), "not a chat completion .*overloaded", 2),
         (
             (500, {}, KEY.replace("/", "\\/").encode()),
             r"status 500 \(asked 2 times\): .*\[key\].*server's log",

@@ -335,7 +335,7 @@ def test_rows_name_their_verifiers() -> None:
         (
             "length",
             "os:system",
-            "'os:system' is no verifier; a row may name registered verifiers only",
+            "'os:system' is not a verifier; a row can name registered verifiers only",
         ),
         ("length", "rewards.py:f", "a row may name registered verifiers only"),
         ("length", {"name": "length", "args": {"maxi": 1}}, "p0: column 'by': .*did you mean max"),
@@ -681,13 +681,13 @@ def test_weights_may_be_written_in_several_ways(reward: Any) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (None, "nothing is named"),
-        ([], "nothing is named"),
+        (None, "no reward is given"),
+        ([], "no reward is given"),
         (3, "cannot be read"),
         ({"name": "gsm8k", "wieght": 2}, "cannot be read"),
         ({"name": "gsm8k", "weight": "2"}, "weight='2'"),
         ({"name": "gsm8k", "args": [1]}, r"args=\[1\]"),
-        ({}, "nothing is named"),
+        ({}, "no reward is given"),
         ({"gsm8k": 0, "length": 0.0}, "all weights are 0"),
         (["gsm8k", "length", "gsm8k"], "'gsm8k' is named twice"),
         ("rw.py", r"'rw.py' names no function in the file; write rw.py:FUNCTION"),

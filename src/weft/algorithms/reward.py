@@ -82,7 +82,7 @@ class RewardLoss(Loss):
 
     `score_l2` is Open-Assistant's `score_l2_reg` (0.001 there), `center` is TRL's
     `center_rewards_coefficient` (Eisenstein et al. 2023; 0.01 recommended): the first keeps scores
-    small, the second keeps a pair's mean at 0. `margin` is read where the batch holds it. Metrics:
+    small, the second keeps a pair's mean at 0. `margin` is read if the batch has it. Metrics:
     `accuracy` (share of pairs in the right order; a tie is wrong) and `margin` (mean difference)
     over pairs; `kendalltau` = (right - wrong) / pairs within a group, over groups: Kendall's tau-a
     over the pairs that the ranking orders (equal to tau-b where nothing is tied).

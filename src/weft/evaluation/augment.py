@@ -87,9 +87,9 @@ def read(paths: Sequence[str]) -> list[Replied]:
             if len(wrong) == MOST_REPORTED:
                 break
     if wrong:
-        raise DataError("\n".join(["these rows have no reply to rank:", *wrong]))
+        raise DataError("\n".join(["these rows have no replies to rank:", *wrong]))
     if not found:
-        raise DataError(f"{', '.join(paths)}: there are no replies in it")
+        raise DataError(f"{', '.join(paths)}: it contains no replies")
     return found
 
 
@@ -108,8 +108,7 @@ def write(
     """
     if file.exists():
         raise ConfigError(
-            f"{file}: is there already, and nothing is written over; name another file, or remove "
-            f"it"
+            f"{file} already exists and is not overwritten; name another file, or remove it"
         )
     part = file.with_name(f"{file.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +152,7 @@ def _begun(part: Path, first: str) -> list[str]:
     lines = part.read_text(encoding="utf-8").split("\n")
     if lines[0] != first:
         raise ConfigError(
-            f"{part}: was begun with other options or rows; give those, remove it, or name "
+            f"{part} was started with other options or rows; give those, remove it, or name "
             f"another file"
         )
     whole = lines[1:-1]  # the last item is empty, or a line that was cut off

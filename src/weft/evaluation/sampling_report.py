@@ -89,7 +89,7 @@ def read(path: Path) -> Report:
     report = read_json(path, f"{path} cannot be read as a sampling report", DataError)
     wrong = _problem(report)
     if wrong:
-        raise DataError(f"{path} is no sampling report: {wrong}; weft sample report writes one")
+        raise DataError(f"{path} is not a sampling report: {wrong}; weft sample report writes one")
     return dict(report)
 
 

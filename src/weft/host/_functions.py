@@ -132,7 +132,7 @@ class AdvantageFunction(Stateless):
             raise UserError(
                 f"{self.function.__name__} returned the advantage {advantages[wrong[0]]:g} for a "
                 f"completion of "
-                f"{rows.batch.ids[int(rows.group[completion])]}; it is a number of at most "
+                f"{rows.batch.ids[int(rows.group[completion])]}; it must be a number of at most "
                 f"{MOST_REWARD:g} in size, or the "
                 "loss is not finite"
             )

@@ -109,7 +109,7 @@ class Lane:
 
     worker: Worker | None = None
     job: Future[Reply] | None = None  # job that the thread is working on
-    late: bool = False  # the job was cancelled or timed out
+    late: bool = False  # True once the job was cancelled or timed out
     lock: threading.RLock = field(
         default_factory=threading.RLock
     )  # reentrant: a finalizer can run while it is held
@@ -260,7 +260,7 @@ class Pool:
     def collect(self, replies: Sequence[Future[Reply]], seconds: float) -> list[Reply]:
         """Wait for the replies, `seconds` at most, and return them.
 
-        Late ones are cancelled and have the status "timeout".
+        Replies that are late are cancelled and have the status "timeout".
         """
         late = wait(replies, seconds).not_done
         self.drop(late)

@@ -31,7 +31,8 @@ class Refused(Exception):
 class Expected:
     """Completions of one call, to validate its result against.
 
-    `texts` and token `ids` of the completions; `by_token`: rewards of tokens and steps are allowed.
+    `texts` and `ids` are the texts and token ids of the completions. With `by_token`, rewards of
+    tokens and steps are allowed.
     """
 
     texts: Sequence[str]

@@ -17,9 +17,9 @@ BARRED = {"judge": ("url", "api_key_env", "insecure", "cache")}
 
 @dataclass(frozen=True)
 class Use:
-    """One function as applied to some completions.
+    """Reward function as applied to some completions.
 
-    Its index in the list of targets, its weight, and the arguments that the row specifies.
+    `target` is its index in the list of targets, `args` are the arguments that the row specifies.
     """
 
     target: int
@@ -99,7 +99,7 @@ class Routes:
             for part in parts:
                 if ":" in part.name:
                     raise ConfigError(
-                        f"reward: {part.name!r} is no verifier; a row may name registered "
+                        f"reward: {part.name!r} is not a verifier; a row can name registered "
                         f"verifiers only"
                     )
                 barred = [name for name in BARRED.get(part.name, ()) if name in part.args]

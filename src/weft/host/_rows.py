@@ -32,7 +32,7 @@ class Rows:
     def tokens(self, key: str) -> Vector:
         """Return a key with one value per token. Raises `DataError` if its lengths differ."""
         if not np.array_equal(self.batch.lengths[key], self.lengths):
-            raise DataError(f"key {key!r} does not hold one value a completion token")
+            raise DataError(f"key {key!r} must have one value per completion token")
         return host_array(self.batch.data[key]).astype(np.float64)
 
     def sequences(self, key: str) -> Vector:
@@ -64,7 +64,7 @@ class Rows:
                 f"{self.batch.ids[int(self.group[at])]}: a completion's reward is {values[at]:g}; "
                 f"a reward is at most "
                 f"{MOST_REWARD:g} in size, or the loss is not finite: look at the reward model, "
-                f"or scale what it gives"
+                f"or scale its scores"
             )
         return values
 

@@ -154,7 +154,7 @@ class GAEAdvantages:
         lengths = rows.lengths
         if not np.array_equal(rows.batch.lengths["values"], lengths + 1):
             raise DataError(
-                "key 'values' must hold one value a completion token and one after the last"
+                "key 'values' must have one value per completion token and one after the last"
             )
         values = host_array(rows.batch.data["values"]).astype(np.float64)
         if self.value_norm:

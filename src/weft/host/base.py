@@ -20,7 +20,7 @@ from weft.registry import functions
 class HostContext:
     """Inputs of a host function other than its batch.
 
-    `record` adds to the node's metrics, logged as `{node}/{name}`.
+    `record` sets a metric of the node, which is logged as `{node}/{name}`.
     """
 
     step: int = 0  # index of the node's firing, from 0

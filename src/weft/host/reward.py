@@ -30,8 +30,8 @@ from weft.registry import register_function
 Vector = npt.NDArray[np.float64]
 MOST_WORKERS = 8
 CALLS_PER_WORKER = 4  # so that a hung call loses only a small part of the batch
-KEPT = 1  # batches for which a head start is kept, for ids that come late
-SHOWN = 5  # most ids in a message
+KEPT = 1  # number of batches for which prefetched rewards are kept, for ids that come late
+SHOWN = 5  # maximum number of ids in a message
 CODE = "weft.host.verifiers.code"  # the verifier that runs completions
 
 
@@ -105,8 +105,8 @@ class RewardFunction(Stateless):
         self.notes: Sequence[str] = ()
         if any(target.module == CODE for target in self.routes.targets):
             self.notes = described(protections())
-        self._begun: dict[str, Call] = {}  # head starts by id, until the batch with that id
-        self._batches = 0  # computed so far
+        self._begun: dict[str, Call] = {}  # prefetched calls by id, until the batch with that id
+        self._batches = 0  # number of batches computed so far
 
     def begin(self, batch: SequenceSample, context: HostContext) -> None:
         """Start computing the rewards of these ids."""
@@ -194,7 +194,7 @@ class RewardFunction(Stateless):
                 calls.append(replace(self._begun.pop(id), places=places))
             else:
                 rest.setdefault(route, []).append(places)
-        # Cancel head starts of this batch that were not used, and those that are too old.
+        # Cancel the prefetched calls of this batch that were not used, and all that are too old.
         self._batches += 1
         self._drop(
             [
@@ -222,7 +222,7 @@ class RewardFunction(Stateless):
         return Call(places, route, texts.told(places), replies, self._batches)
 
     def _drop(self, ids: Iterable[str]) -> None:
-        """Cancel the head starts of these ids, if any."""
+        """Cancel the prefetched calls of these ids, if any."""
         for id in ids:
             if (call := self._begun.pop(id, None)) is not None:
                 self.pool.drop(call.replies)
@@ -281,7 +281,7 @@ class RewardFunction(Stateless):
                 f"no reward applies to {', '.join(without[:SHOWN])} ({len(without)} of "
                 f"{len(names)} completions): "
                 f"{', '.join(self.routes.labels)} returned None; give these rows what a reward "
-                f"needs, or add one that applies"
+                f"needs, or add a reward function that applies"
             )
         return sums.total
 

@@ -60,7 +60,7 @@ def parse_reward(reward: Any) -> list[RewardPart]:
     """
     entries = reward if isinstance(reward, (list, tuple)) else [reward]
     if not entries or reward is None or reward == {}:
-        raise ConfigError(f"reward: nothing is named; give {FORM}")
+        raise ConfigError(f"reward: no reward is given; give {FORM}")
     if len(entries) == 2 and isinstance(entries[0], str) and _is_number(entries[1]):
         raise ConfigError(
             f"reward: {reward!r} is a list of a name and a number; a weighted part is a list of "

@@ -96,7 +96,7 @@ class Minibatches:
     def of(self, batch: SequenceSample) -> int:
         """Return the number of minibatches per epoch that this batch is split into.
 
-        It is smaller than `asked` if the batch has fewer ids (or completions, per `unit`).
+        It is smaller than the configured number if the batch has fewer ids (or completions, per `unit`).
         """
         if self.count == 1 and self.size is None:
             return 1

@@ -155,7 +155,7 @@ def _metrics(parts: Sequence[Part]) -> Mapping[str, float]:
     """Return the means of the outputs over all ranks.
 
     Scores also have their spread, under the names of reward nodes. `prompts_in_part` is the share
-    of prompts of which the role's template omits something; it is absent if there are none.
+    of prompts with a part that the role's template omits; it is absent if there are none.
     """
     context = HostContext()
     for key in parts[0].sums:

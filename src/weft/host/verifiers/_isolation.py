@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NOBODY = 65534  # user without files of its own
+NOBODY = 65534  # user id that owns no files
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 26, 27, 28, 29, 30))
 MS_RDONLY = 1
 MS_NOSUID = 2

@@ -193,7 +193,7 @@ def _answer(said: str) -> Answer | Trouble:
         made = int(usage.get("completion_tokens") or 0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         fix = "check that url is the base URL of an OpenAI-compatible server"
-        return Trouble("the answer is no chat completion", fix, True, said)
+        return Trouble("the answer is not a chat completion", fix, True, said)
     text = str(text).encode(errors="replace").decode()  # lone surrogates are valid JSON
     return Answer(text, paid, made, cut=choice.get("finish_reason") == "length")
 

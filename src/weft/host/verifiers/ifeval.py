@@ -72,7 +72,7 @@ def ifeval(
             continue
         if arguments is None or len(arguments) != len(ids):
             raise DataError(
-                f"ifeval: kwargs must hold one mapping for each of the {len(ids)} instructions "
+                f"ifeval: kwargs must contain one mapping for each of the {len(ids)} instructions "
                 f"{list(ids)}"
             )
         done = [
