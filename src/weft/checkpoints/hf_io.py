@@ -219,8 +219,9 @@ class Reader:
         return self.files.dtype
 
     def stored_name(self, hf: str) -> str:
-        """Return the name in the files; checkpoints of a model without its head lack the family's
-        prefix.
+        """Return the name in the files.
+
+        Checkpoints of a model without its head lack the family's prefix.
         """
         return hf.removeprefix(self.family.prefix) if self._bare else hf
 

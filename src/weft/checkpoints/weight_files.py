@@ -103,8 +103,9 @@ class WeightFiles:
         return self.stored[name].shape
 
     def need_floats(self, names: Iterable[str]) -> None:
-        """Raise `CheckpointError` if one of these tensors has integers, as packed or damaged
-        weights do.
+        """Raise `CheckpointError` if one of these tensors has integers.
+
+        Packed or damaged weights do.
         """
         for name in names:
             if name in self._pickled:
@@ -119,8 +120,9 @@ class WeightFiles:
                 )
 
     def not_finite(self) -> str | None:
-        """Return a message on the first tensor with a NaN or an infinity, or None. Reads all
-        tensors.
+        """Return a message on the first tensor with a NaN or an infinity, or None.
+
+        Reads all tensors.
         """
         for name in self.names:
             values = self.read(name)
